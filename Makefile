@@ -69,13 +69,14 @@ page: setup ## the server's page in Chromium, which it installs if it may (Debia
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
 	@$(PY) -m pytest tests/serving/test_page.py $(PYTEST_ARGS)
 
-quality: setup ## lint, formatting, types, order of imports and of C headers, unique names
+quality: setup ## lint, formatting, types, order of imports and of C headers, unique names, plain words
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-cache
 	@$(PY) -m tests.repository.c_headers
 	@$(PY) -m tests.repository.unique_names
+	@$(PY) -m tests.repository.plain_words
 
 format: setup ## apply the formatting and the fixes that ruff knows
 	@$(PY) -m ruff check --fix .

@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say: the C kernels are optional, without a compiler the install goes on; and contributors
-meet `policies/` at the top of the tree, but it is installed inside the package, so that no top-level name `policies`
-ever lands in a site-packages."""
+"""Parts of the build that pyproject.toml cannot express. The C kernels are optional: without a compiler the install
+goes on. Contributors meet `policies/` at the top of the tree, but it is installed inside the package, so that no
+top-level name `policies` ever lands in a site-packages."""
 
 from glob import glob
 

@@ -11,9 +11,7 @@ ALL = ("startup", "round_trip", "generate_cost", "collectives", "kernels", "deco
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "names", nargs="*", choices=[*ALL, []], default=list(ALL), help="which; all where none is named"
-    )
+    parser.add_argument("names", nargs="*", choices=[*ALL, []], default=list(ALL), help="which; all if none is named")
     for name in parser.parse_args().names:
         print(f"\n== {name} " + "=" * (70 - len(name)), flush=True)
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

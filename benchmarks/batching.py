@@ -1,4 +1,4 @@
-"""What decoding calls together brings: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
+"""Measures decoding of calls together: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
 
 python -m benchmarks.batching [--rounds 3] [--dtype float32] [--only "16 mixed"] [--json OUT]
 """
@@ -46,39 +46,39 @@ def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
     ]
 
 
-def tokens_per_second(made: Any, asked: list[dict[str, Any]], threads: int) -> float:
+def tokens_per_second(model: Any, calls: list[dict[str, Any]], threads: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
-        taken = measure.seconds(lambda: list(pool.map(lambda call: made.generate(**call), asked)))
-    return sum(call["max_new_tokens"] for call in asked) / taken
+        taken = measure.seconds(lambda: list(pool.map(lambda call: model.generate(**call), calls)))
+    return sum(call["max_new_tokens"] for call in calls) / taken
 
 
-def prompts(made: Any, base: int, count: int) -> float:
-    """Calls per second, of which each asks for its first token after a prompt of `base` tokens that all have, new ones
-    every time, and 16 of its own."""
+def prompts(model: Any, base: int, count: int) -> float:
+    """Return calls per second. Each call asks for its first token after `base` common tokens, new for every run, and
+    16 of its own."""
     common = torch.randint(5, SHAPE["vocab_size"], (1, base))
     ids = [torch.cat((common, torch.randint(5, SHAPE["vocab_size"], (1, 16))), -1) for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
-        ask = lambda each: made.generate(each, max_new_tokens=1, do_sample=False)  # noqa: E731
+        ask = lambda each: model.generate(each, max_new_tokens=1, do_sample=False)  # noqa: E731
         return count / measure.seconds(lambda: list(pool.map(ask, ids)))
 
 
-def of_transformers(made: Any, asked: list[dict[str, Any]]) -> float:
+def of_transformers(model: Any, requests: list[dict[str, Any]]) -> float:
     """Tokens per second of transformers' own continuous batching, in this process."""
     torch.set_num_threads(THREADS)
-    ids = [call["input_ids"][0].tolist() for call in asked]
+    ids = [call["input_ids"][0].tolist() for call in requests]
 
     def run() -> None:
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
-        with made.continuous_batching_context_manager(generation_config=config) as manager:
-            for each, call in zip(ids, asked, strict=True):
+        with model.continuous_batching_context_manager(generation_config=config) as manager:
+            for each, call in zip(ids, requests, strict=True):
                 manager.add_request(each, max_new_tokens=call["max_new_tokens"])
             done = 0
-            while done < len(asked):
+            while done < len(requests):
                 result = manager.get_result(timeout=60)
                 done += result is not None and result.is_finished()
 
     try:
-        return sum(call["max_new_tokens"] for call in asked) / measure.seconds(run)
+        return sum(call["max_new_tokens"] for call in requests) / measure.seconds(run)
     finally:
         torch.set_num_threads(1)
 
@@ -103,48 +103,48 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
 
     @cache
-    def made(how: str) -> Any:
+    def model_for(variant: str) -> Any:
         """A model, made when the first contest asks for it; it has run calls side by side."""
-        if how == "whole":
+        if variant == "whole":
             return whole(dtype)
-        if how == "one replica":
-            found = parallelize(whole(dtype), workers=WorkerGroup(1, target=RUNNER, threads=1), progress=False)
-        elif how == "two replicas":
-            found = parallelize(whole(dtype), 1, workers={"device": "cpu", "replicas": 2}, progress=False)
+        if variant == "one replica":
+            sharded = parallelize(whole(dtype), workers=WorkerGroup(1, target=RUNNER, threads=1), progress=False)
+        elif variant == "two replicas":
+            sharded = parallelize(whole(dtype), 1, workers={"device": "cpu", "replicas": 2}, progress=False)
         else:
-            found = model(dtype, {"together": True, "apart": False, "forgetful": {"prefix_tokens": 0}}[how])
-        tokens_per_second(found, full[:4], 4)
-        return found
+            sharded = model(dtype, {"together": True, "apart": False, "forgetful": {"prefix_tokens": 0}}[variant])
+        tokens_per_second(sharded, full[:4], 4)
+        return sharded
 
     contests = {
         "16 mixed calls, replicas of one rank with one thread": {
-            "one": lambda: tokens_per_second(made("one replica"), mixed, 16),
-            "two": lambda: tokens_per_second(made("two replicas"), mixed, 16),
+            "one": lambda: tokens_per_second(model_for("one replica"), mixed, 16),
+            "two": lambda: tokens_per_second(model_for("two replicas"), mixed, 16),
         },
         "16 mixed calls": {
-            "one after another": lambda: tokens_per_second(made("apart"), mixed, 16),
-            "together": lambda: tokens_per_second(made("together"), mixed, 16),
+            "one after another": lambda: tokens_per_second(model_for("apart"), mixed, 16),
+            "together": lambda: tokens_per_second(model_for("together"), mixed, 16),
         },
         "16 mixed calls beside transformers": {
-            "generate_batch of transformers": lambda: of_transformers(made("whole"), mixed),
-            "together": lambda: tokens_per_second(made("together"), mixed, 16),
+            "generate_batch of transformers": lambda: of_transformers(model_for("whole"), mixed),
+            "together": lambda: tokens_per_second(model_for("together"), mixed, 16),
         },
         "decode": {
-            "one row": lambda: tokens_per_second(made("apart"), full[:1], 1),
-            "8 rows": lambda: tokens_per_second(made("together"), full[:8], 8),
-            "16 rows": lambda: tokens_per_second(made("together"), full, 16),
+            "one row": lambda: tokens_per_second(model_for("apart"), full[:1], 1),
+            "8 rows": lambda: tokens_per_second(model_for("together"), full[:8], 8),
+            "16 rows": lambda: tokens_per_second(model_for("together"), full, 16),
         },
         "decode, sampled with top-k and top-p": {
-            "16 greedy rows": lambda: tokens_per_second(made("together"), full, 16),
-            "16 sampled rows": lambda: tokens_per_second(made("together"), sampled, 16),
+            "16 greedy rows": lambda: tokens_per_second(model_for("together"), full, 16),
+            "16 sampled rows": lambda: tokens_per_second(model_for("together"), sampled, 16),
         },
         "first tokens of 16 prompts that share 256 tokens": {
-            "each runs its own": lambda: prompts(made("forgetful"), 256, 16),
-            "what they share runs once": lambda: prompts(made("together"), 256, 16),
+            "each runs its own": lambda: prompts(model_for("forgetful"), 256, 16),
+            "what they share runs once": lambda: prompts(model_for("together"), 256, 16),
         },
         "a lone call": {
-            "batching off": lambda: tokens_per_second(made("apart"), lone, 1),
-            "batching on": lambda: tokens_per_second(made("together"), lone, 1),
+            "batching off": lambda: tokens_per_second(model_for("apart"), lone, 1),
+            "batching on": lambda: tokens_per_second(model_for("together"), lone, 1),
         },
     }
     figures = {}

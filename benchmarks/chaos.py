@@ -1,4 +1,4 @@
-"""What the library promises when things go wrong, put to the test at length.
+"""Tests the library's promises for faults, at length.
 
     python -m benchmarks.chaos storm parents --seed 0          some suites, at their full length
     python -m benchmarks.chaos storm --count 200 --seed 3      a part of one, to be added to others by --results
@@ -84,8 +84,8 @@ def main() -> None:
         return
     options.results.parent.mkdir(exist_ok=True)
     chosen = options.suites or [name for name in SUITES if name != "nodes" or find_spec("ray")]
-    held = [_run(name, options) for name in SUITES if name in chosen]
-    sys.exit(not all(held))
+    kept = [_run(name, options) for name in SUITES if name in chosen]
+    sys.exit(not all(kept))
 
 
 def _run(name: str, options: argparse.Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""What the chaos suites measure, gathered over as many runs as it took, and the page that shows it."""
+"""The figures of the chaos suites, gathered over any number of runs, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Figure:
 
     Attributes:
         name: with the unit.
-        how: what is made of the values: "sum", "max", "p95" or "p99".
+        how: aggregation of the values: "sum", "max", "p95" or "p99".
         at_most: the bar.
         values: one per event or per run.
     """
@@ -101,7 +101,7 @@ def page(runs: list[Run], about: dict[str, tuple[int, str]]) -> str:
 
     Args:
         runs: in any order.
-        about: how often each suite does what at its full length, in the order in which they are to appear.
+        about: title and full count of each suite, in the order of the page.
     """
     text = ["# Chaos: what was measured", ""]
     text += ["Written by `python -m benchmarks.chaos --report`; every row is the sum of the runs listed below it.", ""]

@@ -1,4 +1,4 @@
-"""A server of `parallelformers-ng serve` against those who mean it no good, and those who go."""
+"""A server of `parallelformers-ng serve` against hostile clients, and clients that go."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Served:
             answer = self.client.post("/v1/completions", json=body)
         except httpx.TransportError as error:
             return f"error: lost, {type(error).__name__}"
-        found = answer.json()
-        return found["choices"][0]["text"] if answer.status_code == 200 else f"error: {found['error']['code']}"
+        body_json = answer.json()
+        return body_json["choices"][0]["text"] if answer.status_code == 200 else f"error: {body_json['error']['code']}"
 
     def ask_honestly(self) -> str:
         """The text of the answer to an honest request."""
@@ -216,11 +216,11 @@ def clients(count: int, seed: int) -> list[Figure]:
                 for future in gone:
                     future.result()
             freed.append(server.settle())
-        held = server.client.get("/status").json()["running"]
+        running = server.client.get("/status").json()["running"]
     return [
         Figure("last one gone to all rows free, max, s", "max", 1, freed),
         Figure("wrong answers", "sum", 0, [wrong]),
-        Figure("rows that stayed", "sum", 0, [held]),
+        Figure("rows that stayed", "sum", 0, [running]),
     ]
 
 
@@ -230,22 +230,22 @@ def kills(count: int, seed: int) -> list[Figure]:
     with served() as server:
         for _ in range(count):
             with ThreadPoolExecutor(8) as pool:
-                asked = [pool.submit(_outcome, server, 200) for _ in range(8)]
+                pending = [pool.submit(_outcome, server, 200) for _ in range(8)]
                 time.sleep(source.uniform(0.05, 0.5))
                 source.choice(server.workers).kill()
-                outcomes.update(future.result() for future in asked)
+                outcomes.update(future.result() for future in pending)
             _until(lambda: _is_ready(server.client))
             outcomes[_outcome(server, 8)] += 1
             time.sleep(20)  # three deaths in a minute are a storm, see max_restarts
         with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(_outcome, server, 400) for _ in range(8)]
+            pending = [pool.submit(_outcome, server, 400) for _ in range(8)]
             _until(lambda: server.metric("num_requests_running") == 8)
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
             begun = time.monotonic()
             refused = server.client.post("/v1/completions", json=HONEST).status_code
             after = time.monotonic() - begun
-            complete = sum(future.result() == "right" for future in asked)
+            complete = sum(future.result() == "right" for future in pending)
         status = server.process.wait(SECONDS)
     print(f"  outcomes {dict(outcomes)}", flush=True)
     return [
@@ -259,10 +259,10 @@ def kills(count: int, seed: int) -> list[Figure]:
 
 
 def _outcome(server: Served, tokens: int) -> str:
-    found = server.ask({**HONEST, "max_tokens": tokens})
-    if found.startswith("error: "):
-        return "lost" if "lost" in found else "typed" if found != "error: None" else "untyped"
-    return "right" if found.startswith(server.wanted) else "wrong"
+    reply = server.ask({**HONEST, "max_tokens": tokens})
+    if reply.startswith("error: "):
+        return "lost" if "lost" in reply else "typed" if reply != "error: None" else "untyped"
+    return "right" if reply.startswith(server.wanted) else "wrong"
 
 
 def _honest(server: Served, go_on: Callable[[int], bool]) -> tuple[list[float], int]:
@@ -282,11 +282,11 @@ def _p99(times: list[float]) -> float:
 def send_from_many(port: int, seed: str, count: int, make: Callable[[random.Random], bytes]) -> Counter[str]:
     """`send_hostile`, from 8 clients at once."""
     with ThreadPoolExecutor(8) as pool:
-        sent = [
+        pending = [
             pool.submit(send_hostile, port, random.Random(f"{seed} {number}"), share, make)
             for number, share in enumerate(_shares(count, 8))
         ]
-        return sum((future.result() for future in sent), Counter())
+        return sum((future.result() for future in pending), Counter())
 
 
 def send_hostile(
@@ -296,11 +296,11 @@ def send_hostile(
     return Counter(_send(port, make(source), source.random() < 0.1) for _ in range(count))
 
 
-def _send(port: int, sent: bytes, goes: bool) -> str:
+def _send(port: int, data: bytes, goes: bool) -> str:
     """The status of the answer to some bytes, after which the client may go."""
     with socket.create_connection(("127.0.0.1", port), SECONDS) as connection:
         try:
-            connection.sendall(sent)
+            connection.sendall(data)
             if goes:
                 return "closed"
             said = connection.recv(1 << 16)

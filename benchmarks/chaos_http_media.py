@@ -71,7 +71,7 @@ def _png(width: int, height: int, lines: int | None = None, text: int = 0) -> by
     """A black PNG.
 
     Args:
-        width, height: what its head says.
+        width, height: size in its head.
         lines: how many there are.
         text: bytes of a compressed text.
     """
@@ -98,10 +98,10 @@ def _photo(kind: str) -> bytes:
 
 def _flipped(data: bytes, source: random.Random) -> bytes:
     """The data with some bytes lost or changed."""
-    found = bytearray(data)
+    damaged = bytearray(data)
     for _ in range(source.randint(1, 20)):
-        found[source.randrange(len(found))] = source.randrange(256)
-    return bytes(found[: source.randint(len(found) // 2, len(found))])
+        damaged[source.randrange(len(damaged))] = source.randrange(256)
+    return bytes(damaged[: source.randint(len(damaged) // 2, len(damaged))])
 
 
 _ADDRESSES = (

@@ -21,11 +21,11 @@ def _post(path: str, body: bytes, *headers: str, length: int | None = None) -> b
 
 def _mangled(source: random.Random) -> bytes:
     """Bytes flipped, lost and added."""
-    sent = bytearray(_post("/v1/completions", json.dumps({"prompt": "x"}).encode()))
+    message = bytearray(_post("/v1/completions", json.dumps({"prompt": "x"}).encode()))
     for _ in range(source.randint(1, 8)):
-        at = source.randrange(len(sent))
-        sent[at : at + source.randint(0, 3)] = source.randbytes(source.randint(0, 3))
-    return bytes(sent)
+        at = source.randrange(len(message))
+        message[at : at + source.randint(0, 3)] = source.randbytes(source.randint(0, 3))
+    return bytes(message)
 
 
 def _headers(source: random.Random) -> bytes:

@@ -77,7 +77,7 @@ def _ids(source: random.Random) -> torch.Tensor:
 
 
 def _random_ids(source: random.Random) -> Any:
-    """Of any shape, dtype and range; also empty, and huge."""
+    """Return a tensor of any shape, dtype and range; maybe empty, or huge."""
     shape = [source.choice([0, 1, 2, 7, 65, 1000]) for _ in range(source.randrange(0, 5))]
     if torch.Size(shape).numel() > 1 << 22:
         shape = [1, 1 << 22]

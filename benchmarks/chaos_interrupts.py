@@ -27,13 +27,13 @@ _LONGEST_SECONDS = 0.02  # from the order to the signal: some calls of each kind
 
 @dataclass
 class Found:
-    """What became of the interrupts.
+    """The outcome of the interrupts.
 
     Attributes:
         interrupted: calls that were.
         lost: how often there were other workers afterwards.
         wrong: next answers that were wrong.
-        errors: what came in place of a KeyboardInterrupt, or of a next answer.
+        errors: errors in place of a KeyboardInterrupt, or of a next answer.
         seconds: from the signal to the KeyboardInterrupt, at most.
     """
 
@@ -46,15 +46,15 @@ class Found:
 
 def figures(count: int, seed: int) -> list[Figure]:
     """On workers of its own."""
-    found = interrupts_at_random(count, seed)
-    for error in found.errors:
+    outcome = interrupts_at_random(count, seed)
+    for error in outcome.errors:
         print(f"  {error}", flush=True)
     return [
-        Figure("order of a Ctrl-C to KeyboardInterrupt, max, s", "max", 1.0, found.seconds),
-        Figure("calls that were not interrupted", "sum", 0, [count - found.interrupted]),
-        Figure("other errors", "sum", 0, [len(found.errors)]),
-        Figure("wrong next answers", "sum", 0, [found.wrong]),
-        Figure("groups lost", "sum", 0, [found.lost]),
+        Figure("order of a Ctrl-C to KeyboardInterrupt, max, s", "max", 1.0, outcome.seconds),
+        Figure("calls that were not interrupted", "sum", 0, [count - outcome.interrupted]),
+        Figure("other errors", "sum", 0, [len(outcome.errors)]),
+        Figure("wrong next answers", "sum", 0, [outcome.wrong]),
+        Figure("groups lost", "sum", 0, [outcome.lost]),
     ]
 
 
@@ -63,10 +63,10 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
 
     Args:
         count: how many times.
-        seed: of the moments.
-        group: of two ranks; by default one is started.
+        seed: seed of the moments.
+        group: group of two ranks; by default one is started.
     """
-    ids, model, found = token_ids(rows=1), gpt2(), Found()
+    ids, model, outcome = token_ids(rows=1), gpt2(), Found()
     with torch.no_grad():
         logits, tokens = model(ids).logits, _tokens(model, ids)
     _ = parallelize(model, 2, workers={"device": "cpu"}) if group is None else parallelize(model, workers=group)
@@ -88,23 +88,23 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
                     while True:
                         calls[number % len(calls)]()
                 except KeyboardInterrupt:
-                    found.interrupted += 1
+                    outcome.interrupted += 1
                 except Exception as error:  # whatever it is, it is in the place of a KeyboardInterrupt
-                    found.errors.append(repr(error))
+                    outcome.errors.append(repr(error))
                     with contextlib.suppress(KeyboardInterrupt):  # which is still to come
                         time.sleep(10 * _LONGEST_SECONDS)
-                found.seconds.append(time.monotonic() - ordered)
+                outcome.seconds.append(time.monotonic() - ordered)
                 try:
                     right = torch.allclose(model(ids).logits, logits, atol=1e-5)
-                    found.wrong += not (right and torch.equal(_tokens(model, ids), tokens))
+                    outcome.wrong += not (right and torch.equal(_tokens(model, ids), tokens))
                 except Exception as error:  # likewise
-                    found.errors.append(f"next: {error!r}")
-                found.lost += deployment_of(model).pids != before
+                    outcome.errors.append(f"next: {error!r}")
+                outcome.lost += deployment_of(model).pids != before
                 before = deployment_of(model).pids
     finally:
         signal.signal(signal.SIGINT, handler)
     model.deparallelize()
-    return found
+    return outcome
 
 
 def _tokens(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,8 @@ while sys.stdin.buffer.read(1):
 
 @contextlib.contextmanager
 def _striker(seed: int) -> Iterator[Callable[[], object]]:
-    """What has a SIGINT sent to this process some moments later. Another process sends it: a thread would need the
-    interpreter lock to do so, and strike mostly where that is given up."""
+    """Send a SIGINT to this process some moments later, from another process: a thread would need the interpreter
+    lock, and strike mostly when it is free."""
     arguments = (str(os.getpid()), str(seed), str(_LONGEST_SECONDS))
     with subprocess.Popen(
         [sys.executable, "-S", "-c", _STRIKER, *arguments], stdin=subprocess.PIPE, bufsize=0

@@ -129,7 +129,7 @@ def interrupts(count: int, seed: int) -> list[Figure]:
 
 
 def cycles(count: int, seed: int) -> list[Figure]:
-    """What this process has more of than after the first cycles, and what was printed."""
+    """Return the growth of this process since the first cycles, and all printed text."""
     me, model, ids = psutil.Process(), gpt2(), token_ids(seed=seed)
     states = []
     with _captured() as printed:
@@ -154,7 +154,7 @@ def cycles(count: int, seed: int) -> list[Figure]:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """What this process and its children write to standard output and error, once the block is left."""
+    """Collect the output of this process and its children; complete once the block is left."""
     texts: list[str] = []
     kept = os.dup(1), os.dup(2)
     file = os.memfd_create("printed", os.MFD_CLOEXEC)

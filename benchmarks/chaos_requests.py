@@ -156,7 +156,7 @@ def limit(count: int, seed: int) -> list[Figure]:
 
 
 def threads(count: int, seed: int) -> list[Figure]:
-    """Compare what many threads get at once with what each call gives alone."""
+    """Compare the answers of many threads at once with the answers of calls that run alone."""
     model = soak.build()
     wrong = soak.threads(model, 32, max(1, count // 32))
     model.deparallelize()

@@ -30,7 +30,7 @@ PHASES = ("idle", "prefill", "decode", "reply")
 
 @dataclass
 class Phase:
-    """What the request that a thread has in flight is at, as far as its caller can tell."""
+    """The stage of a thread's running request, as far as its caller can tell."""
 
     name: str = "idle"
 
@@ -65,16 +65,16 @@ class Storm:
 
 def figures(count: int, seed: int) -> list[Figure]:
     """50 kills per 1,000 requests."""
-    found = storm(count, 8, max(4, count // 20), seed)
-    print(f"  outcomes {dict(found.outcomes)}, kills {dict(found.killed_in)}", flush=True)
-    untyped = sum(number for name, number in found.outcomes.items() if name.startswith("untyped"))
+    result = storm(count, 8, max(4, count // 20), seed)
+    print(f"  outcomes {dict(result.outcomes)}, kills {dict(result.killed_in)}", flush=True)
+    untyped = sum(number for name, number in result.outcomes.items() if name.startswith("untyped"))
     return [
-        Figure("wrong answers", "sum", 0, [found.outcomes["wrong"]]),
+        Figure("wrong answers", "sum", 0, [result.outcomes["wrong"]]),
         Figure("errors without a type", "sum", 0, [untyped]),
-        Figure("hung", "sum", 0, [found.hung]),
-        Figure("kill to error, p99, s", "p99", 0.5, found.latencies),
-        Figure("kill to error, max, s", "max", 2.0, found.latencies),
-        Figure("kill to ready again, p95, s", "p95", 1.5, found.restarts),
+        Figure("hung", "sum", 0, [result.hung]),
+        Figure("kill to error, p99, s", "p99", 0.5, result.latencies),
+        Figure("kill to error, max, s", "max", 2.0, result.latencies),
+        Figure("kill to ready again, p95, s", "p95", 1.5, result.restarts),
     ]
 
 
@@ -83,12 +83,12 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
 
     Args:
         requests: at least so many; they go on until the last kill.
-        threads: that ask.
+        threads: number of threads with requests.
         kills: in each of `PHASES` in turn.
-        seed: of what is asked, and of who is killed when.
+        seed: seed of the requests, and of the kills.
         calm: a group of two that says in peace what the right answers are; by default one of its own.
     """
-    source, found, lock = random.Random(seed), Storm(), threading.Lock()
+    source, result, lock = random.Random(seed), Storm(), threading.Lock()
     jobs, wanted = _jobs(source, calm)
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": PATIENCE_SECONDS, "max_restarts": 10 * kills})
     phases = [Phase() for _ in range(threads)]
@@ -112,9 +112,9 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
                 outcome = f"untyped {type(error).__name__}"
             end, phase.name = time.monotonic(), "idle"
             with lock:
-                found.outcomes[outcome] += 1
+                result.outcomes[outcome] += 1
                 if outcome not in ("right", "wrong"):
-                    found.latencies += [end - max(when for when in killed if when <= end)]
+                    result.latencies += [end - max(when for when in killed if when <= end)]
             time.sleep(0.001)
 
     def kill() -> None:
@@ -132,10 +132,10 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
             with lock:
                 killed.append(time.monotonic())
                 os.kill(pid, signal.SIGKILL)
-            found.killed_in[target] += 1
+            result.killed_in[target] += 1
             before = deployment_of(model).incarnation
             _wait_for(lambda: deployment_of(model).incarnation > before, PATIENCE_SECONDS)  # noqa: B023
-            found.restarts.append(time.monotonic() - killed[-1])
+            result.restarts.append(time.monotonic() - killed[-1])
             pause.set()
 
     pause.set()
@@ -145,10 +145,10 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
         thread.start()
     for thread in team:
         thread.join(PATIENCE_SECONDS * (kills + 1))
-    found.hung = sum(thread.is_alive() for thread in team)
-    if not found.hung:
+    result.hung = sum(thread.is_alive() for thread in team)
+    if not result.hung:
         model.deparallelize()
-    return found
+    return result
 
 
 def _jobs(source: random.Random, group: WorkerGroup | None) -> tuple[list[Job], list[torch.Tensor]]:

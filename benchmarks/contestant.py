@@ -66,14 +66,14 @@ def load_tensor_parallel(directory: str) -> Any:
 
 def decode(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
     """Greedy decoding after a prompt of `prompt` tokens, the prompt's own pass taken off."""
-    how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ids = torch.arange(3, 3 + prompt)[None]
     start = time.perf_counter()
-    model.generate(ids, max_new_tokens=1, **how)
+    model.generate(ids, max_new_tokens=1, **options)
     middle = time.perf_counter()
-    found = model.generate(ids, max_new_tokens=tokens + 1, **how)
+    output = model.generate(ids, max_new_tokens=tokens + 1, **options)
     end = time.perf_counter()
-    return {"tokens_per_second": tokens / (end - 2 * middle + start), "tokens": found[0, prompt:].tolist()}
+    return {"tokens_per_second": tokens / (end - 2 * middle + start), "tokens": output[0, prompt:].tolist()}
 
 
 def prefill(model: Any, prompt: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def bandwidth(nbytes: int, start: float, seconds: float) -> dict[str, Any]:
     """Bytes per second that this process reads in sums over a tensor far larger than any cache, all passes together.
 
     Args:
-        nbytes: of the tensor.
+        nbytes: bytes of the tensor.
         start: when to begin, on the clock of `time.monotonic`, so that several processes read at the same time: one
             that reads alone has more of the memory.
         seconds: how long.

@@ -17,7 +17,7 @@ class Group:
     where the system forbids groups.
 
     Args:
-        path: its directory; "" where there is none.
+        path: its directory; "" if there is none.
     """
 
     def __init__(self, path: str) -> None:
@@ -45,7 +45,7 @@ class Group:
 
 @contextmanager
 def control_group(name: str) -> Iterator[str]:
-    """The path of a new one, "" where none can be made. What is in it must have ended when the block is left."""
+    """The path of a new one, "" if none can be made. What is in it must have ended when the block is left."""
     for root, limit in _ROOTS.items():
         path = Path(root, f"parallelformers_ng-{os.getpid()}-{name}")
         try:

@@ -1,4 +1,4 @@
-"""What a build of torch with CUDA shows without a GPU: `make cuda-build` runs this in a venv of its own.
+"""Checks of a CUDA build of torch without a GPU: `make cuda-build` runs this in a venv of its own.
 
     python -m benchmarks.cuda_build [--results benchmarks/results/cuda_build.json]
 
@@ -109,18 +109,18 @@ def keywords() -> tuple[int, list[str]]:
             first, *rest = ast.unparse(call.func).split(".")
             name = ".".join([imported.get(first, first), *rest])
             if name in contract.NAMES and (function := _found(name)) is not None:
-                given = [keyword.arg for keyword in call.keywords if keyword.arg]
+                used = [keyword.arg for keyword in call.keywords if keyword.arg]
                 where = f"{path.name}:{call.lineno} {name}"
-                count += len(given)
-                refused += [f"{where}({word}=)" for word in given if not _takes(function, word)]
+                count += len(used)
+                refused += [f"{where}({word}=)" for word in used if not _takes(function, word)]
     return count, refused
 
 
 def _found(name: str) -> Any:
-    found: Any = torch
+    value: Any = torch
     for part in name.split(".")[1:] if name.startswith("torch.") else ():
-        found = getattr(found, part, None)
-    return None if found is torch else found
+        value = getattr(value, part, None)
+    return None if value is torch else value
 
 
 def _takes(function: Any, keyword: str) -> bool:
@@ -159,7 +159,7 @@ def driver() -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def opened() -> tuple[list[str], str]:
-    """Which processes opened the driver that should not have, and how a rank for a device ended."""
+    """Return the processes that opened the driver against the rules, and the end of a rank for a device."""
     with driver() as (environment, notes):
         probe = "import torch; torch.cuda.is_available()"
         subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True)
@@ -197,7 +197,7 @@ def main() -> None:
     if torch.version.cuda is None:
         sys.exit(f"torch {torch.__version__} is a build without CUDA: pip found it first; ask for another version")
     from_driver, ended = opened()
-    given, refused = keywords()
+    used, refused = keywords()
     wrong = {
         "modules that cannot be imported": imports(),
         "names of the table that are not there": contract.missing(),
@@ -206,8 +206,8 @@ def main() -> None:
         "operators without a kernel": unregistered(),
         "the driver": from_driver,
     }
-    for what, found in wrong.items():
-        print(f"{what}: {', '.join(found) or 'none'}")
+    for what, places in wrong.items():
+        print(f"{what}: {', '.join(places) or 'none'}")
     print(f"a rank for a device, of which there is none: {ended}")
     file = Path(options.results)
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -218,9 +218,9 @@ def main() -> None:
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         "names of the table": len(contract.NAMES),
         "variables of the table": len(contract.ENVIRONMENT),
-        "keywords": given,
+        "keywords": used,
         "a rank for a device": ended,
-        "wrong": {what: found for what, found in wrong.items() if found},
+        "wrong": {what: places for what, places in wrong.items() if places},
         **{name: value for name, value in known.get(key, {}).items() if name == "tests"},
     }
     file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

@@ -50,11 +50,11 @@ class Contestant:
     """The processes of one contestant. All get the same tasks; the first one's answer counts.
 
     Args:
-        kind: as `contestant.py` takes it.
+        kind: kind of contestant, see `contestant.py`.
         directory: the checkpoint.
         ranks: its workers; one process has as many threads instead.
         python: the interpreter.
-        path: where the library is imported from; by default the present one.
+        path: folder from which the library is imported; by default the present one.
     """
 
     def __init__(self, kind: str, directory: str, ranks: int, python: str = sys.executable, path: str = "") -> None:
@@ -117,14 +117,14 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def watched(found: dict[str, float]) -> Iterator[None]:
+def watched(memory: dict[str, float]) -> Iterator[None]:
     """Notes which share of the machine's cores went to processes other than this one's, and to the hypervisor."""
     before, mine, start = _busy_seconds(), _own_seconds(), time.monotonic()
     yield
     after, cores = _busy_seconds(), os.cpu_count() or 1
     capacity = (time.monotonic() - start) * cores
-    found["others"] = max(0.0, after[0] - before[0] - _own_seconds() + mine) / capacity
-    found["stolen"] = (after[1] - before[1]) / capacity
+    memory["others"] = max(0.0, after[0] - before[0] - _own_seconds() + mine) / capacity
+    memory["stolen"] = (after[1] - before[1]) / capacity
 
 
 def _busy_seconds() -> tuple[float, float]:
@@ -172,20 +172,20 @@ def compete(
         figures, memory, seen = {}, {}, {"others": 0.0, "stolen": 0.0}
         before = _read(reader)
         for name, contestant in contestants.items():
-            found: dict[str, float] = {}
-            with watched(found):
+            peaks: dict[str, float] = {}
+            with watched(peaks):
                 answer = contestant.run(task, **arguments)[0]
             after = _read(reader)
             figures[name], memory[name], before = answer["tokens_per_second"], (before + after) / 2, after
             tokens[name] = answer.get("tokens")
-            seen = {key: max(seen[key], found[key]) for key in seen}
+            seen = {key: max(seen[key], peaks[key]) for key in seen}
         print(f"  {seen['others']:.0%} to others, {seen['stolen']:.0%} stolen:", figures, file=sys.stderr, flush=True)
         if seen["others"] <= options.disturbance:
             disturbances.append(seen)
             for name, figure in figures.items():
                 rounds[name].append(figure)
                 read[name].append(memory[name])
-    equal = [name for name, found in tokens.items() if found is not None and found == tokens.get("one")]
+    equal = [name for name, peaks in tokens.items() if peaks is not None and peaks == tokens.get("one")]
     return {
         "figures": rounds,
         "read_bytes_per_second": read,
@@ -236,14 +236,14 @@ def main() -> None:
                     del contestants[name]
             for task in options.tasks:
                 arguments = {"prompt": SHORT, "tokens": options.tokens} if task == "decode" else {"prompt": LONG}
-                found = compete(contestants, reader, task, options, **arguments)
-                _show(size, task, weights, found)
-                measure.save(options.json, f"{task} {size}", found)
+                results = compete(contestants, reader, task, options, **arguments)
+                _show(size, task, weights, results)
+                measure.save(options.json, f"{task} {size}", results)
     reader.close()
 
 
-def _show(size: str, task: str, weights: int, found: dict[str, Any]) -> None:
-    figures, read = found["figures"], found["read_bytes_per_second"]
+def _show(size: str, task: str, weights: int, results: dict[str, Any]) -> None:
+    figures, read = results["figures"], results["read_bytes_per_second"]
     every = [value for values in read.values() for value in values]
     if not all(figures.values()):
         print(f"{task}, {size}: no undisturbed round")
@@ -251,7 +251,7 @@ def _show(size: str, task: str, weights: int, found: dict[str, Any]) -> None:
     first = next(iter(figures))
     measure.report(f"{task}, {size} ({weights / 1e9:.2f} GB fp32)", "tokens/s", figures, first, higher_is_better=True)
     print(f"  read bandwidth {min(every) / 1e9:.1f} to {max(every) / 1e9:.1f} GB/s;", end=" ")
-    print(f"same tokens as one process: {found['same_tokens_as_one']}")
+    print(f"same tokens as one process: {results['same_tokens_as_one']}")
     if task == "decode":
         for name, values in figures.items():
             shares = [value * weights / limit for value, limit in zip(values, read[name], strict=True)]

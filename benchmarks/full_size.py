@@ -29,22 +29,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tests.zoo.catalogue import model_classes
 
     options = _parser().parse_args(arguments)
-    found = load(options.json)
-    types = options.types.split(",") if options.types else sorted(set(model_classes()) - set(found))
+    results = load(options.json)
+    types = options.types.split(",") if options.types else sorted(set(model_classes()) - set(results))
     worker = Worker(options.world_sizes, "full")
     for name in types:
         rows, problem = worker.judge(name, options.timeout)
         row = rows[0] if rows else {"model_type": name, "status": "refused", "reason": problem}
-        found[name] = row
-        Path(options.json).write_text(json.dumps(list(found.values()), indent=1) + "\n")
+        results[name] = row
+        Path(options.json).write_text(json.dumps(list(results.values()), indent=1) + "\n")
         print(f"{row['status']:<8} {name}  {cell(row)} {row.get('reason', '')}", flush=True)
     worker.close()
-    print(summary(found.values()))
-    return int(any(row["status"] == "refused" for row in found.values()))
+    print(summary(results.values()))
+    return int(any(row["status"] == "refused" for row in results.values()))
 
 
 def load(path: str | None) -> dict[str, dict[str, Any]]:
-    """Model type → what is written of it in a file of this benchmark; nothing where there is no file."""
+    """Model type → what is written of it in a file of this benchmark; nothing if there is no file."""
     if not path or not Path(path).exists():
         return {}
     return {row["model_type"]: row for row in json.loads(Path(path).read_text())}
@@ -60,7 +60,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """What came out, in words, as items of a Markdown list; those that miss a bar by name."""
+    """Return the results in words, as items of a Markdown list; those that miss a bar by name."""
     planned = [row for row in rows if row["status"] != "skipped"]
     if not planned:
         return ""

@@ -1,5 +1,5 @@
-"""What it costs that `generate` is asked for in another process: its time at the caller's beside that of the same loop
-in the worker of rank 0.
+"""Measures the cost of `generate` in another process: its time at the caller beside the same loop in the worker of rank
+0.
 
     python -m benchmarks.generate_cost [--size 135M] [--tokens 64] [--rounds 9] [--json OUT]
 """
@@ -57,16 +57,16 @@ def main() -> None:
         return model.generate(input_ids=prompt, max_new_tokens=arguments.tokens, do_sample=False)
 
     generate()
-    here, there = [], []
+    here, in_worker = [], []
     for _ in range(arguments.rounds):
         here.append(measure.seconds(generate))
-        there.append(group.call("last_seconds"))
-    more = [a / b - 1 for a, b in zip(here, there, strict=True)]
+        in_worker.append(group.call("last_seconds"))
+    more = [a / b - 1 for a, b in zip(here, in_worker, strict=True)]
     measure.report(
-        f"generate, {arguments.size}, {arguments.tokens} tokens", "s", {"the caller's": here, "in rank 0": there}
+        f"generate, {arguments.size}, {arguments.tokens} tokens", "s", {"the caller's": here, "in rank 0": in_worker}
     )
     print(f"  the caller waits longer by: least {min(more):.2%}, median {statistics.median(more):.2%}")
-    measure.save(arguments.json, "generate_cost", {"caller": here, "rank 0": there})
+    measure.save(arguments.json, "generate_cost", {"caller": here, "rank 0": in_worker})
 
 
 if __name__ == "__main__":

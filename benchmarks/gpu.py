@@ -5,8 +5,8 @@
     python -m benchmarks.gpu profile [--shape 1B] [--json OUT]
 
 `speed` measures prefill (the time to the first token), decode and memory of one contestant after another, the most
-telling first. One for which the time is not enough, by what the others took, is not begun, and named. Each figure is in
-OUT, and on the page beside it, as soon as it is there.
+telling first. A contestant without enough time left, by the times of the others, is named and skipped. Each figure is
+in OUT, and on the page beside it, as soon as it is there.
 
 It fails if a figure is not what its name says: steps that were to be captured or compiled and ran as they are, tokens
 that transformers would not have chosen, a restart after which the tokens are others, a profile without a device.
@@ -157,7 +157,7 @@ CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
 
 
 class Clock:
-    """What is left of some seconds, and what a piece of work takes.
+    """Return the seconds that are left, and the seconds of a piece of work.
 
     Args:
         seconds: all that there are.
@@ -240,9 +240,9 @@ def figures_of(contestant: Contestant, batch: int) -> tuple[dict[str, float], to
 
 @torch.inference_mode()
 def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far the tokens of each contestant lie below those that transformers finds best after what precedes them: the
-    most, in standard deviations of the logits. Tokens cannot be compared: where bfloat16 decides between two of them
-    otherwise, all that follow are others.
+    """Return how far each contestant's tokens lie below the best ones of transformers after the same tokens: the most,
+    in standard deviations of the logits. Tokens themselves cannot be compared: after one close decision in bfloat16 all
+    later tokens differ.
 
     Args:
         chosen: name → ids, prompts included.
@@ -251,13 +251,13 @@ def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor])
     for name, ids in chosen.items():
         ids = ids.to(options.device)
         logits = model(ids[:, :-1], logits_to_keep=TOKENS).logits.float()
-        found = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
-        farthest[name] = ((logits.amax(-1) - found) / logits.std(-1)).max().item()
+        logits_chosen = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
+        farthest[name] = ((logits.amax(-1) - logits_chosen) / logits.std(-1)).max().item()
     return farthest
 
 
 def weight_bytes(shape: str) -> int:
-    """Of all weights that a step reads, in bf16: all but the table of embeddings."""
+    """Return the bytes of all weights that a step reads, in bf16: all but the table of embeddings."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
     return 2 * (sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel())
@@ -282,8 +282,8 @@ def restart(options: argparse.Namespace) -> list[str]:
 
 
 def profile(options: argparse.Namespace) -> list[str]:
-    """Where 16 decode steps of transformers' own loop go, which is that of a worker too: operators by their time.
-    Returns what was not as it should be."""
+    """Profile 16 decode steps of transformers' own loop, which workers run, too: operators by their time. Returns a
+    list of complaints."""
     generate = whole(options.shape, options.device).generate
     ids = torch.arange(3, 19)[None]
     generate(ids, 4)

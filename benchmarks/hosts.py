@@ -1,4 +1,4 @@
-"""Groups over several hosts: what a sum costs, what a start on a Ray cluster does, and whether answers are equal.
+"""Groups over several hosts: the cost of a sum, the start on a Ray cluster, and equal answers.
 
     python -m benchmarks.hosts sums                     two hosts of two ranks over loopback, against a flat gloo ring
     python -m benchmarks.hosts start [--count 5]        a cluster of two Ray nodes with two ranks each
@@ -40,7 +40,7 @@ REPLICAS_BAR = 1.6
 
 
 class Sums:
-    """What the ranks of `sums` run."""
+    """The target of the ranks of `sums`."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Any, emit: Any) -> None:
         self.rank, self.world_size, self.communicator = rank, world_size, communicator
@@ -78,9 +78,9 @@ def sums(options: argparse.Namespace) -> bool:
         ) as group,
     ):
         group.call("connect", f"{folder}/store")
-        found = [group.call("measure", 200) for _ in range(options.count + 1)][1:]
-    staged, ring = (statistics.median(times) * 1e6 for times in zip(*found, strict=True))
-    ratio = statistics.median(one / other for one, other in found)
+        runs = [group.call("measure", 200) for _ in range(options.count + 1)][1:]
+    staged, ring = (statistics.median(times) * 1e6 for times in zip(*runs, strict=True))
+    ratio = statistics.median(one / other for one, other in runs)
     print(f"two stages {staged:.0f} µs, gloo's ring {ring:.0f} µs: {ratio:.2f} of it; at most {SUM_BAR}")
     return ratio <= SUM_BAR
 
@@ -124,7 +124,7 @@ def replicas(options: argparse.Namespace) -> bool:
 
 
 def equal(options: argparse.Namespace) -> bool:
-    """What a model on Ray nodes gives, beside the whole one."""
+    """Compare a model on Ray nodes with the whole one."""
     ranks = options.nodes * options.each
     with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=options.nodes, cpus=options.each):
         path = save_tiny_model(Path(folder) / "model")
@@ -132,20 +132,22 @@ def equal(options: argparse.Namespace) -> bool:
         workers = {"launcher": "ray", "device": "cpu", "start_timeout": 600}
         with parallelize(path, ranks, workers=workers, progress=False) as model:
             checks = compare(model, whole, Path(folder))
-    print(f"{ranks} ranks on {options.nodes} nodes:", ", ".join(f"{name} {held}" for name, held in checks.items()))
+    print(
+        f"{ranks} ranks on {options.nodes} nodes:", ", ".join(f"{name} {verdict}" for name, verdict in checks.items())
+    )
     return all(checks.values())
 
 
 def compare(model: Any, whole: Any, folder: Path) -> dict[str, bool]:
     """Whether a model over hosts gives what the whole one gives, by subject."""
     ids = torch.randint(1, 131, (2, 9), generator=torch.Generator().manual_seed(0))
-    found: dict[str, bool] = {}
-    found["forward"] = torch.allclose(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
-    for name, how in {"greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True}}.items():
+    checks: dict[str, bool] = {}
+    checks["forward"] = torch.allclose(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    for name, options in {"greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True}}.items():
         torch.manual_seed(3)
-        tokens = model.generate(ids, max_new_tokens=8, pad_token_id=0, **how)
+        tokens = model.generate(ids, max_new_tokens=8, pad_token_id=0, **options)
         torch.manual_seed(3)
-        found[name] = torch.equal(tokens, whole.generate(ids, max_new_tokens=8, pad_token_id=0, **how))
+        checks[name] = torch.equal(tokens, whole.generate(ids, max_new_tokens=8, pad_token_id=0, **options))
     prompts = [ids[:1, :length] for length in range(2, 8)]
     answers: dict[int, torch.Tensor] = {}
 
@@ -158,17 +160,17 @@ def compare(model: Any, whole: Any, folder: Path) -> dict[str, bool]:
     for thread in threads:
         thread.join()
     due = [whole.generate(prompt, max_new_tokens=12) for prompt in prompts]
-    found["batches"] = all(torch.equal(answers[number], each) for number, each in enumerate(due))
+    checks["batches"] = all(torch.equal(answers[number], each) for number, each in enumerate(due))
     cached = [each(ids, use_cache=True).past_key_values for each in (model, whole)]
     more = [each(ids[:, :1], past_key_values=cache).logits for each, cache in zip((model, whole), cached, strict=True)]
-    found["caches"] = torch.allclose(*more, rtol=1e-4, atol=1e-4)
+    checks["caches"] = torch.allclose(*more, rtol=1e-4, atol=1e-4)
     model.save_pretrained(folder / "whole")
     save_sharded(model, folder / "cut")
     saved = AutoModelForCausalLM.from_pretrained(folder / "whole").state_dict()
-    found["saving"] = all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
+    checks["saving"] = all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
     with parallelize(folder / "cut", 2, workers={"device": "cpu", "launcher": "local"}, progress=False) as again:
-        found["saved cut"] = torch.allclose(again(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
-    return found
+        checks["saved cut"] = torch.allclose(again(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+    return checks
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def main() -> None:
 
     path = str(Path(sys.argv[1]) / "model.gguf")
     write(path, sys.argv[2], {name: int(value) for name, value in (word.split("=") for word in sys.argv[3:])})
-    # A token at a time, also of prompts: for several, version 0.3.36 ends in a segmentation fault where there is AMX.
+    # A token at a time, also of prompts: for several, version 0.3.36 ends in a segmentation fault if there is AMX.
     model: Any = Llama(path, n_ctx=512, n_batch=1, n_ubatch=1, n_threads=2, n_threads_batch=2, verbose=False)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def shard(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command `shard` does: a checkpoint is cut in this process, which never holds it. Memory alone."""
+    """Run the command `shard`: it cuts a checkpoint in this process, which never holds it. Memory alone."""
     from parallelformers_ng.model.saving import shard as cut
 
     memory = Memory([os.getpid()])
@@ -96,16 +96,16 @@ def theirs(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import LlamaForCausalLM
 
-    how: dict[str, Any] = {}
+    loading: dict[str, Any] = {}
     if options.way == "native":
         from transformers.distributed import DistributedConfig
 
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
         torch.distributed.init_process_group("gloo")
-        how = {"distributed_config": DistributedConfig(tp_size=options.ranks)}
+        loading = {"distributed_config": DistributedConfig(tp_size=options.ranks)}
         torch.distributed.barrier()
     memory = Memory([os.getpid()]) if options.sampled else None
-    result, _ = timed(lambda: LlamaForCausalLM.from_pretrained(options.directory, **how), options)
+    result, _ = timed(lambda: LlamaForCausalLM.from_pretrained(options.directory, **loading), options)
     return result | (memory.stop() if memory is not None else {})
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved repetition, minimum and median, and the machine they ran on."""
+"""Common parts of all benchmarks: interleaved repetition, minimum and median, and the machine."""
 
 from __future__ import annotations
 

@@ -3,12 +3,11 @@
 python -m benchmarks.offload [--layers 24] [--tokens 8] [--rounds 3] [--folder DIR]
 
 A checkpoint of random weights (a Llama shape in float32, 1.3 GB with 24 layers) is made in a temporary directory and
-removed afterwards. Each contender runs in a control group of memory, without swap, in which the system counts the file
-pages, too, and both groups have the same limit: what our processes take before they load, a third of the checkpoint,
-one layer, and something to spare. What accelerate's one process takes less than our three is more room for its weights.
-What has no room lies on the disk, on which they write what they need; they have the same cores. Without the right to
-make control groups they run without limits, with a third of the checkpoint in memory each, and the report says so. They
-run in turn; the first token is not counted.
+removed afterwards. Each contender runs in a control group of memory, without swap, which counts file pages, too. Both
+groups have the same limit: our processes before they load, a third of the checkpoint, one layer, and a reserve.
+accelerate's single process is smaller than our three, so its weights get more room. All other weights lie on the disk;
+the cores are the same. Without the right to make control groups they run without limits, with a third of the checkpoint
+in memory each, and the report says so. They run in turn; the first token is not counted.
 
     ours        parallelize("directory", 2, fit={"max_memory": …, "offload_folder": …})
     accelerate  from_pretrained("directory", device_map="auto", max_memory=…, offload_folder=…), one process, all cores
@@ -114,10 +113,10 @@ def decode(model: Any, tokens: int) -> dict[str, Any]:
         def end(self) -> None:
             pass
 
-    found = model.generate(
+    output = model.generate(
         prompt, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, do_sample=False, pad_token_id=0, streamer=Clock()
     )
-    return {"rate": tokens / (times[-1] - times[1]), "tokens": found[0, 8:].tolist()}
+    return {"rate": tokens / (times[-1] - times[1]), "tokens": output[0, 8:].tolist()}
 
 
 def main() -> None:
@@ -135,7 +134,7 @@ def main() -> None:
         print(json.dumps(contend(way, directory, folder, its, *sizes, options.tokens)))
         return
     print(measure.machine())
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         directory, folder = Path(place, "checkpoint"), Path(place, "offload")
         size, layer = make_checkpoint(directory, options.layers)
@@ -144,22 +143,22 @@ def main() -> None:
                 folder.mkdir(exist_ok=True)
                 drop_from_cache(directory)
                 with control_group(way) as group:
-                    limit = found["ours"][-1]["limit"] if found["ours"] else 0
+                    limit = results["ours"][-1]["limit"] if results["ours"] else 0
                     what = json.dumps([way, str(directory), str(folder), group, size // 3, layer, limit])
                     command = [sys.executable, "-m", "benchmarks.offload", "--contend", what]
                     done = subprocess.run(
                         [*command, "--tokens", str(options.tokens)], stdout=subprocess.PIPE, text=True, check=True
                     )
-                found[way].append(json.loads(done.stdout.splitlines()[-1]))
-                print(way, {key: value for key, value in found[way][-1].items() if key != "tokens"}, flush=True)
-    alike = len({tuple(each["tokens"]) for runs in found.values() for each in runs}) == 1
-    rates = {way: statistics.median(each["rate"] for each in runs) for way, runs in found.items()}
-    rooms = ", ".join(f"{runs[-1]['room'] / 1e9:.2f} GB for those of {way}" for way, runs in found.items())
-    limited = "" if found["accelerate"][-1]["peak"] else "; NO LIMITS: no control group could be made"
+                results[way].append(json.loads(done.stdout.splitlines()[-1]))
+                print(way, {key: value for key, value in results[way][-1].items() if key != "tokens"}, flush=True)
+    alike = len({tuple(each["tokens"]) for runs in results.values() for each in runs}) == 1
+    rates = {way: statistics.median(each["rate"] for each in runs) for way, runs in results.items()}
+    rooms = ", ".join(f"{runs[-1]['room'] / 1e9:.2f} GB for those of {way}" for way, runs in results.items())
+    limited = "" if results["accelerate"][-1]["peak"] else "; NO LIMITS: no control group could be made"
     print(f"{size / 1e9:.2f} GB of weights, {rooms}{limited}")
     print(f"tokens equal: {'yes' if alike else 'no'}")
     for way, rate in rates.items():
-        each = ", ".join(f"{run['rate']:.2f}" for run in found[way])
+        each = ", ".join(f"{run['rate']:.2f}" for run in results[way])
         print(f"{way:12} {rate:.2f} tokens/s, the median of {each}")
     print(f"ratio        {rates['ours'] / rates['accelerate']:.2f}")
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
-    asked = calls([(16, options.tokens)] * 4)
+    requests = calls([(16, options.tokens)] * 4)
     prompts = calls([(128, 1)] * 4)
     figures = {}
 
@@ -43,18 +43,18 @@ def main() -> None:
         against = next(iter(contestants))
         measure.report(what, "tokens/s", figures[what], against=against, higher_is_better=True)
 
-    with staged(batching=True) as made:
+    with staged(batching=True) as model:
         contest(
             "decode of calls that share steps",
-            {"one after another": (made, asked, 1), "four in flight": (made, asked, 4)},
+            {"one after another": (model, requests, 1), "four in flight": (model, requests, 4)},
         )
-    with staged(batching=False, replicas=2) as made:
+    with staged(batching=False, replicas=2) as model:
         contest(
             "decode of calls that run apart",
-            {"one after another": (made, asked, 1), "four in flight": (made, asked, 4)},
+            {"one after another": (model, requests, 1), "four in flight": (model, requests, 4)},
         )
         contest(
-            "prompts of 128 tokens", {"one after another": (made, prompts, 1), "four in flight": (made, prompts, 4)}
+            "prompts of 128 tokens", {"one after another": (model, prompts, 1), "four in flight": (model, prompts, 4)}
         )
     measure.save(options.json, "pipeline", figures)
 

@@ -1,13 +1,12 @@
-"""What `forecast` says of CPU ranks of this machine, against what they do: decode steps and memory.
+"""Compares `forecast` for CPU ranks of this machine with measurements: decode steps and memory.
 
     python -m benchmarks.planner [--shapes 135M 600M gpt2] [--ranks 1 2 4] [--rounds 5] [--json OUT]
     python -m benchmarks.planner --simulate
 
-In each round the ranks are probed, as `--device here` does, and then each shape is decoded, so that a machine that is
-slow for a while is so for both. Memory is that of the fullest rank's process: what it has more, at most, with a model
-and a long batch than without, where its allocator gives back what is freed; as it is set else, it keeps up to 256 MB of
-that. `--simulate` starts nothing: it lets hosts up to 1,000 fail and come back, and ranks wait for the
-slowest.
+Each round probes the ranks, like `--device here`, and then decodes each shape: a slow phase of the machine hits both.
+Memory is the growth of the fullest rank's process, at its peak, by a model and a long batch. Its allocator returns
+freed memory at once; by default it would keep up to 256 MB. `--simulate` starts nothing: it lets hosts up to 1,000 fail
+and come back, and ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ _PROMPT, _TOKENS = 8, 32
 
 
 def expected(config: PreTrainedConfig, ranks: int) -> tuple[Observation, float]:
-    """What a rank does while it decodes, and the bytes that the fullest one has at the end of a long batch."""
+    """Decode on a rank; return its times, and the bytes of the fullest rank at the end of a long batch."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    made = plan(model, ranks)
-    fullest = max(range(ranks), key=made.bytes_per_rank.__getitem__)
-    long = memory_of(model, made, observe(model, made, fullest, _BATCH, _LENGTH), 1, 0.0)
-    return observe(model, made, fullest, 1, _PROMPT + _TOKENS), long.used
+    shard_plan = plan(model, ranks)
+    fullest = max(range(ranks), key=shard_plan.bytes_per_rank.__getitem__)
+    long = memory_of(model, shard_plan, observe(model, shard_plan, fullest, _BATCH, _LENGTH), 1, 0.0)
+    return observe(model, shard_plan, fullest, 1, _PROMPT + _TOKENS), long.used
 
 
 _GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -62,7 +61,7 @@ _GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "13
 def peak_bytes(config: PreTrainedConfig, ranks: int) -> float:
     """Bytes that the fullest of new ranks has more than before, at most, with a model and a long batch."""
     ids = torch.ones(_BATCH, _LENGTH - 1, dtype=torch.long)
-    asked = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _GIVES_BACK.items():
             patch.setenv(name, value)
@@ -74,7 +73,7 @@ def peak_bytes(config: PreTrainedConfig, ranks: int) -> float:
         for pid in group.pids:
             measure.forget_peak(pid)
         with running(group, config, torch.float32) as model:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             most = [measure.peak_memory(pid) for pid in group.pids]
     return max(high - low for high, low in zip(most, before, strict=True))
 
@@ -95,8 +94,8 @@ def main() -> None:
         seen = {shape: expected(_CONFIGS[shape], ranks) for shape in options.shapes}
         with start_group(1, device="cpu") as single, start_group(ranks, device="cpu") as group:
             for _ in range(options.rounds):
-                alone, found = probe(single, torch.float32), probe(group, torch.float32)
-                cluster = as_cluster(found, alone, ranks, torch.float32)
+                alone, measured = probe(single, torch.float32), probe(group, torch.float32)
+                cluster = as_cluster(measured, alone, ranks, torch.float32)
                 for shape in options.shapes:
                     row = figures.setdefault(f"{shape}, {ranks} ranks", {})
                     split = arrangement(cluster, seen[shape][0], _ANY, torch.float32, "eager", (ranks, 1, 1), 1)
@@ -136,9 +135,8 @@ _DAYS = 30
 
 
 def simulate(json: str | None) -> None:
-    """Llama 3.1 405B on hosts of 8 H100, 8 sequences a host: what comes of the forecast for two hosts, and of as many
-    replicas of it as more hosts have, where ranks wait for the slowest of them, devices fail, and a replica that lost
-    one starts again."""
+    """Llama 3.1 405B on hosts of 8 H100, 8 sequences a host. The forecast for two hosts is extended to as many
+    replicas as more hosts have. Ranks wait for the slowest, devices fail, and a replica that lost one starts again."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**_LLAMA_405B), dtype=torch.bfloat16).eval()
     best = forecast(model, device="h100", hosts=2, batch=16, length=4096).best

@@ -83,7 +83,7 @@ def conditions(results: str) -> str:
 
 
 def _median(cell: str) -> str:
-    """Of `best / median`; words stay as they are."""
+    """Format `best / median`; words stay unchanged."""
     return re.sub(r"^[\d.]+ / ([\d.]+)$", r"\1", cell).replace("–", "not measured")
 
 

@@ -38,18 +38,18 @@ def whole(size: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
-        made = LlamaForCausalLM(config).to(torch.bfloat16)
-    made.to_empty(device="cpu")
-    made.model.rotary_emb = type(made.model.rotary_emb)(config)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter.normal_(0, 0.02)
-    made.generation_config.eos_token_id = None
-    return made.eval()
+    model.generation_config.eos_token_id = None
+    return model.eval()
 
 
 def tokens_per_second(model: Any) -> float:
-    """Of the tokens after the first one."""
+    """Return the speed of the tokens after the first one."""
     ids = torch.arange(100, 100 + PROMPT)[None]
     first, all_of_them = (
         measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]

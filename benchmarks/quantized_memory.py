@@ -3,9 +3,9 @@ and at the end, beside its shard in bf16; and what the caller has.
 
     python -m benchmarks.quantized_memory [--size 2GB] [--ranks 2] [--quantize int8] [--json OUT]
 
-Exits with 1 where a rank of int8 ends with more than 0.55 of its shard in bf16, had more than that and the largest
-tensor meanwhile, or the caller has more than 300 MB. Beside a small model what any model needs is much: the limits are
-for 2 GB.
+Exits with 1 if a rank of int8 ends with more than 0.55 of its shard in bf16, had more than that and the largest tensor
+meanwhile, or if the caller has more than 300 MB. A small model has a large share of other memory: the limits are for 2
+GB.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def measured(directory: str, ranks: int, quantize: dict[str, Any]) -> dict[str, 
         memory = Memory([os.getpid(), *group.pids], interval=0.01)
         model = parallelize(directory, workers=group, quantize=quantize, batching=False, progress=False)
         model(torch.arange(8)[None])
-        held, plan = memory.now(), model.shard_plan
+        bytes_now, plan = memory.now(), model.shard_plan
         peaks = memory.stop()["rank_anonymous"]
         plain = [sum(tensor.bytes_on(rank) for tensor in plan.stored()) for rank in range(ranks)]
         return {
             "shard in bf16": plain,
             "shard": plan.bytes_per_rank,
-            "at the end": [held[pid] - memory.before[pid] for pid in group.pids],
+            "at the end": [bytes_now[pid] - memory.before[pid] for pid in group.pids],
             "at the peak": peaks,
             "largest tensor": max(tensor.bytes_whole for tensor in plan.stored()),
             "caller": measure.memory(os.getpid())["Anonymous"],

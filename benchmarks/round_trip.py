@@ -1,4 +1,4 @@
-"""What a call costs before any work is done: a no-op on one and on two workers, beside the least it could cost.
+"""Measures the cost of a call before any work: a no-op on one and on two workers, beside the least possible cost.
 
     python -m benchmarks.round_trip [calls]
 

@@ -48,9 +48,9 @@ COMMANDS = {
 
 def save(directory: str, dtype: torch.dtype) -> None:
     """The model, and a tokenizer that has a word for each of its tokens."""
-    made = whole(dtype)
-    made.generation_config.eos_token_id = None
-    made.save_pretrained(directory)
+    model = whole(dtype)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPE["vocab_size"])}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1")
@@ -106,9 +106,9 @@ def tokens_per_second(client: httpx.Client, requests: list[dict[str, Any]]) -> f
         return len(words)
 
     with ThreadPoolExecutor(len(requests)) as pool:
-        given: list[int] = []
-        taken = measure.seconds(lambda: given.extend(pool.map(ask, requests)))
-    return sum(given) / taken
+        token_counts: list[int] = []
+        taken = measure.seconds(lambda: token_counts.extend(pool.map(ask, requests)))
+    return sum(token_counts) / taken
 
 
 def mixed(model: str) -> list[dict[str, Any]]:

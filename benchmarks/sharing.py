@@ -1,4 +1,5 @@
-"""Which model types of transformers share a batch: of each that generates, a tiny random model on CPU, in one process.
+"""Finds the model types of transformers that share a batch: a tiny random model of each that generates, on CPU, in one
+process.
 
 python -m benchmarks.sharing [--types llama,gpt2] [--timeout 60] [--json OUT]
 """
@@ -26,19 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="write what was found here")
     options = parser.parse_args(arguments)
     print(measure.machine())
-    worker, found = Worker("1", "shares"), list[dict[str, Any]]()
+    worker, verdicts = Worker("1", "shares"), list[dict[str, Any]]()
     for name in options.types.split(",") if options.types else sorted(filter(generating_classes, model_classes())):
         answers, problem = worker.judge(name, options.timeout)
-        found += answers or [{"model_type": name, "model_class": "", "status": "unbuilt", "reason": problem}]
-        last = found[-1]
+        verdicts += answers or [{"model_type": name, "model_class": "", "status": "unbuilt", "reason": problem}]
+        last = verdicts[-1]
         print(f"{last['status']:<8} {name} ({last['model_class']})  {last['reason'][:200]}", flush=True)
         if options.json:
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+            Path(options.json).write_text(json.dumps(verdicts, indent=1) + "\n")
     worker.close()
-    count = Counter(each["status"] for each in found)
-    print(f"of {len(found)} model types:", ", ".join(f"{number} {what}" for what, number in count.most_common()))
-    asked = len(found) - count["encoder"] - count["no text"]
-    print(f"{count['shares']} of the {asked} that generate text without an encoder share a batch")
+    count = Counter(each["status"] for each in verdicts)
+    print(f"of {len(verdicts)} model types:", ", ".join(f"{number} {what}" for what, number in count.most_common()))
+    generating = len(verdicts) - count["encoder"] - count["no text"]
+    print(f"{count['shares']} of the {generating} that generate text without an encoder share a batch")
     return int(count["wrong"] > 0)
 
 

@@ -37,8 +37,8 @@ def threads(model: Any, count: int, calls: int) -> int:
     """Answers that differ from a solo run, of `count` threads with `calls` mixed greedy and seeded calls each."""
 
     def ask(number: int) -> torch.Tensor:
-        how = {"do_sample": True, "seed": number} if number % 2 else {"do_sample": False}
-        return model.generate(input_ids=torch.tensor([[5, 9, 3 + number % 120]]), max_new_tokens=4, **how)
+        options = {"do_sample": True, "seed": number} if number % 2 else {"do_sample": False}
+        return model.generate(input_ids=torch.tensor([[5, 9, 3 + number % 120]]), max_new_tokens=4, **options)
 
     alone = [ask(number) for number in range(calls)]
     wrong = [0] * count

@@ -44,7 +44,7 @@ def _parallelize(world_size: int) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of all descendants of this process, those that have ended included."""
+    """Return the processor time of all descendants of this process, ended ones included."""
     descendants = psutil.Process().children(recursive=True)
     mine = psutil.Process().cpu_times()
     times = [process.cpu_times() for process in descendants]
@@ -60,20 +60,20 @@ def starts() -> dict[str, float]:
     from parallelformers_ng.runtime import forks
     from parallelformers_ng.runtime.group import WorkerGroup
 
-    found = {"first, 2 ranks": measure.seconds(lambda: _parallelize(2))}
-    found["second, 2 ranks"] = measure.seconds(lambda: _parallelize(2))
+    times = {"first, 2 ranks": measure.seconds(lambda: _parallelize(2))}
+    times["second, 2 ranks"] = measure.seconds(lambda: _parallelize(2))
     before = _processor_seconds()
-    found["second, 8 ranks"] = measure.seconds(lambda: _parallelize(8))
-    found["processor, 8 ranks"] = _processor_seconds() - before
+    times["second, 8 ranks"] = measure.seconds(lambda: _parallelize(8))
+    times["processor, 8 ranks"] = _processor_seconds() - before
     server = forks.running()
     with WorkerGroup(8, target=RUNNER) as group:
         pids = group.pids + ([server.pid] if server else [])
-        found["PSS of 8 ranks and their server, MB"] = sum(measure.memory(pid)["Pss"] for pid in pids) / 1e6
+        times["PSS of 8 ranks and their server, MB"] = sum(measure.memory(pid)["Pss"] for pid in pids) / 1e6
         dirty = max(measure.memory(pid)["Private_Dirty"] for pid in group.pids)
-        found["most Private_Dirty of a rank, MB"] = dirty / 1e6
+        times["most Private_Dirty of a rank, MB"] = dirty / 1e6
     with WorkerGroup(1, target=RUNNER) as group:
-        found["PSS of one rank, MB"] = measure.memory(group.pids[0])["Pss"] / 1e6
-    return found
+        times["PSS of one rank, MB"] = measure.memory(group.pids[0])["Pss"] / 1e6
+    return times
 
 
 def restarts(kills: int) -> list[float]:
@@ -83,7 +83,7 @@ def restarts(kills: int) -> list[float]:
 
     model = tiny_llama()
     parallelize(model, 2, workers={"device": "cpu", "max_restarts": 10 * kills})
-    found = []
+    times = []
     for number in range(kills):
         deployment = deployment_of(model)
         pids = deployment.pids
@@ -92,8 +92,8 @@ def restarts(kills: int) -> list[float]:
         while deployment.incarnation == number:
             time.sleep(0.005)
         deployment.replicas[0].ready(time.monotonic() + 60)
-        found.append(time.perf_counter() - begun)
-    return found
+        times.append(time.perf_counter() - begun)
+    return times
 
 
 def imports() -> float:
@@ -122,13 +122,17 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, switch in switches.items():
             runs[name].append(_apart("starts()", switch))
-    figures = {what: {name: [run[what] for run in found] for name, found in runs.items()} for what in runs["forks"][0]}
+    figures = {
+        what: {name: [run[what] for run in results] for name, results in runs.items()} for what in runs["forks"][0]
+    }
     figures["kill to ready again"] = {
         "fresh processes": _apart(f"restarts({max(1, options.kills // 10)})", "0"),
         "forks": _apart(f"restarts({options.kills})", "1"),
     }
-    for what, found in figures.items():
-        measure.report(what, "MB" if "MB" in what else "s", found, against="" if "kill" in what else "fresh processes")
+    for what, results in figures.items():
+        measure.report(
+            what, "MB" if "MB" in what else "s", results, against="" if "kill" in what else "fresh processes"
+        )
     again = sorted(figures["kill to ready again"]["forks"])
     print(f"  forks: 95th percentile of {len(again)}: {again[int(0.95 * len(again))]:.3f} s")
     one = [float(_apart("imports()", "1")) for _ in range(options.rounds)]

@@ -53,19 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             types = [name for name in types if name not in judged]
         earlier = [verdict for verdict in earlier if verdict["model_type"] not in types]
 
-    def save(found: list[dict[str, Any]]) -> None:
+    def save(verdicts: list[dict[str, Any]]) -> None:
         """After every type, so that a run that is stopped leaves what it found."""
-        together = sorted(earlier + found, key=_order)
+        together = sorted(earlier + verdicts, key=_order)
         if options.json:
             Path(options.json).write_text(json.dumps(together, indent=1) + "\n")
         if options.table:
             Path(options.table).write_text(coverage(together, len(classes), sizes))
 
-    found = run(
+    finished = run(
         types, options.world_sizes, options.workers, options.timeout, save, options.seconds, varied=options.varied
     )
-    verdicts = sorted(earlier + found, key=_order)
-    save(found)
+    verdicts = sorted(earlier + finished, key=_order)
+    save(finished)
     print(summary(verdicts))
     return int(any(verdict["status"] in ("wrong", "hanging") for verdict in verdicts))
 
@@ -104,18 +104,18 @@ def run(
                 name = waiting.get_nowait()
             except queue.Empty:
                 break
-            found, problem = worker.judge(name, timeout)
+            answer, problem = worker.judge(name, timeout)
             if problem:
                 status = "hanging" if problem.startswith("no answer") else "wrong"
-                found = [
+                answer = [
                     {"model_type": name, "model_class": "", "world_size": int(size), "status": status,
                      "reason": problem, "source": "", "share": 0.0, "compared": "", "seconds": timeout}
                     for size in world_sizes.split(",")
                 ]  # fmt: skip
             with lock:
-                verdicts.extend(found)
+                verdicts.extend(answer)
                 save(verdicts)
-            for verdict in found:
+            for verdict in answer:
                 line = f"{verdict['status']:<8} {verdict['model_type']} × {verdict['world_size']}"
                 print(f"{line}  {verdict['share']:.0%} {verdict['source']} {verdict['reason'][:150]}", flush=True)
         worker.close()
@@ -136,7 +136,7 @@ class Worker:
     """A process that judges one type after another.
 
     Args:
-        arguments: those of `tests.zoo.worker`.
+        arguments: arguments of `tests.zoo.worker`.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -173,8 +173,8 @@ class Worker:
                 self.process = None
                 return [], f"its process ended with {code}"
             line += piece
-        found = json.loads(line)
-        return found, "" if found else "its worker raised"
+        verdict = json.loads(line)
+        return verdict, "" if verdict else "its worker raised"
 
     def close(self) -> None:
         if self.process is not None:
@@ -234,14 +234,14 @@ def coverage(verdicts: Sequence[dict[str, Any]], known: int, full: dict[str, dic
     )
 
 
-def _row(name: str, found: dict[int, dict[str, Any]], sizes: Sequence[int], full: str) -> str:
+def _row(name: str, verdicts: dict[int, dict[str, Any]], sizes: Sequence[int], full: str) -> str:
     cells = []
     for size in sizes:
-        status, share = (found[size]["status"], found[size]["share"]) if size in found else ("", 0.0)
+        status, share = (verdicts[size]["status"], verdicts[size]["share"]) if size in verdicts else ("", 0.0)
         cells.append(f"{share:.0%}" if status == "equal" else status)
-    first = found[min(found)]
-    compared = max((verdict["compared"] for verdict in found.values()), key=len)
-    reason = next((verdict["reason"] for verdict in found.values() if verdict["reason"]), "")
+    first = verdicts[min(verdicts)]
+    compared = max((verdict["compared"] for verdict in verdicts.values()), key=len)
+    reason = next((verdict["reason"] for verdict in verdicts.values() if verdict["reason"]), "")
     shown = [name, first["model_class"], first["source"], *cells, compared, full, reason.replace("|", "/")[:160]]
     return f"| {' | '.join(shown)} |"
 

@@ -1,8 +1,8 @@
-"""What changed between two coverage tables, as Markdown; nothing where nothing did.
+"""Prints the changes between two coverage tables, as Markdown; nothing if there are none.
 
     python -m benchmarks.zoo_changes BEFORE.md AFTER.md
 
-Exits with 1 where a model type is worse than it was, or is new and not equal.
+Exits with 1 if a model type is worse than it was, or is new and not equal.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def rows(table: str) -> dict[str, dict[str, str]]:
 
 
 def versions(table: str) -> str:
-    found = re.search(r"\((transformers [^)]+)\)", table)
-    return found[1] if found else "versions unknown"
+    match = re.search(r"\((transformers [^)]+)\)", table)
+    return match[1] if match else "versions unknown"
 
 
 def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """What is worse, and what else is different, a line for each model type."""
+    """Return the losses, and the other differences, a line for each model type."""
     worse, other = [], []
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)

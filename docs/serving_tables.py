@@ -97,7 +97,7 @@ def written(page: str) -> str:
     for name, table in TABLES.items():
         page, count = re.subn(
             rf"(<!-- table: {name} -->\n).*?(<!-- end -->)",
-            lambda found, table=table: found[1] + table() + "\n" + found[2],  # type: ignore[misc]
+            lambda match, table=table: match[1] + "\n" + table() + "\n\n" + match[2],  # type: ignore[misc]
             page,
             flags=re.DOTALL,
         )

@@ -66,7 +66,7 @@ tokenizer = AutoTokenizer.from_pretrained(options.model)
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
 inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
 
-# Where the workers get GPUs, the whole model is timed on one as well.
+# If the workers get GPUs, the whole model is timed on one as well.
 if torch.cuda.device_count() >= options.num_gpus:
     inputs = inputs.to("cuda")
     whole = generate(model.to("cuda"), "whole, on one GPU")

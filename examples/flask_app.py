@@ -38,7 +38,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
     Args:
         model_name: a folder or an id of the Hugging Face hub; by default $MODEL, else the demo's model.
-        num_gpus: number of workers; by default $NUM_GPUS, else all GPUs, or 2 CPU workers where there is none.
+        num_gpus: number of workers; by default $NUM_GPUS, else all GPUs, or 2 CPU workers if there is none.
     """
     model_name = model_name or os.environ.get("MODEL", DEMO_MODEL)
     num_gpus = num_gpus or int(os.environ.get("NUM_GPUS", 0)) or None

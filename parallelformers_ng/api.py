@@ -87,7 +87,7 @@ def parallelize(
         model: a transformers model with its weights loaded, or peft's around one; or a directory or model id of the
             hub, whose weights each worker then reads its share of, also a directory with an adapter of peft's; or a
             model on `meta`, with `weights`.
-        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers where there is none.
+        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers if there is none.
         fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
         weights: the directory or model id that has the weights of a model on `meta`.
         model_class: the class to load a path as; by default the one that its configuration names.
@@ -96,19 +96,19 @@ def parallelize(
         custom_policies: a Policy class or a list of them; they come before the written ones.
         adapters: for a path: directories, or names on the hub, of peft's adapters by the names that they get in the
             model, as by `load_adapter`; the first is active.
-        workers: where the workers run and how long they are waited for: `WorkerOptions`, or a dict of the same words
-            (`{"device": "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and
-            goes on running when its parallelization ends; `num_gpus` is then the group's.
+        workers: place and patience of the workers: `WorkerOptions`, or a dict of the same words (`{"device":
+            "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and goes on running
+            when its parallelization ends; `num_gpus` is then the group's.
         fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
             same words.
         quantize: hold weights in few bits, quantized on their way to the ranks: "int8", "int4", "fp8"; or
             `QuantizeOptions`, or a dict of the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`); or a
             weight-only config of torchao's. docs/quantization.md says what comes back.
-        decode: how the decode steps of `generate` run. "eager"; "compile", through `torch.compile` over a cache of a
-            fixed size, or a `CompileConfig` of transformers that says how (the first call waits for the compiler);
-            "cuda_graphs", captured over such a cache: what cannot be captured runs as it is and a warning says why,
-            once; never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs"
-            for calls whose answer is of the same kind either way, until one cannot be captured: a warning says why.
+        decode: mode of the decode steps of `generate`. "eager". "compile": `torch.compile` over a cache of a
+            fixed size; a `CompileConfig` of transformers chooses its settings, and the first call waits for the
+            compiler. "cuda_graphs": captured over such a cache; other steps run plainly, and a warning says why, once;
+            never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs" for
+            calls with the same kind of answer either way, until a capture fails: a warning says why.
         batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
             words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
             model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
@@ -173,7 +173,7 @@ def parallelize(
     loaded: Any = model
     forget_end(loaded)
     replicas: list[Replica] = []
-    given: Given | None = None
+    original: Given | None = None
     try:
         if isinstance(workers, WorkerGroup):
             replicas.append(Replica(workers, None))
@@ -184,7 +184,7 @@ def parallelize(
         if source is not None:
             loaded = open_source(source, model, target, dequantize)
         elif (plain := open_given(loaded, target, dequantize)) is not None:
-            given = Given(loaded, plain)
+            original = Given(loaded, plain)
         if directories:
             loaded, around = within(with_peft_adapters(loaded, directories))
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
@@ -199,7 +199,7 @@ def parallelize(
             limit=RestartLimit(options.max_restarts, options.restart_window),
             checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
             show_progress=progress,
-            given=given,
+            original=original,
             code=LiveCode(loaded, CodeCheck(loaded, sharding, sharding.selection)),
         )
         what = "cutting" if source is None else "loading"
@@ -208,8 +208,8 @@ def parallelize(
     except BaseException:
         for replica in replicas:
             replica.leave()
-        if given is not None:
-            given.restore()
+        if original is not None:
+            original.restore()
         raise
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
@@ -229,7 +229,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     `with start_group(2) as group: parallelize(model, workers=group)`.
 
     Args:
-        num_gpus: as in `parallelize`.
+        num_gpus: same as in `parallelize`.
         options: `device`, `device_ids`, `backend`, `timeout` and `start_timeout` of `WorkerOptions`. The others belong
             to a model, whose weights a new group would need; a group given to `parallelize` is not restarted.
 
@@ -267,16 +267,16 @@ def plan(
     fit: FitOptions | Mapping[str, Any] | None = None,
     quantize: Any = None,
 ) -> ShardPlan:
-    """How `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
+    """Return how `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
 
     Args:
         model: a transformers model.
         num_gpus: number of ranks.
-        fp16: as in `parallelize`; it decides the bytes.
-        dtype: as in `parallelize`; it decides the bytes.
-        custom_policies: as in `parallelize`.
-        fit: as in `parallelize`.
-        quantize: as in `parallelize`; it decides the bytes.
+        fp16: same as in `parallelize`; decides the bytes.
+        dtype: same as in `parallelize`; decides the bytes.
+        custom_policies: same as in `parallelize`.
+        fit: same as in `parallelize`.
+        quantize: same as in `parallelize`; decides the bytes.
 
     Returns:
         The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
@@ -301,22 +301,22 @@ def _source(
     model: Any,
     weights: str | os.PathLike[str] | None,
     model_class: type[PreTrainedModel] | None,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Source | None:
-    """The checkpoint that the weights come from, None where the model has them; every argument for it acts or is
-    refused."""
+    """Return the checkpoint that the weights come from, None if the model has them; every argument for it acts or
+    is refused."""
     if isinstance(model, (str, os.PathLike)):
         if weights is not None:
             raise ParallelError("weights is for a model on meta; a path has its own")
-        return read_source(os.fspath(model), given, model_class)
+        return read_source(os.fspath(model), options, model_class)
     check_model(model)
     if model_class is not None:
         raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")
     if weights is None:
-        if given:
-            refuse_options(given, "the model given is loaded already")
+        if options:
+            refuse_options(options, "the model given is loaded already")
         return None
-    return read_source(os.fspath(weights), given, of_its_own=False)
+    return read_source(os.fspath(weights), options, of_its_own=False)
 
 
 def _batching(
@@ -377,9 +377,9 @@ def _make_plan(
     budget: Budget | None,
 ) -> ShardPlan:
     check_model(model)
-    made = make_plan(model, world_size, custom, dtype, fitting, quantize)
-    made.cache = kind_for(model, fitting.cache)
-    made.tiers = tiers_for(model, made, budget)
-    for warning in filter(None, (made.warning, made.why_uncut)):
+    shard_plan = make_plan(model, world_size, custom, dtype, fitting, quantize)
+    shard_plan.cache = kind_for(model, fitting.cache)
+    shard_plan.tiers = tiers_for(model, shard_plan, budget)
+    for warning in filter(None, (shard_plan.warning, shard_plan.why_uncut)):
         log.warning("%s", warning)
-    return made
+    return shard_plan

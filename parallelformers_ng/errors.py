@@ -1,7 +1,7 @@
 """Every exception that this library raises on purpose.
 
-All of them are `ParallelError`, so one `except` catches whatever parallelization adds to a program. Each message
-says who, the offending value, the limit and, where there is one, the next step.
+All of them are `ParallelError`, so one `except` catches whatever parallelization adds to a program. Each message names
+the culprit, the offending value, the limit and, if there is one, the next step.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class WorkerDiedError(GroupError):
 
     Attributes:
         rank: the worker's rank.
-        signal: the signal that ended it, or None where it exited by itself.
-        exit_code: its exit code, or None where a signal ended it.
-        host: the host that it ran on, or None where the group is on one alone.
+        signal: the signal that ended it, or None if it exited by itself.
+        exit_code: its exit code, or None if a signal ended it.
+        host: the host that it ran on, or None if the group is on one alone.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class NotPortableError(GroupError, TypeError):
 
 
 class SharedMemoryError(GroupError):
-    """The system had no memory for shards, for the collectives, or for a message, of which nothing was sent."""
+    """The system had no memory for shards, for the collectives, or for a message. Nothing was sent."""
 
 
 class CollectiveAbortedError(GroupError):
@@ -122,7 +122,7 @@ class DivergedError(GroupError):
 class WorkerError(GroupError):
     """An exception raised inside a worker, brought back to the caller.
 
-    Where the original type can be named here (builtins, torch, transformers, anything already imported), the raised
+    If the original type can be named here (builtins, torch, transformers, anything already imported), the raised
     exception is an instance of that type as well, so `except ValueError` goes on working.
 
     Attributes:
@@ -153,6 +153,6 @@ class RequestCancelledError(GroupError):
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """` (did you mean 'timeout'?)`, for the end of a message; "" where none of the known names is near."""
+    """` (did you mean 'timeout'?)`, for the end of a message; "" if none of the known names is near."""
     near = difflib.get_close_matches(wrong, list(known), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -20,14 +20,15 @@ LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What ranks are to have of a Ray cluster.
+    """The ranks' share of a Ray cluster.
 
     Attributes:
-        address: of the cluster. None: the one that this process is connected to, else as `ray.init()` finds it or
-            starts it, for as long as the workers run.
+        address: address of the cluster. None: the connected cluster of this process, or else the one that
+            `ray.init()` finds or starts, for as long as the workers run.
         cpus: CPUs of each rank, which are its threads, too.
-        resources: what else the bundle of each rank has, as Ray names it: `{"memory": …}`, or names of your own.
-        runtime_env: of the processes on the hosts, as Ray takes it.
+        resources: further resources of each rank's bundle, in Ray's words: `{"memory": …}`, or names of your
+            own.
+        runtime_env: environment of the processes on the hosts, in Ray's form.
     """
 
     address: str | None = None
@@ -42,23 +43,23 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where the workers run, how long they are waited for, and what happens when one dies.
+    """Place of the workers, time limits, and restarts after deaths.
 
     Attributes:
         device: "cuda", "cpu", or "auto": CUDA where present, with "ray" in the cluster, else CPU.
         device_ids: the CUDA device of each rank, where this process starts them; by default 0, 1, 2, ….
-        backend: of the collectives: "auto", "shared_memory", "gloo" or "nccl".
+        backend: backend of the collectives: "auto", "shared_memory", "gloo" or "nccl".
         timeout: seconds that a request may take.
         start_timeout: seconds until the workers must be ready.
-        restart: start new workers when one died, where the weights are kept.
+        restart: start new workers when one died, if the weights are kept.
         max_restarts: more than this many within `restart_window` seconds, and the model stays down.
         restart_window: seconds.
         replicas: groups of `num_gpus` workers that have the whole model each; a call goes to the one with the least to
             do. They may take different devices; on CPU they share the cores and the memory of the weights.
-        launcher: who starts the workers. "local": this process, on this machine. "torchrun": they are on the nodes of
-            the job, one for each process of it, and the process of rank 0 is the caller. "auto": the second in such a
-            job. "ray": they are on the hosts of a Ray cluster.
-        ray: what they have there, `RayOptions` or a dict of the same words; with "ray" alone.
+        launcher: program that starts the workers. "local": this process, on this machine. "torchrun": they
+            are on the nodes of the job, one for each process of it, and the process of rank 0 is the caller. "auto":
+            "torchrun" in such a job, otherwise "local". "ray": they are on the hosts of a Ray cluster.
+        ray: resources there, `RayOptions` or a dict of the same words; with "ray" alone.
         host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
             memory is the shards, and is always kept.
     """
@@ -104,7 +105,8 @@ class BatchingOptions:
             begin alike; 0 keeps none.
         cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:
             as many as half of the memory has room for that is free when the first call runs.
-        prompt_tokens, new_tokens: what a call may have, and ask for; BatchingError where it is more. None: any number.
+        prompt_tokens, new_tokens: most tokens of a call's prompt, and most new ones;
+            BatchingError beyond. None: any number.
     """
 
     rows: int = 16
@@ -137,10 +139,10 @@ class FitOptions:
         tensor: ranks of each stage, for "tensor+pipeline"; with ranks on several hosts by default as many as each has.
         ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
             times the first.
-        max_memory: what each device may hold of weights, by number, and how much of the rest the "cpu": bytes, or a
-            size as text ("10GiB"). The devices of CPU ranks are the ranks. Layers for which a device has no room come
-            before they run. Without "cpu", as much as is free.
-        offload_folder: where weights go for which there is no room in RAM either.
+        max_memory: weight budget of each device, by number; "cpu" is RAM for the overflow: bytes, or a size
+            as text ("10GiB"). The devices of CPU ranks are the ranks. Layers without room on a device come before they
+            run. Without "cpu", as much as is free.
+        offload_folder: folder for weights without room in RAM.
         cache: how keys and values are kept: "int8", with a scale for each head and token, in about a quarter of the
             bytes of float32; "offload", on CUDA devices, in host memory but for the layer that runs. None: as the model
             computes them.
@@ -180,8 +182,8 @@ class FitOptions:
         return self.strategy == BOTH and self.tensor is None
 
     def over(self, counts: Sequence[int]) -> FitOptions:
-        """The same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says that
-        these have none of two ranks or more."""
+        """Return the same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says
+        that these have none of two ranks or more."""
         if not self.is_open or len(counts) == 1:
             return self
         tensor = math.gcd(*counts)
@@ -193,15 +195,15 @@ class FitOptions:
         return replace(self, tensor=tensor)
 
     def stages(self, world_size: int) -> int:
-        """How many stages so many ranks make, 1 where all do every layer together.
+        """Return how many stages so many ranks make, 1 if all do every layer together.
 
         Raises:
             ParallelError: they make none, or one, or an unknown number.
         """
         if self.is_open:
             raise ParallelError(
-                f"fit: tensor is None and strategy {BOTH!r}; give tensor=, the ranks of each stage. By default these"
-                " are those of each host, where there are several"
+                f"fit: tensor is None and strategy {BOTH!r}; give tensor=, the ranks of each stage. On several"
+                " hosts the default is the ranks of a host"
             )
         width = self.tensor or 1
         if world_size % width or world_size == width > 1:
@@ -211,8 +213,7 @@ class FitOptions:
         return world_size // width if self.has_stages else 1
 
     def parts(self, world_size: int) -> list[float]:
-        """What part of the model each of so many ranks, or each stage of theirs, is to hold, 1 in all; none where all
-        are to hold the same.
+        """Return the fraction of the model for each rank, or for each stage, 1 in all; empty for equal fractions.
 
         Raises:
             ParallelError: `ratio` is for another number of them.
@@ -226,7 +227,7 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Which weights are held in few bits, and in how many.
+    """The weights to quantize, and the scheme.
 
     Attributes:
         scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig()` makes
@@ -236,8 +237,8 @@ class QuantizeOptions:
         skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
             (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
         embeddings: quantize the input embeddings and the output head, too.
-        dequantize: put weights in high precision, each rank its own, that a checkpoint holds quantized in a way that
-            nothing here computes with; then quantize them by `scheme`, where there is one.
+        dequantize: dequantize weights of a checkpoint whose scheme nothing here computes with, each rank
+            its own; then quantize them by `scheme`, if there is one.
     """
 
     scheme: str | None = None
@@ -281,37 +282,37 @@ def check_switches(**switches: Any) -> None:
             raise ParallelError(f"{name} is {value!r}; it takes True or False")
 
 
-def read_options(cls: type[_Options], given: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
+def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
     """Options as a dataclass, however they were given.
 
     Args:
         cls: the dataclass.
-        given: an instance; a mapping from names to values; or None for the defaults.
-        argument: what the caller passed it as, for errors.
+        options: an instance; a mapping from names to values; or None for the defaults.
+        argument: the caller's name for it, for errors.
 
     Raises:
         ParallelError: an unknown name, or a value of another type; both are named.
     """
-    if isinstance(given, cls):
-        given = vars(given)  # a dataclass does not check its types by itself
-    if given is None:
+    if isinstance(options, cls):
+        options = vars(options)  # a dataclass does not check its types by itself
+    if options is None:
         return cls()
-    if not isinstance(given, Mapping):
-        raise ParallelError(f"{argument} is {given!r}; it takes {cls.__name__}(…) or a dict of the same words")
+    if not isinstance(options, Mapping):
+        raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of the same words")
     known = get_type_hints(cls)
-    for name in sorted(given, key=str):
+    for name in sorted(options, key=str):
         if name not in known:
             hint = did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
             raise ParallelError(f"{argument} has no option {name!r}{hint}")
-    for name, value in given.items():
+    for name, value in options.items():
         if not _is_a(value, known[name]):
             raise ParallelError(f"{argument}: {name} is {value!r}; it takes {_words(known[name])}")
-    return cls(**given)
+    return cls(**options)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as the options annotate it: a class, a union of types, a list, a dictionary, or a
-    tuple of any length."""
+    """Return whether a value is of a type, as the options annotate it: a class, a union of types, a list, a
+    dictionary, or a tuple of any length."""
     if kind is Any:
         return True
     origin, inner = get_origin(kind), get_args(kind)
@@ -324,22 +325,23 @@ def _is_a(value: Any, kind: Any) -> bool:
     return all(_is_a(item, inner[0]) for item in value) if origin in (list, tuple) else True
 
 
-def read_quantize(given: Any) -> QuantizeOptions | None:
-    """The options of `quantize`, of which a scheme may be given alone, or a config of torchao's; None for no
+def read_quantize(quantize: Any) -> QuantizeOptions | None:
+    """Return the options of `quantize`, also from a scheme alone or from a config of torchao's; None for no
     quantization.
 
     Raises:
         ParallelError: they cannot be read, or torchao's config is of another scheme.
     """
-    if given is None:
+    if quantize is None:
         return None
-    if type(given).__module__.partition(".")[0] == "torchao":
-        return _of_torchao(given)
-    return read_options(QuantizeOptions, {"scheme": given} if isinstance(given, str) else given, "quantize")
+    if type(quantize).__module__.partition(".")[0] == "torchao":
+        return _of_torchao(quantize)
+    return read_options(QuantizeOptions, {"scheme": quantize} if isinstance(quantize, str) else quantize, "quantize")
 
 
 def _of_torchao(config: Any) -> QuantizeOptions:
-    """The options that stand for a config: it is told by its name and values, for torchao is not needed otherwise."""
+    """Return the options that stand for a config: it is told by its name and values, for torchao is not needed
+    otherwise."""
     values = {name: str(value) for name, value in vars(config).items()}
     kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__
     group = getattr(getattr(config, "granularity", None), "group_size", None)

@@ -12,7 +12,7 @@ ATTENTION = {
 
 
 class BartPolicy(Policy):
-    """Encoder and decoder layers; the decoder's add cross-attention, where it has an encoder."""
+    """Encoder and decoder layers; the decoder's add cross-attention if there is an encoder."""
 
     block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
     plan = {

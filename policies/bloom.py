@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 class BloomPolicy(Policy):
     """`query_key_value` is interleaved per head; the model makes the ALiBi of all heads, and each rank takes its own.
 
-    The slow, exact path multiplies with the weights past their layers, where no sum over the ranks can be put.
+    The slow, exact path multiplies with the weights past their layers, so no sum over the ranks can be inserted.
     """
 
     block = "BloomBlock"

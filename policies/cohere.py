@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Slice
 
 
 class CoherePolicy(LlamaPolicy):
-    """Attention and MLP side by side; where q and k have norms, each head has weights of its own."""
+    """Attention and MLP side by side. If q and k have norms, each head has weights of its own."""
 
     block = "CohereDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn.q_norm.weight": Slice(0), "self_attn.k_norm.weight": Slice(0, "key")}

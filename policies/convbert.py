@@ -32,6 +32,6 @@ class ConvBertHeadPolicy(BertHeadPolicy):
 
 
 class ConvBertProjectionPolicy(ElectraProjectionPolicy):
-    """From the width of the embeddings to that of the blocks, where they differ."""
+    """From the width of the embeddings to that of the blocks, if they differ."""
 
     block = "ConvBertModel"

@@ -15,7 +15,7 @@ class ElectraHeadPolicy(BertHeadPolicy):
 
 
 class ElectraProjectionPolicy(Policy):
-    """From the width of the embeddings to that of the blocks, where they differ."""
+    """From the width of the embeddings to that of the blocks, if they differ."""
 
     block = "ElectraModel"
     plan = {"embeddings_project": Column(gather=True)}

@@ -5,8 +5,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice,
 
 
 class IBertPolicy(Policy):
-    """BERT's block made of layers that can compute with integers. Where they do, each scales its weights by their
-    largest value, which no rank has; checkpoints are loaded without."""
+    """BERT's block made of layers that can compute with integers. In that mode each scales its weights by their
+    largest value, which no rank has; checkpoints are loaded without it."""
 
     block = "IBertLayer"
     plan = {

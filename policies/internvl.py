@@ -20,7 +20,7 @@ class InternVLVisionPolicy(Policy):
 
 
 class InternVLProjectorPolicy(Policy):
-    """The MLP between the tower and the decoder, which has a policy of its own."""
+    """The MLP between the tower and the decoder, with a policy of its own."""
 
     block = "InternVLMultiModalProjector"
     plan = {"linear_1": Column(), "linear_2": Row()}

@@ -6,7 +6,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class Llama4Policy(Policy):
-    """Llama's block; where it has no experts, it has an MLP of their shape."""
+    """Llama's block; a layer without experts has an MLP of their shape."""
 
     block = "Llama4TextDecoderLayer"
     plan = {**ATTENTION, **moved(MLP, "mlp", "feed_forward")}

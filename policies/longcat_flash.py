@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Experts, Policy, moved
 
 
 class LongcatFlashPolicy(Policy):
-    """Two attentions and two MLPs a layer, and experts beside them, some of which give back what they get."""
+    """Two attentions and two MLPs a layer, and experts beside them; some return their input."""
 
     block = "LongcatFlashDecoderLayer"
     plan = {**moved(MLP, "mlp", "mlps.*"), "mlp.experts": Experts()}

@@ -42,8 +42,8 @@ class MobileBertHeadPolicy(BertHeadPolicy):
 
 
 class MobileBertLMHeadPolicy(Policy):
-    """The head multiplies with the weights of `decoder`, which are those of the embeddings, and of `dense` at once,
-    past both layers; both are cut by the vocabulary."""
+    """The head multiplies with the weights of `dense` and of `decoder` (the embeddings) at once, past both layers.
+    Both are cut by the vocabulary."""
 
     block = "MobileBertLMPredictionHead"
     plan = {"": Gather("decoder"), "dense.weight": Slice(1)}

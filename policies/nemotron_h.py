@@ -24,7 +24,7 @@ class NemotronHMLPPolicy(Policy):
 
 
 class NemotronHMoEPolicy(Policy):
-    """Routed experts, ungated; the narrow layers around them, where there are any, stay whole."""
+    """Routed experts, ungated; narrow layers around them stay whole."""
 
     block = "NemotronHMoE"
     plan = {"experts": Experts()}

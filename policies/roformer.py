@@ -17,6 +17,6 @@ class RoFormerHeadPolicy(BertHeadPolicy):
 
 
 class RoFormerProjectionPolicy(ElectraProjectionPolicy):
-    """From the width of the embeddings to that of the blocks, where they differ."""
+    """From the width of the embeddings to that of the blocks, if they differ."""
 
     block = "RoFormerModel"

@@ -14,7 +14,7 @@ class RTDetrEncoderPolicy(DetrEncoderPolicy):
 
 
 class RTDetrDecoderPolicy(DetrDecoderPolicy):
-    """DETR's layer; what it looks at the image with is deformable attention, which has a policy of its own."""
+    """DETR's layer. It looks at the image with deformable attention, for which there is another policy."""
 
     block = (
         "RTDetrDecoderLayer", "RTDetrV2DecoderLayer",
@@ -34,7 +34,8 @@ class RTDetrDeformablePolicy(GroundingDinoDeformablePolicy):
 
 
 class RTDetrProjectionPolicy(Policy):
-    """What the encoder gives, of which the decoder's queries are chosen. D-FINE and DEIMv2 do the same."""
+    """The projection of the encoder's output, from which the decoder's queries are chosen. D-FINE and DEIMv2 do the
+    same."""
 
     block = (
         "RTDetrModel", "RTDetrV2Model", "DFineModel", "Deimv2Model",

@@ -22,7 +22,7 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 
     Args:
         model: a transformers model or a part of one.
-        seed: of the random values.
+        seed: seed of the random values.
     """
     maker = SampleInputs(model, seed)
     yield from _media_in_text(maker)
@@ -60,9 +60,9 @@ Media = tuple[int, int, dict[str, Any]]
 def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
     pieces = [maker.ids(1, 3)]
     arguments: dict[str, Any] = {}
-    for token, count, given in media:
+    for token, count, media_inputs in media:
         pieces += [torch.full((1, count), token), maker.ids(1, 4)]
-        arguments |= given
+        arguments |= media_inputs
     ids = torch.cat(pieces, dim=1)
     arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "decoder_input_ids" in maker.names:
@@ -83,17 +83,17 @@ def _images(maker: SampleInputs) -> Iterator[Media]:
         return
     grids = "image_grid_thw" in maker.names
     for image in ("flat", "patches") if grids else ("plain", "video"):
-        given: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
+        arguments: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
         if grids:
-            given["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+            arguments["image_grid_thw"] = torch.tensor([[1, 4, 4]])
         if "image_position_ids" in maker.names:
-            given["image_position_ids"] = maker.value("image_position_ids", image, 1)
+            arguments["image_position_ids"] = maker.value("image_position_ids", image, 1)
         if "qformer_input_ids" in maker.names:
-            given["qformer_input_ids"] = maker.ids(1, LENGTH)
+            arguments["qformer_input_ids"] = maker.ids(1, LENGTH)
         if "image_sizes" in maker.names:
-            given["image_sizes"] = torch.tensor([list(maker.image_size())])
-        if count := _tokens_of(method, given):
-            yield token, count, given
+            arguments["image_sizes"] = torch.tensor([list(maker.image_size())])
+        if count := _tokens_of(method, arguments):
+            yield token, count, arguments
 
 
 def _sounds(maker: SampleInputs) -> Iterator[Media]:
@@ -105,20 +105,20 @@ def _sounds(maker: SampleInputs) -> Iterator[Media]:
     for image in ("plain", "flat", "video", "wide"):
         sound = maker.sound(name, image, 1)
         for frames in dict.fromkeys((sound.shape[-1], sound.shape[1])):
-            given: dict[str, Any] = {name: sound}
+            arguments: dict[str, Any] = {name: sound}
             for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
                 if mask in maker.names:
-                    given[mask] = torch.ones(1, frames, dtype=torch.long)
-            if count := _tokens_of(method, given):
-                yield token, count, given
+                    arguments[mask] = torch.ones(1, frames, dtype=torch.long)
+            if count := _tokens_of(method, arguments):
+                yield token, count, arguments
 
 
-def _tokens_of(method: Any, given: dict[str, Any]) -> int:
+def _tokens_of(method: Any, arguments: dict[str, Any]) -> int:
     accepted = inspect.signature(method).parameters
     free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in accepted.values())
     try:
         with torch.no_grad():
-            features = method(**{name: value for name, value in given.items() if free or name in accepted})
+            features = method(**{name: value for name, value in arguments.items() if free or name in accepted})
     except Exception:  # any model code may run here; its refusal only means that this form is not its own
         return 0
     features = getattr(features, "pooler_output", features)

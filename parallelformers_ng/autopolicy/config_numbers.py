@@ -1,4 +1,4 @@
-"""What a model built on `meta` says about the numbers in its configuration."""
+"""The meaning of the numbers in a configuration, read from a model built on `meta`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _BEFORE = 2
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the numbers in a configuration are, by the model that follows from it.
+    """The meaning of the numbers in a configuration, seen on the model.
 
     Attributes:
-        lengths: how many modules the lists have: a setting that counts layers has one of these. Any, where no model is
-            at hand.
+        lengths: lengths of the lists of modules: a setting that counts layers equals one of these. Any, if
+            there is no model.
         sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
         tables: numbers that count the rows of a long table: positions and the like.
         windows: whether sizes of parameters follow the windows, which are no windows of tokens then.
@@ -32,8 +32,8 @@ class Shapes:
     windows: bool = False
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
-        """Whether a list names some of `count` layers: in order, each once, into the last quarter of them, perhaps with
-        the states after the last. Scales of pooling and the like end before."""
+        """Return whether a list names some of `count` layers: in order, each once, into the last quarter of them,
+        perhaps with the states after the last. Scales of pooling and the like end before."""
         if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
             return False
         return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and 3 * count <= 4 * numbers[-1] <= 4 * count
@@ -43,12 +43,12 @@ UNSEEN = Shapes()
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """What a model of full size says; all but `tables` and `windows`, which are seen on small copies."""
+    """Read a model of full size; sets all but `tables` and `windows`, which are seen on small copies."""
     lengths = {len(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
     return Shapes(lengths, frozenset(size for parameter in model.parameters() for size in parameter.shape))
 
 
 def long_tables(model: nn.Module) -> frozenset[int]:
-    """What `Shapes.tables` is, seen in a copy with small widths and vocabularies."""
+    """Return `Shapes.tables`, seen in a copy with small widths and vocabularies."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

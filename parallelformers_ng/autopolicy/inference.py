@@ -24,11 +24,11 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
     modules = dict(model.named_modules())
     by_name = {layer.name: layer for layer in layers}
     where = places(model)
-    found: dict[tuple[str, str], Proposal] = {}
+    proposals: dict[tuple[str, str], Proposal] = {}
     used: set[str] = set()
     for name, module in modules.items():
         if (experts := _experts(name, module, live)) is not None:
-            found.setdefault(
+            proposals.setdefault(
                 (where[name].block, where[name].path),
                 Proposal(where[name].block, "experts", ({where[name].path: experts},)),
             )
@@ -36,13 +36,13 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         if attention is not None and not attention.names & used:
             used |= attention.names
             place = where[name]
-            if (place.block, place.path) not in found and attention.within(place, where):
-                found[place.block, place.path] = attention.proposal(place, where, live)
+            if (place.block, place.path) not in proposals and attention.within(place, where):
+                proposals[place.block, place.path] = attention.proposal(place, where, live)
     rest = [layer for layer in layers if layer.name not in used]
     for pair in _pairs([layer for layer in rest if not layer.is_embedding]):
         used |= {layer.name for layer in pair}
         down = pair[-1]
-        found.setdefault((down.place.block, down.place.path), _mlp(pair))
+        proposals.setdefault((down.place.block, down.place.path), _mlp(pair))
     total = sum(layer.inputs * layer.outputs for layer in layers)
     for layer in rest:
         if layer.is_embedding and not is_only_called(model, layer.name):
@@ -50,8 +50,8 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         if layer.name not in used and layer.inputs * layer.outputs * 200 >= total:
             place = layer.place
             single = Proposal(place.block, "gathered", ({place.path: Column("column", gather=True)},))
-            found.setdefault((place.block, place.path), single)
-    return list(found.values())
+            proposals.setdefault((place.block, place.path), single)
+    return list(proposals.values())
 
 
 def _experts(name: str, module: nn.Module, live: set[str]) -> Rule | None:
@@ -62,7 +62,7 @@ def _experts(name: str, module: nn.Module, live: set[str]) -> Rule | None:
 
 def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     """Runs `up, …, down`: layers called right before one that takes as many inputs as each of them gives."""
-    found = []
+    pairs = []
     waiting: list[Layer] = []
     for layer in layers:
         if waiting and waiting[-1].place.block != layer.place.block:
@@ -74,11 +74,11 @@ def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
                 break
             ups.insert(0, earlier)
         if ups and layer.inputs != layer.outputs and not any(up.outputs == 2 * layer.inputs for up in ups[1:]):
-            found.append((*ups[-2:], layer))
+            pairs.append((*ups[-2:], layer))
             waiting = []
         else:
             waiting.append(layer)
-    return found
+    return pairs
 
 
 def _mlp(pair: tuple[Layer, ...]) -> Proposal:

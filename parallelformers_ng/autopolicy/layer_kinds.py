@@ -1,4 +1,4 @@
-"""Which kinds of layers a model repeats, and which of them a small copy lacks."""
+"""The kinds of layers that a model repeats, and the kinds that a small copy lacks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Kind = tuple[str, frozenset[str]]
 
 def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
     """For every kind of module that a container repeats, the lowest index at which one stands."""
-    found: dict[Kind, int] = {}
+    first: dict[Kind, int] = {}
     for container in model.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for index, child in enumerate(container.children()):
             kind = _kind(child)
             if kind[1] and any(True for _ in child.children()):
-                found[kind] = min(index, found.get(kind, index))
-    return found
+                first[kind] = min(index, first.get(kind, index))
+    return first
 
 
 def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
-    """The kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
+    """Return the kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
     shown = first_of_each_kind(small)
     return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in shown}
 

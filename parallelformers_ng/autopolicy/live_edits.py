@@ -61,7 +61,7 @@ class _Edit:
 
 
 def _copied(module: nn.Module) -> nn.Module | None:
-    """A copy of a module without tensors; None for one that holds what cannot be copied."""
+    """Return a copy of a module without tensors; None for one that holds what cannot be copied."""
     try:
         return copy.deepcopy(module)
     except Exception:  # attributes are the program's, and may refuse to be copied in any way
@@ -105,11 +105,11 @@ class LiveEdits:
         Raises:
             UnsupportedModelError: some of it cannot be had in a small copy.
         """
-        there = dict(small.named_modules())
+        small_modules = dict(small.named_modules())
         shown = set()
         for path, edit in self._edits.items():
-            if path in there:
-                self._put(small, path, there[path], edit)
+            if path in small_modules:
+                self._put(small, path, small_modules[path], edit)
                 shown.add((_pattern(path), edit.kind))
         for path, edit in self._edits.items():
             if (_pattern(path), edit.kind) not in shown:

@@ -26,8 +26,8 @@ _PROVEN: dict[tuple[Any, ...], bool | str] = {}
 
 
 def may_merge(model: PreTrainedModel) -> bool:
-    """Whether of blocks that follow one another in a stage only the last one's result need go to the other ranks; else
-    each block's must.
+    """Return whether of blocks that follow one another in a stage only the last one's result need go to the other
+    ranks; else each block's must.
 
     Raises:
         UnsupportedModelError: the twin gives other outputs either way, or there is none.
@@ -35,10 +35,10 @@ def may_merge(model: PreTrainedModel) -> bool:
     key = identity(model)
     if key not in _PROVEN:
         _PROVEN[key] = _prove(model)
-    found = _PROVEN[key]
-    if isinstance(found, str):
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {found}")
-    return found
+    proven = _PROVEN[key]
+    if isinstance(proven, str):
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be computed in stages: {proven}")
+    return proven
 
 
 def _prove(model: PreTrainedModel) -> bool | str:

@@ -34,7 +34,7 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
         others: further arguments of `parallelize`, by name; None for those not given.
 
     Raises:
-        ParallelError: which two, in words.
+        ParallelError: two things exclude each other; the message names them.
     """
     fit.parts(world_size)
     if fit.has_stages:
@@ -51,12 +51,12 @@ def make_plan(
     fit: FitOptions,
     quantize: QuantizeOptions | None = None,
 ) -> ShardPlan:
-    """How so many ranks hold a model.
+    """Return how so many ranks hold a model.
 
     Args:
         custom: the caller's policies.
         dtype: data type to cast floating-point parameters to; None leaves them.
-        quantize: which weights are held in few bits.
+        quantize: weights to quantize, and how.
 
     Raises:
         UnsupportedModelError: no policy fits, or the model cannot be computed in stages.
@@ -66,9 +66,9 @@ def make_plan(
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)
 
-    def adapted(made: ShardPlan) -> ShardPlan:
+    def adapted(shard_plan: ShardPlan) -> ShardPlan:
         dequantize = quantize is not None and quantize.dequantize
-        return made if plain is model else with_adapters(made, plain, model, dtype, dequantize)
+        return shard_plan if plain is model else with_adapters(shard_plan, plain, model, dtype, dequantize)
 
     def cut() -> ShardPlan:
         selection = select(plain, custom, world_size, parts)
@@ -86,7 +86,8 @@ def make_plan(
 
 
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
-    """The plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages would."""
+    """Return the plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages
+    would."""
     try:
         tensor = cut()
     except UnsupportedModelError as error:

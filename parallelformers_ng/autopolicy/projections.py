@@ -76,7 +76,7 @@ class Attention:
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
     def within(self, place: Place, where: dict[str, Place]) -> bool:
-        """Whether the output projection, too, lies in the block of the module."""
+        """Return whether the output projection, too, lies in the block of the module."""
         return where[self.out.name].block == place.block
 
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
@@ -88,13 +88,13 @@ class Attention:
             key, key_heads = "", heads
             if self.keys and self.keys[0].outputs != self.queries[0].outputs:
                 head = self.queries[0].outputs // heads
-                found = _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
-                matching = [count for count in found if count[1] * head == self.keys[0].outputs]
+                count_names = _counts(self.module, _KEY_COUNTS, self.keys[0].outputs)
+                matching = [count for count in count_names if count[1] * head == self.keys[0].outputs]
                 if not matching:
                     continue
                 key, key_heads = matching[0]
-            elif found := _counts(self.module, _KEY_COUNTS, 0):
-                key, key_heads = found[0]
+            elif count_names := _counts(self.module, _KEY_COUNTS, 0):
+                key, key_heads = count_names[0]
             groups = next((g for g in _GROUPS if isinstance(vars(self.module).get(g), int)), "") if key else ""
             for scaled in self._scaled(query, heads, width):
                 taken = {query, key, *scaled}
@@ -130,8 +130,8 @@ class Attention:
 
     def _equal(self, width: int, taken: set[str]) -> tuple[str, ...]:
         """Attributes of the module that hold this very width."""
-        found = vars(self.module).items()
-        return tuple(name for name, value in found if type(value) is int and value == width and name not in taken)
+        attributes = vars(self.module).items()
+        return tuple(name for name, value in attributes if type(value) is int and value == width and name not in taken)
 
     def _rules(
         self,
@@ -178,7 +178,7 @@ class Attention:
 def _output(
     name: str, own: dict[str, Layer], by_name: dict[str, Layer], width: int | None, taken: set[str]
 ) -> Layer | None:
-    """The projection behind attention: beneath the module, or beside it."""
+    """Return the projection behind attention: beneath the module, or beside it."""
     parent = name.rpartition(".")[0]
     nearby = list(own.items())
     for above in (name, parent):
@@ -192,11 +192,11 @@ def _output(
 
 def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[str, int]]:
     """Attributes that may count heads, with their values: on the module first, then in its configuration."""
-    found = []
+    counts = []
     config = vars(module).get("config")
     for prefix in ("", "config."):
         for name in names:
             value: Any = vars(module).get(name) if not prefix else config and setting(config, name)
             if type(value) is int and value > 0 and width % value == 0:
-                found.append((prefix + name, value))
-    return found[:2]
+                counts.append((prefix + name, value))
+    return counts[:2]

@@ -28,7 +28,7 @@ class Proof:
 
     Attributes:
         selection: the policies to use, the written ones included.
-        tried: what failed and why, in words.
+        tried: failed attempts and their reasons, in words.
         unproven: the parts that no inputs reach, which stay whole, and why.
         chosen: the rules found, which a search for another number of ranks tries first.
     """
@@ -55,15 +55,15 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         model: the model, on any device; only its class and configuration are read.
         base: policies that apply already, possibly none.
         world_size: number of ranks, at least 1.
-        parts: what part of the model each rank is to hold, as for `build_plan`.
+        parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         UnsupportedModelError: no twin could be made, or every proposal failed.
     """
-    found = _cached(model, base, world_size, parts)
-    if isinstance(found, UnsupportedModelError):
-        raise found
-    return found
+    proof = _cached(model, base, world_size, parts)
+    if isinstance(proof, UnsupportedModelError):
+        raise proof
+    return proof
 
 
 def _cached(
@@ -101,7 +101,7 @@ def prove_live_code(
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Check written policies: "" where the sharded and the whole outputs of a twin match, else what differs.
+    """Check written policies: "" if the sharded and the whole outputs of a twin match, else what differs.
 
     Raises:
         UnsupportedModelError: no twin could be made.
@@ -129,7 +129,7 @@ def prove_custom(
 def _objection(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float]
 ) -> str:
-    """Why the policies are refused, in words; "" where a twin proves them."""
+    """Return why the policies are refused, in words; "" if a twin proves them."""
     try:
         twin = twin_of(model)
     except UnsupportedModelError as error:
@@ -181,7 +181,7 @@ def _search(
 
 
 def twin_of(model: PreTrainedModel) -> Twin:
-    """A tiny random copy of a model.
+    """Return a tiny random copy of a model.
 
     Raises:
         UnsupportedModelError: none could be made.
@@ -195,11 +195,11 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a twin is made of: models with the same identity share it."""
+    """Return a key for everything that a twin depends on: models with the same key share it."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
 
 
 def attention_of(model: PreTrainedModel) -> str | None:
-    """Its attention implementation."""
+    """Return its attention implementation."""
     return getattr(model.config, "_attn_implementation", None)

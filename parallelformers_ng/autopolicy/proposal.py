@@ -17,7 +17,7 @@ class Proposal:
 
     Attributes:
         block: class name that the paths are relative to.
-        kind: what they cut.
+        kind: kind of layer that the rules cut.
         variants: rules by path, the likeliest first.
         gathered: paths of the layers to cut by their outputs and gather, one by one, if every variant fails.
     """
@@ -37,7 +37,7 @@ class Proposal:
 
 
 def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Policy], ...]:
-    """One policy for each block class, from `(block, rules)`."""
+    """Return one policy for each block class, from `(block, rules)`."""
     plans: dict[str, dict[str, Rule]] = {}
     for block, rules in parts:
         plans.setdefault(block, {}).update(rules)

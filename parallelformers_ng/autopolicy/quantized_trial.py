@@ -27,7 +27,7 @@ _DTYPE, _TOLERANCE = torch.float32, 1e-4
 
 
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
-    """ "" where the outputs match, else what differs.
+    """ "" if the outputs match, else what differs.
 
     Args:
         model: whose twin it is; only its class and configuration are read.
@@ -58,7 +58,7 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
         with torch.no_grad():
             return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
-    for found in run_ranks(world_size, on_rank):
-        if not all(equal(got, want, _TOLERANCE) for got, want in zip(found, wanted, strict=True)):
+    for reason in run_ranks(world_size, on_rank):
+        if not all(equal(got, want, _TOLERANCE) for got, want in zip(reason, wanted, strict=True)):
             return f"its outputs differ in {options.scheme}"
     return ""

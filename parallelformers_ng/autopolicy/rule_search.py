@@ -25,7 +25,7 @@ class RuleSearch:
     """A search for rules for one number of ranks.
 
     Attributes:
-        tried: what failed and why, in words.
+        tried: failed attempts and their reasons, in words.
         chosen: the rules found.
 
     Args:
@@ -42,7 +42,7 @@ class RuleSearch:
         self._vocabulary = vocabulary
 
     def result(self) -> Selection:
-        """The policies found, those of the base included.
+        """Return the policies found, those of the base included.
 
         Raises:
             UnsupportedModelError: every proposal failed.
@@ -83,10 +83,10 @@ class RuleSearch:
         return Selection((*base.policies, *policies), "+".join(sources), vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
-        """Rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
+        """Return rules for layers that only a probe of their own reaches: experts are cut by width, others gathered."""
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
-        found: dict[tuple[str, str], Choice] = {}
+        choices: dict[tuple[str, str], Choice] = {}
         total = sum(parameter.numel() for parameter in self.model.parameters())
         for name in self.trials.twin.single_layers:
             place = where[name]
@@ -97,13 +97,13 @@ class RuleSearch:
             experts = has_experts_interface(self.model.get_submodule(name))
             rule: Rule = Experts() if experts else Column("column", gather=True)
             single = Proposal(place.block, "experts" if experts else "gathered", ({place.path: rule},))
-            found[place.block, place.path] = (single, single.variants[0])
-        return list(found.values())
+            choices[place.block, place.path] = (single, single.variants[0])
+        return list(choices.values())
 
     # -- search --------------------------------------------------------------------------------------------------
 
     def vocabulary_holds(self) -> bool:
-        """Whether the base passes with the vocabulary cut.
+        """Return whether the base passes with the vocabulary cut.
 
         Raises:
             UnsupportedModelError: it does not pass without that, either.
@@ -119,7 +119,7 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """The proposals that pass, each tried alone and then together."""
+        """Return the proposals that pass, each tried alone and then together."""
         first = _first_variants(proposals)
         if first and not vocabulary and self.trials.match(first, vocabulary):
             return first
@@ -129,11 +129,11 @@ class RuleSearch:
             if proposal.kind == "gathered":
                 singles.append((proposal, proposal.variants[0]))
                 continue
-            held = next(
+            choice = next(
                 (rules for rules in proposal.variants if self.trials.match([(proposal, rules)], vocabulary)), None
             )
-            if held is not None:
-                chosen.append((proposal, held))
+            if choice is not None:
+                chosen.append((proposal, choice))
                 continue
             self.note(f"{proposal.kind} of {proposal.block}")
             singles += [(single, single.variants[0]) for single in proposal.one_by_one()]
@@ -144,7 +144,7 @@ class RuleSearch:
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Those of many small proposals that pass together with `beside`."""
+        """Return the small proposals that pass together with `beside`."""
         if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
@@ -158,7 +158,7 @@ class RuleSearch:
         self.tried.append(f"{what} ({self.trials.failure})")
 
     def check_tokens(self, chosen: list[Choice], vocabulary: bool) -> None:
-        """Generate past the length of any window; where tokens differ, the layers of attention are gathered instead."""
+        """Generate past the length of any window; if tokens differ, gather the layers of attention instead."""
         inputs = self.trials.prompt()
         if inputs is None:
             return
@@ -177,14 +177,14 @@ class RuleSearch:
 
 
 def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for proposal in proposals:
-        found += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
-    return found
+        choices += [(p, p.variants[0]) for p in ([proposal] if proposal.variants else proposal.one_by_one())]
+    return choices
 
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
-    """Whether a proposal's block lies in a block that a written policy describes."""
+    """Return whether a proposal's block lies in a block that a written policy describes."""
     named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
     return any(_lies_in(name, covered - {""}) for name in named)
 

@@ -47,20 +47,20 @@ class SampleInputs:
         self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
         wanted = wanted | {"noise", "noise_sequence"}  # which a forward would draw
         for name in sorted(wanted & self.names):
             value = self.value(name, image, rows)
             if value is not None:
-                made[name] = value
-        if mask and "input_ids" in made and "attention_mask" in self.names:
-            made["attention_mask"] = torch.ones(made["input_ids"].shape, dtype=torch.long)
-        encoded = any(name in made for name in ("input_ids", "input_features", "input_values", "pixel_values"))
+                inputs[name] = value
+        if mask and "input_ids" in inputs and "attention_mask" in self.names:
+            inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
+        encoded = any(name in inputs for name in ("input_ids", "input_features", "input_values", "pixel_values"))
         if "decoder_input_ids" in self.names and encoded:
-            made["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
-        return made
+            inputs["decoder_input_ids"] = self.ids(rows, DECODER_LENGTH)
+        return inputs
 
     # -- single arguments ----------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class SampleInputs:
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """The first of these attributes that the configuration or one inside it has."""
+        """Return the first of these attributes that the configuration or one inside it has."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
@@ -134,13 +134,13 @@ class SampleInputs:
         return torch.tensor(usable)[picks]
 
     def special_ids(self) -> set[int]:
-        found: set[int] = set()
+        ids: set[int] = set()
         for key, value in (item for part in self.parts for item in vars(part).items()):
             if key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
-                found.add(value)
+                ids.add(value)
             elif key.endswith("token_id") and isinstance(value, list):
-                found.update(v for v in value if isinstance(v, int))
-        return found
+                ids.update(v for v in value if isinstance(v, int))
+        return ids
 
     def image_size(self) -> tuple[int, int]:
         size = self.find("image_size", "img_size", "input_size", default=64)
@@ -180,7 +180,8 @@ class SampleInputs:
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
     def patch_width(self, channels: int) -> int:
-        """Values of a flattened patch: what the layer that embeds patches takes, else what the configuration says."""
+        """Return values of a flattened patch: what the layer that embeds patches takes, else what the configuration
+        says."""
         for name, module in self.model.named_modules():
             if "patch" in name and isinstance(module, nn.Linear):
                 return module.in_features

@@ -1,4 +1,4 @@
-"""Model → policies: the caller's, the written ones, and for what those leave inferred and proven ones."""
+"""Model → policies: the caller's, then the written ones, then inferred and proven ones for the rest."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def select(
     world_size: int | None = None,
     parts: Sequence[float] = (),
 ) -> Selection:
-    """Find the policies for a model: the caller's first, then the written ones for blocks those leave, then inferred
-    ones for what is still left of a transformers model, accepted after a twin proof.
+    """Find the policies for a model: the caller's first, then written ones for the remaining blocks. For blocks of a
+    transformers model that still remain, infer policies, and accept them after a twin proof.
 
     Args:
         model: the model, on any device.
         custom: the caller's policies.
         world_size: number of ranks that a proof is made for; None looks at the written policies alone.
-        parts: what part of the model each rank is to hold, as for `build_plan`.
+        parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that

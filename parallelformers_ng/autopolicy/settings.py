@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 
 def setting(config: Any, name: str) -> Any:
-    """An attribute of a configuration under its own or its standard name, None where it has none or one per layer."""
+    """Return an attribute of a configuration under its own or its standard name, None if it is absent or is a list."""
     return vars(config).get(stored_name(config, name))
 
 
@@ -28,7 +28,7 @@ def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """The configuration and all those inside it, however deep."""
+    """Yield the configuration and all those inside it, however deep."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -36,12 +36,12 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def counts_heads(name: str) -> bool:
-    """Whether an attribute counts heads."""
+    """Return whether an attribute counts heads."""
     return name.endswith(("heads", "n_head"))
 
 
 def is_id(name: str) -> bool:
-    """Whether an attribute holds ids of tokens."""
+    """Return whether an attribute holds ids of tokens."""
     return name.endswith(("_id", "_ids", "token_index"))
 
 

@@ -1,6 +1,6 @@
 """Makes a configuration small and keeps its shape: head counts, layer pattern, and every ratio between widths.
 
-All widths are multiplied by one power of two. Where it divides them, sums and products between them (a fused q|k|v, a
+All widths are multiplied by one power of two. If it divides them, sums and products between them (a fused q|k|v, a
 projection into another tower's width, `heads · head_dim`) hold afterwards as before; head counts are left alone.
 """
 
@@ -44,18 +44,18 @@ VOCABULARY = 131
 
 @dataclass(frozen=True)
 class Shrinking:
-    """What to spare, and what not.
+    """Settings to spare and settings to shrink.
 
     Attributes:
         spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
             their own (norms over 32 groups, say).
         keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
         keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
-        heads: powers of two by which all head counts are made smaller, where they are all divisible by them: for models
-            with so many heads that they cannot be made tiny otherwise.
+        heads: powers of two that divide all head counts, if they divide: for models whose heads are too many to
+            be tiny.
         filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
         layers: the fewest layers to keep.
-        shapes: what the model shows of the numbers in its configuration.
+        shapes: meaning of the configuration's numbers, seen on the model.
     """
 
     spare: int = 0
@@ -68,7 +68,7 @@ class Shrinking:
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
-    """A small copy of `config`; one that is small already comes back as it is."""
+    """Return a small copy of `config`; one that is small already comes back as it is."""
     small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
@@ -108,7 +108,8 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
 
 
 def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
-    """Whether an attribute is a width, or counts the groups of a convolution that has one for each of its channels."""
+    """Return whether an attribute is a width, or counts the groups of a convolution that has one for each of its
+    channels."""
     if _NOT_WIDTH.search(name):
         return False
     if name.endswith("_groups"):
@@ -117,12 +118,14 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
 
 
 def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
-    """Whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their ids."""
+    """Return whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their
+    ids."""
     return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
-    """Whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made smaller."""
+    """Return whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made
+    smaller."""
     width, repeats = setting(config, "width_coefficient"), setting(config, "num_block_repeats")
     if width is None or not isinstance(repeats, (list, tuple)):
         return False
@@ -133,7 +136,7 @@ def _shrink_coefficients(config: Any, factor: float) -> bool:
 
 
 def _width_factor(parts: list[Any]) -> float:
-    """The smallest power of two that leaves heads at least 8 wide and widths whole."""
+    """Return the smallest power of two that leaves heads at least 8 wide and widths whole."""
     mains, heads_dims, quotients = [], [], []
     for part in parts:
         width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
@@ -162,7 +165,7 @@ def _width_factor(parts: list[Any]) -> float:
 
 
 def _stage_widths(part: Any) -> list[int]:
-    """The widths of a model in stages that names no other, unless stages have heads of their own."""
+    """Return the widths of a model in stages that names no other, unless stages have heads of their own."""
     widths = setting(part, "hidden_sizes")
     if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
         return []
@@ -170,7 +173,7 @@ def _stage_widths(part: Any) -> list[int]:
 
 
 def _fewer_heads(parts: list[Any], most: int) -> float:
-    """The smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
+    """Return the smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
     counts = [
         value for part in parts for name, value in own_settings(part)
         if counts_heads(name) and isinstance(value, int) and value > 1
@@ -195,10 +198,10 @@ def _scale(value: Any, factor: float) -> Any:
 
 
 def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a head that rotate by time, height and width still fill half of what rotates of a head.
+    """Return the sections of a head that rotate by time, height and width still fill half of what rotates of a head.
 
-    Modelling code that reads sections has others of its own where there are none, and all other code reads none: so
-    they are written down everywhere. Sections that are equal stay equal.
+    Code that reads sections has defaults of its own, and other code ignores them: so sections are always written.
+    Sections that are equal stay equal.
     """
     sections = rope.get("mrope_section") or _SECTIONS
     heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
@@ -214,7 +217,7 @@ def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_images(config: Any) -> None:
-    """Four patches a side, or 64 pixels where there are no patches of one size."""
+    """Four patches a side, or 64 pixels if there are no patches of one size."""
     patch = setting(config, "patch_size")
     side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
     for name in ("image_size", "img_size"):
@@ -264,7 +267,7 @@ def _counts_tokens(name: str) -> bool:
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:
-    """Ids past the small vocabulary get others below its end, equal ones the same."""
+    """Return ids past the small vocabulary get others below its end, equal ones the same."""
     if isinstance(value, (list, tuple)):
         return type(value)(_small_id(item, ids) for item in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:

@@ -12,19 +12,20 @@ _LAYERS = ("layers", "layer", "depth", "blocks")
 _SHARED = "num_kv_shared_layers"
 """How many of the last layers take keys and values from those before."""
 _ONCE = "num_layers_per_stack"
-"""How many layers there are, where the main setting counts each as often as it runs."""
+"""Return the number of layers, even if the main setting counts a layer once for each time it runs."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6
 """A list that names more is no list of kinds."""
 
 
 def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
-    """As few layers as show every kind that lists in the configuration name; lists with an item per layer follow.
+    """Return the fewest layers that show every kind in the configuration's lists; lists with an item per layer follow.
 
     Args:
         config: one part of a configuration.
         fewest: how many layers are left, at least.
-        shapes: what the model shows. Layers that share their weights are in no list of modules.
+        shapes: meaning of the numbers, seen on the model. Layers that share their weights are in no list of
+            modules.
     """
     main = stored_name(config, "num_hidden_layers")
     sections = _sections(config, main)
@@ -66,7 +67,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
 
 
 def _sections(config: Any, main: str) -> list[str]:
-    """Settings that say how many layers come first, next and last, that of the longest section last; none where no two
+    """Settings that say how many layers come first, next and last, that of the longest section last; none if no two
     or more add up to all layers."""
     others = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
     counts = {name: count for name, count in others.items() if isinstance(count, int) and count > 0}
@@ -75,7 +76,8 @@ def _sections(config: Any, main: str) -> list[str]:
 
 
 def _layers_of_all_kinds(config: Any, count: int) -> int:
-    """How many of the first layers show every kind that a list with an item per layer names; 0 without such a list."""
+    """Return how many of the first layers show every kind that a list with an item per layer names; 0 without such a
+    list."""
     needed = 0
     for _, pattern in own_settings(config):
         if not isinstance(pattern, (list, tuple)) or len(pattern) != count:
@@ -91,7 +93,7 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
 
 
 def _longest_period(config: Any, count: int) -> int:
-    """After how many layers the kinds of layers repeat, where the configuration says so; else 0."""
+    """Return the period after which kinds of layers repeat, 0 if unknown."""
     periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
     lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
     lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]
@@ -99,7 +101,7 @@ def _longest_period(config: Any, count: int) -> int:
 
 
 def _output_lists(config: Any) -> list[str]:
-    """Names of the lists of layers whose outputs a backbone gives."""
+    """Return names of the lists of layers whose outputs a backbone gives."""
     return [
         name for name, numbers in own_settings(config)
         if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
@@ -120,7 +122,7 @@ def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str], shape
 
 
 def _stages(config: Any, count: int) -> list[int]:
-    """The layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
+    """Return the layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
     indices, names = vars(config).get("_out_indices"), vars(config).get("stage_names")
     if not indices or not names or len(names) != count + 1 or "depths" in vars(config):
         return []

@@ -25,14 +25,14 @@ def shrink_by_trial(
     enough: int,
     runs: Callable[[PreTrainedConfig], bool] = lambda tried: True,
 ) -> PreTrainedConfig | None:
-    """A small copy of `config`, or None where it cannot be made as small.
+    """Return a small copy of `config`, or None if it cannot be made as small.
 
     Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing;
     before that, all numbers that look like widths, which also agree in sums and products.
 
     Args:
         config: a configuration, small or not.
-        weigh: how many parameters its model has; None where the class refuses it.
+        weigh: how many parameters its model has; None if the class refuses it.
         enough: parameters.
         runs: whether its model's forward takes it.
     """
@@ -55,14 +55,14 @@ Chosen = Callable[[tuple[int, ...]], bool]
 
 
 def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
-    """Which settings to halve, by their numbers, and from which number on; what promises most first."""
-    found = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
-    values = sorted(filter(None, found), key=max, reverse=True)
+    """Yield the settings to halve, by their numbers, and the least number to halve; the most promising first."""
+    settings_by_numbers = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
+    values = sorted(filter(None, settings_by_numbers), key=max, reverse=True)
     return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """The numbers that a setting has, also in lists within lists; none where none of them is to be halved.
+    """Return the numbers that a setting has, also in lists within lists; none if none of them is to be halved.
 
     Counts of heads are what a proof is about, and vocabularies go with the ids in them. Windows and counts of experts
     are small already: transformers' own masks do not fit a window of one token, and experts are chosen from groups.
@@ -82,7 +82,7 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    """A copy in which the numbers of `chosen` settings are halved, those of `least` and more."""
+    """Return a copy that halves the numbers of `chosen` settings that are at least `least`."""
 
     def half(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -91,8 +91,8 @@ def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedC
 
     tried = copy.deepcopy(config)
     for part in parts_of(tried):
-        for name, held in list(own_settings(part)):
-            numbers = _numbers(name, held)
+        for name, setting in list(own_settings(part)):
+            numbers = _numbers(name, setting)
             if numbers and chosen(numbers):
-                put(part, name, half(held))
+                put(part, name, half(setting))
     return tried

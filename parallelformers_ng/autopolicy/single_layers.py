@@ -21,12 +21,12 @@ _ROWS = 6
 
 
 def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Paths of layers that can be proven alone, with keyword arguments of their forward.
+    """Yield paths of layers that can be proven alone, with keyword arguments of their forward.
 
     Args:
         model: the model.
         reached: paths of modules that need no such proof.
-        seed: of the random inputs.
+        seed: seed of the random inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     used = uses(model)

@@ -38,7 +38,7 @@ class Trials:
         twin: the twin.
         base: the policies that are part of every trial.
         world_size: number of ranks.
-        parts: what part of the twin each rank holds, as for `build_plan`.
+        parts: fraction of the twin for each rank, as for `build_plan`.
         failure: why the latest trial failed, or "".
     """
 
@@ -48,7 +48,7 @@ class Trials:
         self._count = 0
 
     def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
-        """Whether the sharded twin has the outputs of the whole one, and these depend on every shard.
+        """Return whether the sharded twin has the outputs of the whole one, and these depend on every shard.
 
         Args:
             choices: the rules, beside those of the base.
@@ -77,12 +77,12 @@ class Trials:
         return True
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        """Whether there would be a shard on which no output depends. Nothing is run."""
+        """Return whether there would be a shard on which no output depends. Nothing is run."""
         plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Inputs for `generate` and the tokens of the whole twin; None where it does not generate from them."""
+        """Inputs for `generate` and the tokens of the whole twin; None if it does not generate from them."""
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
         probe = self.twin.probes[0]
@@ -96,7 +96,7 @@ class Trials:
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
+        """Return whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
         try:
             plan = self.plan(choices, vocabulary)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
@@ -107,7 +107,7 @@ class Trials:
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        """How the ranks of a trial hold the twin."""
+        """Return how the ranks of a trial hold the twin."""
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         base = self.base
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
@@ -123,7 +123,7 @@ class Trials:
 
 
 def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
-    """The probes whose outputs must be the same, sharded and whole.
+    """Return the probes whose outputs must be the same, sharded and whole.
 
     The outputs of a column-parallel or row-parallel layer alone are one rank's part of the whole ones.
     """
@@ -132,7 +132,7 @@ def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
 
 
 def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
-    """The rules of whose tensors none has an influence on the outputs, so that a trial proves nothing about them."""
+    """Return rules whose tensors do not influence the outputs: a trial proves nothing about them."""
     reached: dict[str, bool] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated and not tensor.is_buffer:
@@ -145,10 +145,10 @@ def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.T
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """The generated tokens, and whatever else `generate` returns, such as speech."""
-    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    output = model.generate(**given, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
-    return [gathered(tensor) for tensor in tensors(output)]  # here, where the other ranks gather, too
+    """Return the generated tokens, and whatever else `generate` returns, such as speech."""
+    arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
+    return [gathered(tensor) for tensor in tensors(output)]  # here, since the other ranks gather here, too
 
 
 def _in_short(error: Exception) -> str:
@@ -156,7 +156,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
-    """The first shard of an inferred rule on which no output depends, in words; "" where there is none.
+    """Return the first shard of an inferred rule on which no output depends, in words; "" if there is none.
 
     All blocks of a class compute the same, so it is enough if outputs depend on the shard in one of them: a router may
     leave experts out.

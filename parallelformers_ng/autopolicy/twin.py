@@ -62,19 +62,19 @@ class Twin:
 
 
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The output's tensors; the inputs are copied first, as some forwards write to them."""
-    given = {
+    """Return the output's tensors; the inputs are copied first, as some forwards write to them."""
+    arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())
         if isinstance(value, torch.Tensor)
         else copy.copy(value)
         for name, value in inputs.items()
     }
-    return [gathered(tensor) for tensor in tensors(model(**given))]
+    return [gathered(tensor) for tensor in tensors(model(**arguments))]
 
 
 def sharing_copy(model: Any) -> Any:
-    """A copy that shares the model's parameters. State that a forward keeps, such as the offsets between positions and
-    tokens of multimodal models, stays in the copy."""
+    """Return a copy that shares the model's parameters. State that a forward keeps, such as the offsets between
+    positions and tokens of multimodal models, stays in the copy."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
@@ -87,7 +87,7 @@ def length_options(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Whether two runs have the same outputs, up to rounding."""
+    """Return whether two runs have the same outputs, up to rounding."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 

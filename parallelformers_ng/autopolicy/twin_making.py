@@ -41,7 +41,7 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
 )
-"""In which order they are tried: those that make a comfortable size first, then those that make a bearable one."""
+"""Order the shrinkings to try: comfortable sizes first, then bearable ones."""
 
 
 def make_twin(
@@ -58,8 +58,8 @@ def make_twin(
         cls: the model's class.
         config: its configuration; a small one is taken as it is.
         attention: attention implementation, "eager", "sdpa", ….
-        seed: of its parameters and inputs.
-        layers: how many it has at least, where the model has as many.
+        seed: seed of its parameters and inputs.
+        layers: least number of layers, if the model has as many.
         edits: code that the program has changed since the class built the model.
 
     Raises:
@@ -83,7 +83,7 @@ def make_twin(
             break
         if best is None or len(twin.gradients) > len(best.gradients):
             best = twin
-        # A larger copy draws as well; where it draws a length, that may be endless.
+        # A larger copy draws as well; if it draws a length, that may be endless.
         if time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
     if best is not None:
@@ -95,29 +95,30 @@ def make_twin(
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
-    """What to spare at first, and the fewest layers that show as many kinds of them as a small copy can have."""
+    """Return the settings to spare at first, and the fewest layers that show all kinds that a small copy can have."""
     whole = _skeleton(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
     least = Shrinking(shapes=shapes_of(whole), layers=layers)
     least = replace(least, shapes=replace(least.shapes, windows=_sizes_follow_windows(cls, config, least)))
-    found = {}
+    choice = {}
     while least.layers <= _DEEPEST:
         small = _skeleton(cls, shrink(config, least))
         if small is None:
             break
         least = replace(least, shapes=replace(least.shapes, tables=least.shapes.tables | long_tables(small)))
         absent = absent_kinds(whole, small)
-        found[least.layers] = len(absent)
+        choice[least.layers] = len(absent)
         if not absent:
             break
         least = replace(least, layers=max(least.layers + 1, min(absent.values()) + 1))
-    layers = min(found, key=lambda layers: (found[layers], layers), default=layers)
+    layers = min(choice, key=lambda layers: (choice[layers], layers), default=layers)
     return replace(least, layers=layers)
 
 
 def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> bool:
-    """Whether a small copy has other parameters where its windows stay long: so many queries a window, for example."""
+    """Return whether a small copy has other parameters where its windows stay long: so many queries a window, for
+    example."""
     short = shrink(config, least)
     long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
     if short.to_dict() == long.to_dict():
@@ -128,7 +129,7 @@ def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, 
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The model without weights; None where it cannot be built so, as the next size may be to its taste."""
+    """Return the model without weights; None if it cannot be built so, as the next size may be to its taste."""
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config))
@@ -172,8 +173,8 @@ def _models(
 
 
 def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
-    """A small copy of a configuration whose settings say in no known words how large the model is, or of which less
-    can be changed than is usual."""
+    """Make a small copy of a configuration whose settings use unknown words for sizes, or allow fewer changes than
+    usual."""
 
     whole = _skeleton(cls, config)
     taken = None if whole is None else _taken_on_meta(whole)
@@ -194,11 +195,11 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrin
 
 
 def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
-    """The number of the first inputs that the forward of a model without weights takes; None where it takes none. One
-    that looks at values takes none.
+    """Return the number of the first inputs that the forward of a model without weights takes; None if it takes
+    none. One that looks at values takes none.
 
     Args:
-        only: which inputs to try; None for all.
+        only: names of the inputs to try; None for all.
     """
     with torch.inference_mode(), torch.device("meta"):
         for number, arguments in enumerate(candidate_inputs(skeleton)):
@@ -222,7 +223,7 @@ def build_tiny(
     seed: int = 0,
     largest: int = _LARGEST,
 ) -> PreTrainedModel | None:
-    """A random model in evaluation mode, or None where it would have more than `largest` parameters."""
+    """Return a random model in evaluation mode, or None if it would have more than `largest` parameters."""
     options = {"attn_implementation": attention} if attention else {}
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Runs a twin on inputs made for it, and notes which layers are called and which weights influence the outputs."""
+"""Runs a twin on inputs made for it. Notes the layers that are called and the weights that influence the outputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Observer:
         return self.twin
 
     def _reached(self, part: nn.Module, path: str) -> bool:
-        """Whether most of a part's large parameters already have an influence on some output."""
+        """Return whether most of a part's large parameters already have an influence on some output."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 
@@ -126,8 +126,8 @@ def _differentiate(
     if not isinstance(total, torch.Tensor):
         return
     named = [(name, p) for name, p in part.named_parameters(remove_duplicate=False) if p.requires_grad]
-    found = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
-    for (name, _), gradient in zip(named, found, strict=True):
+    slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+    for (name, _), gradient in zip(named, slopes, strict=True):
         if gradient is not None:
             seen = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
             if bool(seen.any()):

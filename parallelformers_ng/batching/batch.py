@@ -79,7 +79,7 @@ class Batch:
             self.group.submit(_RoundRequest(self))
 
     def next_round(self) -> Round | None:
-        """The next round; None if there is nothing to do."""
+        """Return the next round; None if there is nothing to do."""
         while self._arrived:
             self._waiting[next(self._numbers)] = self._arrived.popleft()
         left = [number for number, ticket in self._running.items() if ticket.given_up]
@@ -101,7 +101,7 @@ class Batch:
         return Round(self._batch, calls, left, *limits, self._steps, self._adapters, positions)
 
     def _admitted(self) -> dict[int, Ticket]:
-        """Who comes next, in the order in which they came."""
+        """Yield the next calls, in the order of their arrival."""
         rows, joins = [*self._running.values()], dict[int, Ticket]()
         for number, ticket in self._waiting.items():
             longest = max(row.call.tokens[1] for row in (*rows, ticket))
@@ -114,9 +114,9 @@ class Batch:
             rows.append(ticket)
         return joins
 
-    def take(self, news: list[News], asked: Round, seconds: float) -> None:
-        """What the ranks say of a round. Tokens are the same on all; what failed, and states, one knows."""
-        for number in asked.joins:
+    def take(self, news: list[News], order: Round, seconds: float) -> None:
+        """Merge the ranks' reports of a round. Tokens are the same on all; failures and states are known to one."""
+        for number in order.joins:
             self._running[number].arrived()
         met = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
         for number, tokens in news[0].tokens.items():
@@ -132,9 +132,9 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        if not asked.joins:
-            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * asked.steps / seconds)))
-        if news[0].uncaptured and asked.positions:
+        if not order.joins:
+            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
+        if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
         self._go_on(met)
 
@@ -152,14 +152,14 @@ class Batch:
         of_host = available_memory() // 2 // sum(said.token_bytes for said in news)
         self.room = min(of_devices, default=of_host)
 
-    def fail(self, error: BaseException, asked: Round) -> None:
+    def fail(self, error: BaseException, order: Round) -> None:
         """No row of the batch can go on. If only the round failed, they begin again, suspects one at a time.
 
         If recorded steps were what had no room, nobody is suspected: there are none from now on."""
         running, self._running = self._running, {}
         self._batch = next(self._batches)
-        suspects = {number for number, ticket in running.items() if ticket.is_suspect} or asked.joins or running
-        recorded = asked.positions > 0 and isinstance(error, torch.OutOfMemoryError)
+        suspects = {number for number, ticket in running.items() if ticket.is_suspect} or order.joins or running
+        recorded = order.positions > 0 and isinstance(error, torch.OutOfMemoryError)
         if recorded:
             self._without_graphs(str(error).partition("\n")[0])
         again = dict[int, Ticket]()
@@ -178,11 +178,11 @@ class Batch:
         self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
-        """The group has ended, or this batch cannot go on.
+        """End the batch: the group has ended, or a round failed.
 
         Args:
-            error: what calls are told whose rows run.
-            others: what those are told that wait; None: another group can have them.
+            error: error for the calls with running rows.
+            others: error for the waiting calls; None: another group can have them.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)
@@ -227,20 +227,20 @@ class _RoundRequest(Request):
         return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:
-        batch, asked = self._batch, self._asked
+        batch, order = self._batch, self._asked
         if news is None:
             if not self.begun:
                 batch.is_due.release()
             batch.end(batch.group.error(), None)
             return
-        assert asked is not None, "what was never sent has no answer"
+        assert order is not None, "what was never sent has no answer"
         assert not isinstance(news, Frame), "rounds have no events"
         try:
             values, error = read(news) if isinstance(news, dict) else ([], news)
             if error is None:
-                batch.take(values, asked, time.monotonic() - self._begun)
+                batch.take(values, order, time.monotonic() - self._begun)
             else:
-                batch.fail(error, asked)
+                batch.fail(error, order)
         except Exception as error:
             self._break(error)
 

@@ -88,7 +88,7 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
     """Try it on a small copy of a model of this class and configuration, with the same code.
 
     Returns:
-        Why calls run one after another, "" where they may share a batch; and whether prompts may run in pieces.
+        Why calls run one after another, "" if they may share a batch; and whether prompts may run in pieces.
     """
     if config.is_encoder_decoder:
         return "it has an encoder", False
@@ -102,7 +102,7 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
 
 
 def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
-    """Why calls of such a model run one after another, "" where they may share a batch.
+    """Return why calls of such a model run one after another, "" if they may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
@@ -142,7 +142,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
 
 
 def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """A call, and the scores that its tokens are chosen by, once it has run."""
+    """Return a call, and the scores that its tokens are chosen by, once it has run."""
     seen: list[torch.Tensor] = []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

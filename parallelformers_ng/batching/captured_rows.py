@@ -25,7 +25,7 @@ class CapturedRows:
         steps: gives those that are recorded, or says why none can be.
 
     Attributes:
-        reason: why a step ran as it is that should have been recorded, "" where none did.
+        reason: why a step ran plainly instead of from a recording, "" if none did.
     """
 
     def __init__(self, model: PreTrainedModel, steps: Callable[[], CapturedSteps | str]) -> None:
@@ -36,16 +36,16 @@ class CapturedRows:
     def run(
         self, growing: Any, shape: tuple[int, int], positions: int, inputs: Callable[[Any], dict[str, Any]]
     ) -> Any | None:
-        """One step.
+        """Return one step.
 
         Args:
             growing: the batch's cache.
             shape: its rows, and its tokens with that of this step.
             positions: rows × tokens that a static cache may have.
-            inputs: what the model is called with over a cache.
+            inputs: the model's arguments over a cache.
 
         Returns:
-            What the model gave; None where the step is to run as it is.
+            What the model gave; None if the step is to run as it is.
         """
         rows, columns = shape
         length = max(LENGTH_STEP, bucket_of(columns))  # of half of it a step reads nothing, and it is recorded once

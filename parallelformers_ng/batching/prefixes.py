@@ -61,13 +61,15 @@ class Prefixes:
         Args:
             ids: `[1, tokens]`.
             cache: has it at the end of a row.
-            row: that row.
+            row: the row whose prompt it is.
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache) or self._best(ids)[0] == tokens - 1:
             return
         layers = [
-            tuple(held[row : row + 1, :, held.shape[-2] - tokens :].clone() for held in (layer.keys, layer.values))
+            tuple(
+                states[row : row + 1, :, states.shape[-2] - tokens :].clone() for states in (layer.keys, layer.values)
+            )
             for layer in layers_of(cache)
         ]
         self._kept = [kept for kept in self._kept if _common(kept.ids, ids[0]) < len(kept.ids)]

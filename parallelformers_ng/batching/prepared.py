@@ -13,14 +13,14 @@ from parallelformers_ng.batching.penalties import Penalties
 
 @dataclass
 class Prepared:
-    """What `generate` hands to its loop.
+    """The arguments that `generate` hands to its loop.
 
     Attributes:
         input_ids: the prompt, int64 `[1, tokens]`.
-        processors, criteria: of this call alone; they see its row as they would see a batch of one.
+        processors, criteria: objects of this call alone; they see its row as a batch of one.
         penalties: penalties among its processors, which a batch applies for all rows at once; None if it has none.
         config: its settings, with what the model's own say.
-        model_kwargs: what the model is called with besides: attention mask, positions, cache.
+        model_kwargs: further arguments of the model: attention mask, positions, cache.
     """
 
     input_ids: torch.Tensor
@@ -36,12 +36,12 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """What a model is called with for new tokens, as `generate` calls it.
+    """Return the model's arguments for new tokens, as `generate` makes them.
 
     Args:
         ids, positions: int64 `[rows, tokens]`. Some models leave it to their forward to take positions from the length
             of the cache, padding counted; here they have those of the rows.
-        arguments: of `prepare_inputs_for_generation`.
+        arguments: arguments of `prepare_inputs_for_generation`.
     """
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
     if "position_ids" in inputs and inputs["position_ids"] is None:
@@ -54,7 +54,7 @@ def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
 
     Raises what `generate` raises of arguments that it refuses.
     """
-    found: list[Prepared] = []
+    prepared_calls: list[Prepared] = []
 
     def take(
         model: Any,
@@ -66,8 +66,8 @@ def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
     ) -> torch.Tensor:
         model_kwargs.pop("synced_gpus", None)
         model_kwargs.pop("streamer", None)
-        found.append(Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
+        prepared_calls.append(Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs))
         return input_ids
 
     model.generate(**kwargs, custom_generate=take)
-    return found.pop()
+    return prepared_calls.pop()

@@ -19,7 +19,7 @@ from parallelformers_ng.errors import BatchingError
 
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
-"""As what XLNet and Reformer give their caches, which depend on how long the sequence is."""
+"""XLNet and Reformer: their caches depend on the length of the sequence."""
 
 
 @dataclass(eq=False)
@@ -28,9 +28,9 @@ class Ran:
 
     Attributes:
         rows: whose they are.
-        logits: of their last tokens, `[rows, vocabulary]`.
-        cache: of all of them; None where the model runs whole sequences at every step.
-        mask: `[rows, columns]`, 0 where the cache has padding.
+        logits: logits of their last tokens, `[rows, vocabulary]`.
+        cache: cache of all of them; None if the model runs whole sequences at every step.
+        mask: `[rows, columns]`, 0 if the cache has padding.
     """
 
     rows: list[BatchRow]
@@ -44,7 +44,7 @@ class Prompts:
 
     Args:
         model: the rank's.
-        prefixes: what prompts may begin with that has run already.
+        prefixes: known beginnings of prompts, already run.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
@@ -75,7 +75,7 @@ class Prompts:
             piece: tokens; 0 runs the first prompt, whole.
 
         Returns:
-            The prompts that are done, None where the first is not.
+            The prompts that are done, None if the first is not.
         """
         rows = self._side_by_side(piece)
         if len(rows) > 1:
@@ -102,7 +102,7 @@ class Prompts:
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> list[BatchRow]:
-        """The first prompt, and those after it that may run with it."""
+        """Return the first prompt, and those after it that may run with it."""
         if self._done:
             return [self._waiting[0]]
         rows, longest = list[BatchRow](), 0
@@ -166,8 +166,8 @@ class Prompts:
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:
-    """Whether a prompt may run beside others of which the longest has so many tokens: no token of it is padding, and
-    its cache keeps all of them."""
+    """Return whether a prompt may run beside others, the longest of them `longest` tokens long. No token of it may
+    be padding, and its cache must keep all tokens."""
     if row.cache is None:
         return False
     windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]

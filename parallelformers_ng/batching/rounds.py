@@ -26,12 +26,12 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
 _PIECES_AT_ONCE = 2
-"""Where no row waits for its next token: long pieces cost less a token than short ones."""
+"""If no row waits for its next token: long pieces cost less a token than short ones."""
 
 
 @dataclass
 class Round:
-    """What the ranks are asked to do.
+    """The orders of a round, for the ranks.
 
     Attributes:
         batch: number of the batch; rows of an earlier one are forgotten.
@@ -40,8 +40,8 @@ class Round:
         piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
         prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
         steps: tokens that are chosen at most for each row.
-        adapters: those that all rows run with, None where the model has none.
-        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do.
+        adapters: adapters of all rows, None if the model has none.
+        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 if none do.
     """
 
     batch: int
@@ -56,7 +56,7 @@ class Round:
 
 @dataclass
 class News:
-    """What has become of the rows, as one rank knows it.
+    """The fate of the rows in a round, as one rank knows it.
 
     Attributes:
         tokens: number of a row → its new tokens.
@@ -64,9 +64,9 @@ class News:
         failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
             what its processors raise.
         states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
-        token_bytes: of the keys and values of one token on this rank; 0 where no row runs.
-        free_bytes: of the rank's own device; 0 where that is the host.
-        uncaptured: why steps became no CUDA graphs that should, "" where they did.
+        token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
+        free_bytes: free bytes of the rank's own device; 0 if that is the host.
+        uncaptured: why steps became no CUDA graphs that should, "" if they did.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -100,23 +100,23 @@ class RankBatch:
             for row in (*self._rows, *self._prompts):
                 row.may_be_kept = False
 
-    def run(self, asked: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
+    def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
         """Run a round.
 
         Args:
             calls: number of a row that joins → arguments of its `generate`, or why they could not be read.
 
         Raises:
-            Exception: what a forward raises; then no row of the batch can go on.
+            Exception: the forward failed; then no row of the batch can go on.
         """
-        if asked.batch != self._batch:
-            self._batch, self._prefixes = asked.batch, Prefixes(asked.prefixes)
+        if order.batch != self._batch:
+            self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
             self._prompts = Prompts(self._model, self._prefixes)
-        self._rows.leave(asked.leaves)
-        self._prompts.leave(asked.leaves)
+        self._rows.leave(order.leaves)
+        self._prompts.leave(order.leaves)
         news, met = News(), set[BatchRow]()
-        for number, (*_, seed) in asked.joins.items():
+        for number, (*_, seed) in order.joins.items():
             kwargs = calls[number]
             if isinstance(kwargs, Description):
                 news.failed[number] = kwargs
@@ -129,14 +129,14 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
-        piece = asked.piece if len(self._rows) else asked.piece * _PIECES_AT_ONCE
+        piece = order.piece if len(self._rows) else order.piece * _PIECES_AT_ONCE
         if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             met.update(ran.rows)
-        for _ in range(asked.steps):
+        for _ in range(order.steps):
             if not len(self._rows):
                 break
-            met.update(self._rows.step(asked.positions))
+            met.update(self._rows.step(order.positions))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":

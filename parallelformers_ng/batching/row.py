@@ -24,13 +24,13 @@ class BatchRow:
     Attributes:
         number: the caller's name for it.
         call: how its next token is chosen, and when it ends.
-        random: what it draws from, None where it has none of its own.
-        objects: the mutable parts of the caller's processors and criteria, None where there are none.
+        random: generator of its own, None if it has none.
+        objects: mutable parts of the caller's processors and criteria; None without any.
         ids: the prompt and the tokens so far, int64 `[1, tokens]`.
         newest: the last of them.
         told: how many of its tokens the caller has.
         outcome: GOES_ON, ENDED or FAILED.
-        failure: what was raised, on the rank that chose.
+        failure: exception on the rank that chose.
         may_be_kept: whether its keys and values may serve later prompts: all tokens of its prompt count, and the model
             has been the same since it began.
     """
@@ -56,12 +56,12 @@ class BatchRow:
 
     @property
     def cache(self) -> Any:
-        """Of its prompt; None where the model makes it itself, and where it keeps none."""
+        """Mask of its prompt; None if the model makes it itself or uses none."""
         return self.call.model_kwargs.get(name_in(self.call.model_kwargs))
 
     @property
     def prompt_mask(self) -> torch.Tensor:
-        """Which tokens of the prompt count, `[1, tokens]`: `generate` takes those that it pads with for padding."""
+        """Return the tokens of the prompt that count, `[1, tokens]`: `generate` takes pad tokens for padding."""
         mask = self.call.model_kwargs.get("attention_mask")
         return torch.ones_like(self.call.input_ids) if mask is None else mask
 
@@ -74,7 +74,7 @@ class BatchRow:
         """Choose the next token as transformers' own loop does.
 
         Args:
-            logits: of the newest token, `[1, vocabulary]`.
+            logits: logits of the newest token, `[1, vocabulary]`.
 
         Returns:
             The token, and what becomes of the row with it.
@@ -93,14 +93,14 @@ class BatchRow:
         return int(token), ENDED if ended else GOES_ON
 
     def take(self, token: int, outcome: int) -> None:
-        """What the rank that chose has chosen."""
+        """Take over the token of the rank that chose."""
         self.outcome = outcome
         if outcome != FAILED:
             self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
             self.newest = token
 
     def news(self) -> list[int]:
-        """The tokens that the caller has not been told of."""
+        """Return the tokens that the caller has not been told of."""
         new: list[int] = self.ids[0, self.told :].tolist()
         self.told = self.ids.shape[1]
         return new

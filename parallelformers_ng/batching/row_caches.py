@@ -1,4 +1,4 @@
-"""What a cache of transformers holds for the rows of a batch, so that rows can be added and taken away."""
+"""Adds rows to a cache of transformers, and takes rows away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
 _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
-"""What layers hold for each token, and which of its dimensions are rows and columns."""
+"""Tensors of a layer, and the dimensions that are rows and columns."""
 
 
 @dataclass
@@ -24,9 +24,9 @@ class _Held:
 
     Attributes:
         place: attributes of a layer, or a list or dictionary of states.
-        key: where in it.
-        aligned: which of its dimensions are rows and columns; None where it has no columns: it is a state, `[rows, …]`,
-            as convolutions and linear attention keep them.
+        key: place in that object.
+        aligned: dimensions of rows and columns; None without columns: a state, `[rows, …]`, of convolutions or
+            linear attention.
     """
 
     place: Any
@@ -36,8 +36,8 @@ class _Held:
     @property
     def tensor(self) -> torch.Tensor:
         """`[rows, columns, …]`, or a state."""
-        held: torch.Tensor = self.place[self.key]
-        return held if self.aligned is None else held.movedim(self.aligned, (0, 1))
+        content: torch.Tensor = self.place[self.key]
+        return content if self.aligned is None else content.movedim(self.aligned, (0, 1))
 
     @tensor.setter
     def tensor(self, value: torch.Tensor) -> None:
@@ -45,31 +45,31 @@ class _Held:
 
 
 def name_in(arguments: Mapping[str, Any]) -> str:
-    """As what a model takes its cache, or gives it, among such arguments; "" where there is none."""
+    """Return the name of the cache among a model's arguments or outputs; "" if there is none."""
     return next((name for name in _NAMES if arguments.get(name) is not None), "")
 
 
 def is_of_tokens_alone(cache: Any) -> bool:
-    """Whether a cache, which may be empty yet, is to hold keys and values and no states."""
-    held = (item for holder in _holders(cache) for item in holder.items())
-    return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in held)
+    """Return whether a cache, maybe still empty, will hold keys and values and no states."""
+    items = (item for holder in _holders(cache) for item in holder.items())
+    return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in items)
 
 
 def holds_any(cache: Any) -> bool:
-    """Whether a cache holds anything."""
+    """Return whether a cache holds anything."""
     return next(iter(_all_held(cache)), None) is not None
 
 
 def keeps_all(cache: Any) -> bool:
-    """Whether a cache keeps the keys and values of all tokens, and nothing else."""
+    """Return whether a cache keeps the keys and values of all tokens, and nothing else."""
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     """Keep some rows alone, and no more than the last columns."""
-    for held in _all_held(cache):
-        kept = held.tensor[rows]
-        held.tensor = kept if held.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
+    for item in _all_held(cache):
+        kept = item.tensor[rows]
+        item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
     _note_columns(cache, columns)
 
 
@@ -79,37 +79,37 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     Args:
         cache: has `count` rows afterwards, or had them.
         others: its rows are aligned with those of `cache` at their ends.
-        rows: where they go.
-        columns: of the longer of the two.
+        rows: rows for them.
+        columns: columns of the longer cache.
     """
     for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
-        held, new = ours.tensor, its.tensor
-        wider = 0 if ours.aligned is None else max(0, new.shape[1] - held.shape[1])
-        if wider or count > len(held):
-            inner = [0, 0] * (held.ndim - 1) if ours.aligned is None else [*[0, 0] * (held.ndim - 2), wider, 0]
-            held = pad(held, [*inner, 0, count - len(held)])
+        old, new = ours.tensor, its.tensor
+        wider = 0 if ours.aligned is None else max(0, new.shape[1] - old.shape[1])
+        if wider or count > len(old):
+            inner = [0, 0] * (old.ndim - 1) if ours.aligned is None else [*[0, 0] * (old.ndim - 2), wider, 0]
+            old = pad(old, [*inner, 0, count - len(old)])
         if ours.aligned is None:
-            held[rows] = new
+            old[rows] = new
         else:
-            held[rows, held.shape[1] - new.shape[1] :] = new
-        ours.tensor = held
+            old[rows, old.shape[1] - new.shape[1] :] = new
+        ours.tensor = old
     _note_columns(cache, columns)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
     """Move the empty columns of each row, which come last, before the others."""
-    for held in _all_held(cache):
-        held.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(held.tensor, empty, strict=True)])
+    for item in _all_held(cache):
+        item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
 
 def token_bytes(cache: Any) -> int:
-    """Bytes of what one token of one row takes."""
-    held = [each.tensor for each in _all_held(cache) if each.aligned]
-    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in held)
+    """Return bytes of what one token of one row takes."""
+    tensors = [each.tensor for each in _all_held(cache) if each.aligned]
+    return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a cache; none of one that holds states alone."""
+    """Return the layers of a cache; none of one that holds states alone."""
     layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # one in int8 is made of two
 
@@ -121,10 +121,10 @@ def _note_columns(cache: Any, columns: int) -> None:
 
 
 def _all_held(cache: Any) -> Iterator[_Held]:
-    """Every tensor that has rows.
+    """Yield every tensor that has rows.
 
     Raises:
-        BatchingError: there is one of which it is not known how rows are added to it.
+        BatchingError: the cache has a part to which rows cannot be added.
     """
     for holder in _holders(cache):
         for name, value in holder.items():
@@ -137,7 +137,7 @@ def _all_held(cache: Any) -> Iterator[_Held]:
 
 
 def _holders(cache: Any) -> list[dict[str, Any]]:
-    """The attributes of a cache, of which some models have a mere list, and those of its layers."""
+    """Return the attributes of a cache (some models have a mere list) and of its layers."""
     own = {"": cache} if isinstance(cache, list) else vars(cache)
     return [own, *(vars(layer) for layer in layers_of(cache))]
 

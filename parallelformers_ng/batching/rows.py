@@ -35,9 +35,9 @@ class Rows:
 
     Args:
         model: the rank's.
-        communicator: the ranks; None where there is one.
+        communicator: the ranks; None if there is one.
         prefixes: keeps the sequences that are complete.
-        captured: runs steps that are recorded; None where none are.
+        captured: runs steps that are recorded; None if none are.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Rows:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, 0 where there is no row."""
+        """Bytes of the keys and values of one token, 0 if there is no row."""
         return 0 if self._cache is None else row_caches.token_bytes(self._cache)
 
     def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
         """Take rows in whose prompts have run, and choose their first tokens.
 
         Args:
-            logits: of their newest tokens, `[rows, vocabulary]`.
-            cache: of their prompts; None where every step runs whole sequences.
-            mask: `[rows, columns]`, 0 where the cache has padding.
+            logits: logits of their newest tokens, `[rows, vocabulary]`.
+            cache: cache of their prompts; None if every step runs whole sequences.
+            mask: `[rows, columns]`, 0 if the cache has padding.
 
         Raises:
             BatchingError: the model keeps a cache that no row can be added to.
@@ -92,12 +92,12 @@ class Rows:
 
     def _place(self, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
         """Put rows where others have left, and behind the last."""
-        held, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
+        slot_count, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
         free = [index for index, row in enumerate(self._slots) if row is None]
-        free = [*free, *range(held, held + len(rows))][: len(rows)]
-        count = max(held, free[-1] + 1)
-        self._slots += [None] * (count - held)
-        self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - held))
+        free = [*free, *range(slot_count, slot_count + len(rows))][: len(rows)]
+        count = max(slot_count, free[-1] + 1)
+        self._slots += [None] * (count - slot_count)
+        self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - slot_count))
         self._mask[free] = pad(mask, (columns - mask.shape[1], 0))
         row_caches.put_rows(self._cache, cache, free, count, columns)
         for index, row in zip(free, rows, strict=True):
@@ -107,7 +107,7 @@ class Rows:
         """Choose one more token for each row.
 
         Args:
-            positions: rows × tokens of caches over which steps are recorded; 0 where none are to be.
+            positions: rows × tokens of caches over which steps are recorded; 0 if none are to be.
 
         Returns:
             The rows, also those that ended with it and have left.
@@ -133,11 +133,13 @@ class Rows:
         return rows
 
     def _forward(self, newest: torch.Tensor, positions: int) -> Any:
-        """What the model gives for one more token of each row."""
+        """Run the model for one more token of each row."""
 
         def inputs(cache: Any) -> dict[str, Any]:
-            given = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
-            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **given) | {"return_dict": True}
+            arguments = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
+            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **arguments) | {
+                "return_dict": True
+            }
 
         output = None
         if positions and self._captured is not None:
@@ -152,7 +154,7 @@ class Rows:
             self._slots, self._cache = [], None
 
     def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
-        """Each rank chooses for its share of the rows, and all take what it chose."""
+        """Choose the tokens of this rank's share of the rows; then exchange them."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
         if at := [index for index in own if rows[index].call.penalties is not None]:
@@ -167,7 +169,7 @@ class Rows:
             row.take(*each[row.number % ranks])
 
     def _pack(self) -> None:
-        """Where too much of the batch is empty, let go of rows and columns that are."""
+        """Drop empty rows and columns if there are too many."""
         full = [index for index, row in enumerate(self._slots) if row is not None]
         first = int(self._mask[full].any(0).to(torch.uint8).argmax())
         rows, columns = self._mask.shape

@@ -1,4 +1,4 @@
-"""Which calls of `generate` may share a batch with others, and how they are asked for."""
+"""Decides which calls of `generate` may share a batch, and packs them for the ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SharedCall:
     """A call of `generate` whose row may join others.
 
     Attributes:
-        kwargs: what the ranks are given.
-        seed: of its random stream, None where it has none.
-        tokens: of its prompt, and with all that may follow.
-        endings: what ends it that the caller sees to: stop strings, which need a tokenizer, and its time, for which the
-            ranks have clocks of their own.
-        objects: the mutable parts of its processors and criteria, None where there are none.
-        adapters: those that it runs with, None where the model has none.
+        kwargs: arguments for the ranks.
+        seed: seed of its random stream, None if it has none.
+        tokens: tokens of its prompt, and the most tokens in all.
+        endings: criteria checked by the caller: stop strings (they need a tokenizer) and its time limit (ranks
+            have clocks of their own).
+        objects: mutable parts of its processors and criteria, None if there are none.
+        adapters: its adapters, None if the model has none.
     """
 
     kwargs: dict[str, Any]
@@ -70,18 +70,20 @@ class SharedCall:
 
 
 def shared_call(
-    model: Any, given: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
+    model: Any, arguments: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
 ) -> SharedCall | str:
-    """A call whose row may join others; else why it runs alone.
+    """Return a call whose row may join others; else why it runs alone.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.
-        given: arguments of `generate` by name.
-        seed: of the call's random stream.
-        draw_seed: gives one to a call that samples without; None where such a call runs alone, and draws from the
-            caller's generator what it would draw in one process.
+        arguments: arguments of `generate` by name.
+        seed: seed of the call's random stream.
+        draw_seed: draws a seed for a sampling call without one. None if such a call runs alone: then it
+            draws from the caller's generator, as in one process.
     """
-    kwargs = {name: value for name, value in given.items() if value is not None or name not in (*STATEFUL, "tokenizer")}
+    kwargs = {
+        name: value for name, value in arguments.items() if value is not None or name not in (*STATEFUL, "tokenizer")
+    }
     if "inputs" in kwargs:
         kwargs["input_ids"] = kwargs.pop("inputs")
     config = kwargs.get("generation_config") or model.generation_config
@@ -128,20 +130,20 @@ def shared_call(
     if setting("do_sample") and seed is None and draw_seed is not None:
         seed = draw_seed()
     objects = ObjectState(stateful_arguments(kwargs))
-    return SharedCall(kwargs, seed, tokens_of(model, given), endings, objects if objects.parts else None)
+    return SharedCall(kwargs, seed, tokens_of(model, arguments), endings, objects if objects.parts else None)
 
 
-def tokens_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int]:
-    """How many tokens the prompts of a call of `generate` have, and with all that may follow.
+def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many tokens the prompts of a call of `generate` have, and with all that may follow.
 
     Args:
         model: the caller's; its settings hold where the call says nothing.
-        given: arguments of `generate` by name.
+        arguments: arguments of `generate` by name.
     """
-    config = given.get("generation_config") or model.generation_config
-    prompts = [given.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
+    config = arguments.get("generation_config") or model.generation_config
+    prompts = [arguments.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
     before = max((each.shape[1] for each in prompts if isinstance(each, torch.Tensor) and each.ndim > 1), default=1)
-    new, longest = (given.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
+    new, longest = (arguments.get(name, getattr(config, name, None)) for name in ("max_new_tokens", "max_length"))
     if new is None:
         new = _NEW_TOKENS if longest is None else max(longest - before, 1)
     return before, before + new

@@ -23,9 +23,9 @@ class Ticket:
     """One call in a batch. The thread of the group changes it, the caller's waits for the bell and reads.
 
     Args:
-        call: what was asked for.
+        call: the call.
         parcel: the same for the ranks, `message.parcel` of a `Call`.
-        positions: as in `Round`, as far as this call has a say.
+        positions: the call's contribution to `Round.positions`.
         arrived: called once the ranks have the parcel.
 
     Attributes:
@@ -64,7 +64,7 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     def take(self, tokens: list[int]) -> None:
-        """Tokens that the ranks have chosen."""
+        """Take tokens that the ranks have chosen."""
         for token in tokens:
             if self._again < len(self.tokens) and self.tokens[self._again] != token:
                 self.end(DivergedError("after a round that failed for another call, this call's tokens were others"))
@@ -81,7 +81,7 @@ class Ticket:
         """After a round that failed: begin again at the prompt. Returns whether it may; else it has ended.
 
         Args:
-            error: what the round failed with.
+            error: error of the round.
             suspected: this call may be why.
         """
         self.failures += suspected
@@ -112,7 +112,7 @@ class Ticket:
         Raises:
             DeadlineExpiredError, RequestTimeoutError: the time passed, before the ranks were asked or after.
             RequestCancelledError: another thread has cancelled it.
-            GroupError: what ended its row, or the whole batch.
+            GroupError: the row, or the whole batch, has ended.
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring

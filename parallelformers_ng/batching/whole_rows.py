@@ -13,7 +13,7 @@ from parallelformers_ng.errors import BatchingError
 
 
 def runs_whole(model: Any, row: BatchRow) -> bool:
-    """Whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
+    """Return whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
 
     Raises:
         BatchingError: it has a cache of a kind of its own.
@@ -32,7 +32,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
         The logits of their newest tokens, `[rows, vocabulary]`.
 
     Raises:
-        BatchingError: the model takes something of which it is not known how to pad it.
+        BatchingError: an argument of the model cannot be padded.
     """
     inputs = [_inputs(model, row, row.ids) for row in rows]
     lengths = [each["input_ids"].shape[1] for each in inputs]
@@ -54,13 +54,13 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
-    """What the model is called with for a sequence, `generate`'s own way."""
-    given = {
+    """Return the model's arguments for a sequence, made in `generate`'s own way."""
+    arguments = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }
     new = ids.shape[1] - row.prompt_mask.shape[1]
     mask = pad(row.prompt_mask, (0, new), value=1)
-    if given.get("attention_mask") is not None:
-        given["attention_mask"] = mask
-    steps = {"next_sequence_length": 1} if new and given.get("use_cache") else {}
-    return inputs_of(model, ids, (mask.cumsum(-1) - 1).clamp(min=0), is_first_iteration=not new, **steps, **given)
+    if arguments.get("attention_mask") is not None:
+        arguments["attention_mask"] = mask
+    steps = {"next_sequence_length": 1} if new and arguments.get("use_cache") else {}
+    return inputs_of(model, ids, (mask.cumsum(-1) - 1).clamp(min=0), is_first_iteration=not new, **steps, **arguments)

@@ -1,1 +1,1 @@
-"""Weights as files: where they are found, read in parts, held by the parent and written again."""
+"""Weights as files: finding them, reading parts, keeping them in the parent, writing them again."""

@@ -27,9 +27,9 @@ def balanced_device_map(
     batch: int = 1,
     length: int = 0,
 ) -> dict[str, int | str]:
-    """Where each part of a model goes so that the fullest device holds as little as it can: what
-    `from_pretrained(device_map=…)` takes. Layers that follow one another share a device; each is counted in bytes, the
-    embedding and the head too. What transformers says must not be split stays whole, and tied weights stay together.
+    """Divide a model over devices so that the fullest holds as little as possible: a map for
+    `from_pretrained(device_map=…)`. Consecutive layers share a device. Embedding and head are counted in bytes, like
+    every layer. Modules that transformers does not split stay whole, and tied weights stay together.
 
     Args:
         model_or_config: a model on any device, also `meta`; or a configuration alone.
@@ -55,15 +55,15 @@ def balanced_device_map(
     if batch < 1 or length < 0:
         raise ParallelError(f"batch is {batch} and length {length}; batch is at least 1, length at least 0")
     model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
-    held: dict[str, Sizes] = {
+    unit_tensors: dict[str, Sizes] = {
         unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)
     }
     cached = _cache_bytes(model, batch, length)
     sizes: dict[str, dict[Hashable, float]] = {}
-    homes = _tied_homes(held)
+    homes = _tied_homes(unit_tensors)
     for unit, home in homes.items():
         size = sizes.setdefault(home, {})
-        size.update(held[unit])
+        size.update(unit_tensors[unit])
         size[unit] = sum(each for path, each in cached.items() if is_within(path, unit))
     firsts = list(sizes)
     stages = zip(find_stages(list(sizes.values()), shares), devices, strict=True)
@@ -71,11 +71,12 @@ def balanced_device_map(
     return {unit: where[home] for unit, home in homes.items()}
 
 
-def _tied_homes(held: dict[str, Sizes]) -> dict[str, str]:
-    """Each unit → the first of those that it is tied to, and that these are tied to: itself where there is none."""
+def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
+    """Return each unit → the first of those that it is tied to, and that these are tied to: itself if there is
+    none."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
-    for unit, tensors in held.items():
+    for unit, tensors in unit_tensors.items():
         tied = {homes[owners[key]] for key in tensors if key in owners}
         first = next((home for home in homes.values() if home in tied), unit)
         homes = {each: first if home in tied else home for each, home in homes.items()} | {unit: first}
@@ -89,7 +90,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Path of an attention of the decoder → bytes of its keys and values."""
+    """Return path of an attention of the decoder → bytes of its keys and values."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:
@@ -99,15 +100,16 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     layers = StaticCache(config, max_cache_len=length).layers
     decoder: Any = model.get_decoder()
     start = next(path for path, module in model.named_modules() if module is decoder)
-    found = {}
+    cache_bytes = {}
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
             tokens = getattr(layers[index], "max_cache_len", 0)  # states of another kind have no length
-            found[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
-    return found
+            cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
+    return cache_bytes
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether it is the module itself that keeps keys and values, and not one around it that knows its number too."""
+    """Return whether it is the module itself that keeps keys and values, and not one around it that knows its number
+    too."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

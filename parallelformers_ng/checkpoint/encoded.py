@@ -1,8 +1,8 @@
 """Quantized weights as expressions: small numbers and scales of a weight that is read, the weight of those that are.
 
-A rank asks for its slice of numbers and scales. What they are made of is read a few rows at a time, so that nobody
-holds more of the weight. Where a scale is that of a whole row the row is read whole, on whichever ranks its parts will
-be; where it is that of a group, the rank reads the groups that it holds.
+A rank asks for its slice of numbers and scales. Their sources are read a few rows at a time, so that nobody holds more
+of the weight. With one scale a row, a row is read whole, even if several ranks share it. With one scale a group, a rank
+reads its own groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Decoded(Computed):
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         dim, per_byte = self.encoding.dim % len(self.shape), self.encoding.per_byte
         wanted = cut.get(dim)
-        if wanted is None or all(end % per_byte == 0 for held in wanted for end in held):
+        if wanted is None or all(end % per_byte == 0 for span in wanted for end in span):
             return self._bytes(cut, dim, rank)
         pieces = []
         for start, stop in wanted:  # within a byte
@@ -51,21 +51,21 @@ class Decoded(Computed):
         return torch.cat(pieces, dim)
 
     def _bytes(self, cut: Mapping[int, tuple[Range, ...]], dim: int, rank: int | None) -> Tensor:
-        """A part that ends between bytes."""
+        """Return a part that ends between bytes."""
         numbers, scales = self.parts
         rest = {other: ranges for other, ranges in cut.items() if other != dim}
         scale = read(scales, rest, rank)
         if dim not in cut:
             return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
         if scale.shape[dim] > 1:
-            held = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
-            scale = scale.index_select(dim, torch.tensor(held))
+            blocks = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
+            scale = scale.index_select(dim, torch.tensor(blocks))
         taken = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
         return self.encoding.decode(read(numbers, taken, rank), scale, self.dtype)
 
 
 Taken = Callable[[Tensor], Tensor]
-"""Cuts a tensor along the dimension of which some lines were computed whole."""
+"""Cuts a tensor along a dimension in which some lines were computed whole."""
 
 
 class InLines(Computed):
@@ -84,14 +84,14 @@ class InLines(Computed):
 
     @abstractmethod
     def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
-        """What computes the lines that a cut takes, and takes of them what is wanted.
+        """Return the node that computes the lines of a cut, and the cut to take of its result.
 
         Args:
             rank: whose shards to prefer where several ranks stored the same.
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """How some of each line comes about: what is read of the lines, and what is taken of the computed ones."""
+        """Return the parts of each line to read, and the part of the computed line to take."""
         return {}, Shard(dim, wanted).of
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
@@ -139,13 +139,13 @@ class _Encoding(InLines):
         size, block = self.weight.shape[dim], self.encoding.block
         each = size // self.shape[dim]
         numbers = tuple((start * each, stop * each) for start, stop in wanted)
-        if block < size and all(end % block == 0 for held in numbers for end in held):
+        if block < size and all(end % block == 0 for span in numbers for end in span):
             return {dim: numbers}, _all
         return super().along_lines(dim, wanted)
 
     @abstractmethod
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        """What is wanted of some lines of the weight."""
+        """Return a cut of some lines of the weight."""
 
 
 class Numbers(_Encoding):
@@ -166,7 +166,7 @@ class Scales(_Encoding):
 
 
 def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
-    """What ranks hold of a tensor, each by its name, given how to read the tensor."""
+    """Return the tensors that ranks hold for one tensor, by name, from the tensor's node."""
     encoding = plan.quantized.get(name)
     if encoding is None:
         return {name: node}
@@ -184,17 +184,17 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """What a weight is stored as that is quantized already, whatever its data type is to be, and also where it is put
-    together from several such as experts are; None for another."""
+    """Return the encoding of a weight that is stored quantized, also if it is assembled from several (experts); None
+    for others."""
     if isinstance(node, Decoded):
         return node
     if not isinstance(node, Operation) or node.name not in _PASSED:
         return None
     stacked = isinstance(node.args[0], (list, tuple))
-    found = [stored_encoding(source) for source in (node.args[0] if stacked else node.args[:1])]
-    stored = [each for each in found if each is not None]
+    encodings = [stored_encoding(source) for source in (node.args[0] if stacked else node.args[:1])]
+    stored = [each for each in encodings if each is not None]
     kinds = {(each.encoding, each.parts[0].dtype, each.parts[1].dtype) for each in stored}
-    if len(stored) < len(found) or len(kinds) != 1:
+    if len(stored) < len(encodings) or len(kinds) != 1:
         return None
     encoding, size = stored[0].encoding, len(stored[0].shape)
     dim = _PASSED[node.name](node, size, encoding.dim % size)
@@ -205,7 +205,7 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """The same operation of numbers or scales, of which there is one for so many of the weight."""
+        """Apply an operation to numbers or scales; one scale stands for several numbers."""
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])
@@ -247,15 +247,15 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten.stack.default": _stacked,
 }
 """Operations that do to numbers and scales what they do to a weight; given the dimensions of an operand, and which of
-them counts its inputs: which one of the result does, None where they mix."""
+them counts its inputs: which one of the result does, None if they mix."""
 
 
-def whole_node(plan: ShardPlan, tensor: TensorPlan, held: Callable[[TensorPlan], Node]) -> Node:
-    """A tensor, given how to read what the ranks hold of it."""
+def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
+    """Return a tensor, given how to read what the ranks hold of it."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
-        return held(parts[0])
-    numbers, scales = map(held, parts)
+        return node_of(parts[0])
+    numbers, scales = map(node_of, parts)
     return Decoded(tensor.shape, tensor.dtype, plan.quantized[tensor.name], (numbers, scales))
 
 

@@ -40,16 +40,16 @@ _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 class CheckpointFile:
     """One file of a checkpoint, held open by the process that found it.
 
-    The workers open it again through that process (`/proc/PID/fd`), now or after a restart, so that they read the same
-    file even where another has taken its name meanwhile: a save over the directory that the model came from, say. Those
-    on other hosts open what is there under its name, or in the hub's cache, where that is as long and begins alike.
+    The workers open it again through that process (`/proc/PID/fd`), now or after a restart. So they read the same file
+    even if another has taken its name: a save over the model's own directory, say. Workers on other hosts open the file
+    of that name, or its copy in the hub's cache, if size and beginning match.
 
     Args:
-        path: where it is.
+        path: path of the file.
 
     Attributes:
         entries: shape and data type of everything stored.
-        metadata: what the file says besides, name → text.
+        metadata: further text in the file, name → text.
 
     Raises:
         CheckpointError: it is not there.
@@ -72,22 +72,22 @@ class CheckpointFile:
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """One stored tensor, a view of the mapped file."""
+        """Return one stored tensor, a view of the mapped file."""
         raise NotImplementedError
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is known to lie in the mapped file."""
+        """Return whether `tensor` is known to lie in the mapped file."""
         return False
 
     def maps(self, key: str) -> bool:
-        """Whether `tensor` is known to be a view of the mapped file."""
+        """Return whether `tensor` is known to be a view of the mapped file."""
         return False
 
     def release(self, key: str) -> None:
         """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
 
     def name_to_open(self) -> str:
-        """A path at which the file that was found can be opened.
+        """Return a path at which the file that was found can be opened.
 
         Raises:
             CheckpointError: it was written to since, or it is gone.
@@ -100,11 +100,11 @@ class CheckpointFile:
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def is_like(self, name: str) -> bool:
-        """Whether a file of another host may be this one."""
+        """Return whether a file of another host may be this one."""
         return os.stat(name).st_size == self._identity[2]
 
     def _name_elsewhere(self) -> str:
-        """As `name_to_open`, on a host that may have other files under the same names."""
+        """Return the name to open on a host that may have other files under the same names; see `name_to_open`."""
         names = [self.path]
         if self._in_cache is not None:
             names.append(os.path.join(constants.HF_HUB_CACHE, self._in_cache))
@@ -201,14 +201,14 @@ class PickleFile(CheckpointFile):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        held = {key: tensor for key, tensor in self._load().items() if isinstance(tensor, torch.Tensor)}
-        for key, tensor in held.items():
+        tensors = {key: tensor for key, tensor in self._load().items() if isinstance(tensor, torch.Tensor)}
+        for key, tensor in tensors.items():
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise CheckpointError(
                     f"{self.path} holds {key} as a {type(tensor).__name__}, a tensor of a library's own kind, and plain"
                     " ones can be read; save the model as safetensors"
                 )
-        self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in held.items()}
+        self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -260,7 +260,7 @@ def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
 
 
 def mounts() -> tuple[str, str]:
-    """What this process shares with those for whom the same names are the same files: the machine, and its mounts."""
+    """Return an id of the machine and its mounts: processes with the same id see the same files."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 
 

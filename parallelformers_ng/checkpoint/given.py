@@ -31,11 +31,11 @@ _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4
 
 
 def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
-    """A plain model like a quantized one, whose weights are unread; None for one that is plain.
+    """Return a plain model like a quantized one, whose weights are unread; None for one that is plain.
 
     Args:
-        dtype: of weights in high precision; None is that of the model.
-        dequantize: as in `open_source`.
+        dtype: data type of weights in high precision; None: the model's.
+        dequantize: same as in `open_source`.
 
     Raises:
         UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
@@ -52,8 +52,8 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     where, dtype = f"the {type(model).__name__} given", dtype or bare.dtype
     if said is None:
         raise UnsupportedModelError(
-            f"{where} is quantized, and its configuration does not say by what; pass the path of its checkpoint, of"
-            " which each rank reads its part where that can be read"
+            f"{where} is quantized, and its configuration does not name the method; pass the path of its checkpoint, so"
+            " that each rank reads its part"
         )
     state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(bare.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
@@ -74,7 +74,7 @@ class Given:
 
     Args:
         model: the model, which changes in place.
-        plain: what `open_given` made of it.
+        plain: result of `open_given`.
     """
 
     def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -86,8 +86,8 @@ class Given:
         for path, module in plain.named_modules():
             if _unpacked(module):
                 self._enter(model.get_submodule(path), module)
-                held = (name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor))
-                self.names |= {dotted(path, name) for name in held}
+                lazy_names = (name for name, tensor in module._parameters.items() if isinstance(tensor, LazyTensor))
+                self.names |= {dotted(path, name) for name in lazy_names}
 
     def _enter(self, layer: nn.Module, plain: nn.Module) -> None:
         self._layers.append((layer, type(layer), dict(vars(layer))))
@@ -110,7 +110,8 @@ class Given:
 
 
 def _unpacked(layer: nn.Module) -> bool:
-    """Whether a layer of a plain model has weights that are made of what is stored as small numbers and scales."""
+    """Return whether a layer of a plain model has weights that are made of what is stored as small numbers and
+    scales."""
     return any(
         isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
         for tensor in layer._parameters.values()
@@ -118,7 +119,7 @@ def _unpacked(layer: nn.Module) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint of the model would hold."""
+    """Return the state that a checkpoint of the model would hold."""
     for name, tensor in state.items():
         if hasattr(tensor, "tensor_data_names"):
             path, _, short = name.rpartition(".")
@@ -133,7 +134,7 @@ def _names_of_parts(tensor: Any) -> list[str]:
 
 
 def _description(tensor: Any) -> dict[str, Any]:
-    """What the header of torchao's files says of a tensor."""
+    """Return the header text of torchao's files for a tensor."""
     data: dict[str, Any] = {"block_size": list(getattr(tensor, "block_size", ()))}
     if hasattr(tensor, "target_dtype"):
         data["target_dtype"] = str(tensor.target_dtype)

@@ -1,4 +1,4 @@
-"""Where each rank's shards lie in the memory files and files of a store."""
+"""The places of each rank's shards in the memory files and files of a store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, 
 
 
 class Layout:
-    """Where the shards of a plan lie, side by side, 64-byte aligned, large ones on pages of their own. It follows from
-    the plan alone, so that parent and workers work it out for themselves and only file descriptors cross.
+    """The layout of the shards of a plan: side by side, 64-byte aligned, large ones on pages of their own. It follows
+    from the plan alone: parent and workers compute it, and only file descriptors cross.
 
     Region `r` below `world_size` belongs to rank r; the next one holds the tensors that all ranks share whole; the
     last ones are files, with what the plan leaves to the disk of each rank.
@@ -44,15 +44,15 @@ class Layout:
 
 
 def file_region(plan: ShardPlan, rank: int) -> int:
-    """The region of a rank that is a file."""
+    """Return the region of a rank that is a file."""
     return plan.world_size + 1 + rank
 
 
 def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
-    """Whether the plan leaves a rank's part of a tensor to the disk."""
+    """Return whether the plan leaves a rank's part of a tensor to the disk."""
     return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
 
 
 def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    """The regions that a rank maps: its own, the one that all share, and its file."""
+    """Return the regions that a rank maps: its own, the one that all share, and its file."""
     return rank, plan.world_size, file_region(plan, rank)

@@ -32,7 +32,7 @@ class LazyTensor(torch.Tensor):
     """A CPU tensor without memory.
 
     Args:
-        node: what it stands for.
+        node: source of its values.
         stride: strides that operations on it shall assume; contiguous by default.
     """
 
@@ -48,7 +48,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """How it is stored, where it is quantized."""
+        """Encoding of the stored tensor, if it is quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
@@ -133,7 +133,7 @@ _BEYOND_OPERATORS = (
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """The values, an ordinary tensor; a parameter where `tensor` is one."""
+    """Return the values, an ordinary tensor; a parameter where `tensor` is one."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):
@@ -142,11 +142,11 @@ def values(tensor: RemoteTensor) -> torch.Tensor:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
-    """The remote tensors that an operator would write to."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    """Return the remote tensors that an operator would write to."""
+    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     writes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    found = tree_leaves([given[name] for name in given if name in writes])
-    return [tensor for tensor in found if isinstance(tensor, RemoteTensor)]
+    leaves = tree_leaves([by_name[name] for name in by_name if name in writes])
+    return [tensor for tensor in leaves if isinstance(tensor, RemoteTensor)]
 
 
 def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:
@@ -157,7 +157,7 @@ def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> P
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """For real: where the answer is not a tensor, or is written to one."""
+    """Compute it for real: the result is no tensor, or an argument is written to."""
     result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
     for arg in args:
         if isinstance(arg, LazyTensor):

@@ -42,7 +42,7 @@ from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_ten
 
 
 class Checkpoint:
-    """What every tensor of a model that lies in files follows from.
+    """The files of a model's tensors, and the way to each tensor.
 
     Args:
         nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
@@ -58,31 +58,32 @@ class Checkpoint:
         """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
-            held = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
-            if isinstance(held, LazyTensor):
-                nodes.update(dict.fromkeys(names, held.node))
-                place(model, names, plan, torch.empty(held.shape, dtype=held.dtype, device="meta"))
+            of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
+            if isinstance(of_model, LazyTensor):
+                nodes.update(dict.fromkeys(names, of_model.node))
+                place(model, names, plan, torch.empty(of_model.shape, dtype=of_model.dtype, device="meta"))
         return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
 
     def of_model(self, plan: ShardPlan) -> list[str]:
-        """What is not in files: parameters that were missing, and buffers that are computed."""
+        """Return the tensors outside of files: missing parameters, and buffers that are computed."""
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
     def held(self, plan: ShardPlan) -> Checkpoint:
-        """How to read what the ranks hold of it, as integers and scales where the plan has a tensor quantized."""
+        """Return how to read what the ranks hold of it, as integers and scales where the plan has a tensor
+        quantized."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
             nodes |= held_nodes(plan, name, node)
         return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
-        """The plan of what ranks do not read out of the files."""
+        """Return the plan of what ranks do not read out of the files."""
         return dataclasses.replace(
             plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
         )
 
     def is_read(self, tensor: TensorPlan) -> bool:
-        """Whether ranks read a tensor out of the files."""
+        """Return whether ranks read a tensor out of the files."""
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
@@ -94,8 +95,8 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """Whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in the
-    checkpoint."""
+    """Return whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in
+    the checkpoint."""
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
@@ -111,10 +112,10 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """A model in evaluation mode whose weights have not been read.
+    """Return a model in evaluation mode whose weights have not been read.
 
     Args:
-        source: where they are, and the arguments of `from_pretrained` that came with it.
+        source: source of the files, with the arguments of `from_pretrained`.
         model: a model on `meta` that is to get them; anything else stands for a new one.
         dtype: data type to load in; None as `from_pretrained` chooses, or as the model is.
         dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
@@ -132,11 +133,11 @@ def open_source(
     plain = functools.partial(_on_meta, cls, config)
     state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
     vars(config).pop("quantization_config", None)  # of weights that are plain from here on
-    made = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
-    made.config.name_or_path = made.name_or_path = location.path
-    if made.can_generate():
-        made.generation_config = read_generation_config(location)
-    return made
+    built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
+    built.config.name_or_path = built.name_or_path = location.path
+    if built.can_generate():
+        built.generation_config = read_generation_config(location)
+    return built
 
 
 def load_skeleton(
@@ -157,7 +158,7 @@ def fill_skeleton(
 
     Args:
         dtype: data type to load in; None is the model's own.
-        dequantize: as in `open_source`.
+        dequantize: same as in `open_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
@@ -165,21 +166,23 @@ def fill_skeleton(
     """
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
-    made = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
-    tensors = all_tensors(made)
+    built = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
+    tensors = all_tensors(built)
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
-            found = list(tensors[name].shape) if name in tensors else "nothing"
-            raise CheckpointError(f"{location} holds {found} for {name} {list(tensor.shape)} of {type(model).__name__}")
+            actual = list(tensors[name].shape) if name in tensors else "nothing"
+            raise CheckpointError(
+                f"{location} holds {actual} for {name} {list(tensor.shape)} of {type(model).__name__}"
+            )
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
 def _plain_state(
     location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
 ) -> dict[str, LazyTensor]:
-    """What a checkpoint holds, under the names of a plain one where it is quantized."""
+    """Return the tensors of a checkpoint, under the names of a plain one if it is quantized."""
     state, said = lazy_state(location), stored_quantization(location)
     return (
         state if said is None else unpacked(StoredTensors(state, said, location, dtype, plain, dequantize=dequantize))
@@ -199,16 +202,16 @@ def model_of(
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    """A model of a class whose weights are those of a state that has not been read.
+    """Return a model of a class whose weights are those of a state that has not been read.
 
     Args:
-        location: where the state comes from, for errors.
+        location: origin of the state, for errors.
         dtype, options: arguments of `from_pretrained`.
 
     Raises:
         CheckpointError: they do not belong together.
     """
-    given = options.get("ignore_mismatched_sizes", False)
+    ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would count tensors of which none is read
     log = logging.get_logger("transformers.modeling_utils")
@@ -229,7 +232,7 @@ def model_of(
         log.removeFilter(named)
         if shows:
             logging.enable_progress_bar()
-    if not given:
+    if not ignores_shapes:
         _refuse_wrong_shapes(info["mismatched_keys"], state, location)
     _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state, location)
     _refuse_codes(model, info["missing_keys"], info["unexpected_keys"], state, location)
@@ -237,10 +240,10 @@ def model_of(
 
 
 def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
-    for name, found, wanted in mismatched:
+    for name, actual, wanted in mismatched:
         # A converted tensor comes from several; then the directory has to do.
         where = _path_of(state[name], location) if name in state else location
-        raise CheckpointError(f"{where} holds {list(found)} for {name}, and the configuration says {list(wanted)}")
+        raise CheckpointError(f"{where} holds {list(actual)} for {name}, and the configuration says {list(wanted)}")
 
 
 def _refuse_flipped_names(
@@ -265,7 +268,7 @@ def _refuse_codes(
     state: dict[str, LazyTensor],
     location: object,
 ) -> None:
-    """Raise for a weight that is stored as numbers of few bits, of which nothing says what they stand for."""
+    """Raise for a weight of few bits without a description of its numbers."""
     lacking = {name.rpartition(".")[0] for name in missing}
     beside = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
     stored = {name: [state[name].node] for name in beside}
@@ -291,7 +294,7 @@ def prepare_conversions() -> None:
 
 
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    """All stored tensors by their names in the checkpoint, none of them read.
+    """Return all stored tensors by their names in the checkpoint, none of them read.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -1,5 +1,5 @@
-"""Which checkpoint is meant, and where its files are: in a directory or in the cache of the hub, as `from_pretrained`
-finds them. Each of its arguments acts or is refused."""
+"""Finds a checkpoint and its files, in a directory or in the hub's cache, as `from_pretrained` does. Each of its
+arguments acts or is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint is; the arguments of the same names of `from_pretrained`.
+    """Location of a checkpoint: the arguments of the same names of `from_pretrained`.
 
     Attributes:
         path: a directory or a model id of the hub.
@@ -84,7 +84,7 @@ class Location:
 
     @property
     def directory(self) -> Path:
-        """Where its files lie, where it is a local one."""
+        """Return the folder of the files of a local checkpoint."""
         return Path(self.path) / self.subfolder
 
     def __str__(self) -> str:
@@ -100,8 +100,8 @@ class Source:
     """A checkpoint of which nothing but the configuration has been read.
 
     Attributes:
-        location: where it is.
-        config: its configuration, with the attributes that were passed; None where the model brings its own.
+        location: location of the checkpoint.
+        config: its configuration, with the attributes that were passed; None if the model brings its own.
         trust_remote_code: allow code that comes with it to run here.
         options: further arguments of `from_pretrained`.
         model_class: the class to load; None is the one that the configuration names.
@@ -115,24 +115,24 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """The path of the model that the adapter in a directory was made for; None where the directory has none."""
+    """Return the path of the model that the adapter in a directory was made for; None if the directory has none."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
-def refuse_options(given: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for arguments of `from_pretrained` where nothing is loaded with them, and unknown ones."""
-    for name in given:
+def refuse_options(options: Mapping[str, Any], why: str) -> None:
+    """Raise ParallelError for arguments of `from_pretrained` if nothing is loaded with them, and unknown ones."""
+    for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
-            raise ParallelError(f"{name}={given[name]!r} is for loading, and {why}")
+            raise ParallelError(f"{name}={options[name]!r} is for loading, and {why}")
         hint = did_you_mean(name, _ARGUMENTS) or f"; it takes {', '.join(_ARGUMENTS)}"
         raise ParallelError(f"parallelize has no argument {name!r}{hint}")
 
 
 def read_source(
     path: str,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     model_class: type[PreTrainedModel] | None = None,
     of_its_own: bool = True,
 ) -> Source:
@@ -140,18 +140,18 @@ def read_source(
 
     Args:
         path: a directory or a model id of the hub.
-        given: name → value. What is an attribute of the configuration overrides it.
-        model_class: as in `Source`.
-        of_its_own: False where a model on `meta` has the configuration; then only where the files are can be said.
+        arguments: name → value. What is an attribute of the configuration overrides it.
+        model_class: same as in `Source`.
+        of_its_own: False if a model on `meta` has the configuration; then only where the files are can be said.
 
     Raises:
         ParallelError: an argument that is unknown, or refused here.
         CheckpointError: there is no such directory, or its configuration is missing or damaged.
     """
-    for name in given:
+    for name in arguments:
         _refuse_by_name(name)
-    location = Location(path, **{name: given[name] for name in _WHERE if name in given})
-    rest = {name: value for name, value in given.items() if name not in _WHERE}
+    location = Location(path, **{name: arguments[name] for name in _WHERE if name in arguments})
+    rest = {name: value for name, value in arguments.items() if name not in _WHERE}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not location.directory.is_dir():  # which must not end as a question to the hub
         raise CheckpointError(f"{location} is no directory")
@@ -183,7 +183,8 @@ def _refuse_by_name(name: str) -> None:
 
 
 def read_generation_config(location: Location) -> GenerationConfig:
-    """As `from_pretrained` finds it: its own file, else what older configurations hold."""
+    """Return the generation configuration as `from_pretrained` does: its own file, or else settings of older
+    configurations."""
     try:
         return GenerationConfig.from_pretrained(location.path, **location.download)
     except OSError:
@@ -193,7 +194,7 @@ def read_generation_config(location: Location) -> GenerationConfig:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """What the configuration beside the weights says of how they are quantized; None where there is none."""
+    """Return the quantization configuration beside the weights; None if there is none."""
     try:
         said, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError:  # weights alone
@@ -202,34 +203,34 @@ def stored_quantization(location: Location) -> dict[str, Any] | None:
 
 
 def open_weights(location: Location) -> list[CheckpointFile]:
-    """The files that hold the weights, every one that an index names; nothing but headers is read.
+    """Return the files that hold the weights, every one that an index names; nothing but headers is read.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
     names = [_variant(name, location.variant) for name in _CANDIDATES]
-    found = next((path for name in names if (path := _cached(location, name)) is not None), None)
-    if found is None:
+    file = next((path for name in names if (path := _cached(location, name)) is not None), None)
+    if file is None:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; one of them has the weights")
-    if not found.endswith(".json"):
-        return [open_file(found)]
+    if not file.endswith(".json"):
+        return [open_file(file)]
     try:
-        index = json.loads(Path(found).read_text("utf-8"))
+        index = json.loads(Path(file).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{found} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it has no weight_map from names to files")
+        raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
     if any(os.path.basename(name) != name for name in weight_map.values()):
-        raise CheckpointError(f"{found} is damaged: it names a file outside its directory")
+        raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
     try:
-        paths, _ = get_checkpoint_shard_files(location.path, found, **location.download)
+        paths, _ = get_checkpoint_shard_files(location.path, file, **location.download)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"a file that {found} names is missing: {error}") from error
+        raise CheckpointError(f"a file that {file} names is missing: {error}") from error
     files = {os.path.basename(path): open_file(path) for path in paths}
     for key, name in weight_map.items():
         if key not in files[name].entries:
-            raise CheckpointError(f"{found} says that {name} holds {key}, and it does not: one of them is damaged")
+            raise CheckpointError(f"{file} says that {name} holds {key}, and it does not: one of them is damaged")
     return list(files.values())
 
 
@@ -240,7 +241,7 @@ def _variant(name: str, variant: str | None) -> str:
 
 
 def _cached(location: Location, name: str) -> str | None:
-    """Where a file is, fetched if need be; None where there is none of that name."""
+    """Return the path of a file, fetched if need be; None if there is no file of that name."""
     try:
         return cached_file(
             location.path,

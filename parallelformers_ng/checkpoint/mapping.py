@@ -31,7 +31,7 @@ class MappedFile:
 
     @functools.cached_property
     def direct(self) -> int | None:
-        """The file, opened to be read past the system's cache of files; None where its file system cannot."""
+        """The file, opened to be read past the system's cache of files; None if its file system cannot."""
         with contextlib.suppress(OSError):
             opened = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             weakref.finalize(self, os.close, opened)
@@ -57,5 +57,5 @@ def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
 
 
 def file_at(address: int) -> MappedFile | None:
-    """The file that `map_file` has mapped there."""
+    """Return the file that `map_file` has mapped there."""
     return next((file for file in _FILES.values() if file.start <= address < file.start + file.size), None)

@@ -1,4 +1,4 @@
-"""Which class a configuration stands for; and a model made of nothing but a configuration."""
+"""Finds the class of a configuration, and builds models from a configuration alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger("parallelformers_ng")
 def class_of(
     config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """The class that a configuration names, else that of the most telling auto mapping, which a log line says.
+    """Return the class that a configuration names, else that of the most telling auto mapping, which a log line says.
 
     Args:
         config: the configuration.
-        location: where it came from, which may have code of its own.
+        location: origin of the configuration, which may have code of its own.
         trust_remote_code: allow that code to run here.
 
     Raises:
@@ -43,14 +43,16 @@ def class_of(
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
-    if names or (found := _of_auto_mappings(config)) is None:
+    if names or (named_class := _of_auto_mappings(config)) is None:
         raise UnsupportedModelError(
             f"{where}: transformers {transformers.__version__} has no model class"
             f" {' or '.join(names) or f'for {type(config).__name__}, and it names none'}; pass model_class="
         )
     if location is not None:
-        log.warning("%s names no architectures and is taken as %s; model_class= says otherwise", where, found.__name__)
-    return found
+        log.warning(
+            "%s names no architectures and is taken as %s; model_class= says otherwise", where, named_class.__name__
+        )
+    return named_class
 
 
 def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -68,7 +70,7 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
-    """The model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
+    """Return the model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
 
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type
@@ -92,5 +94,5 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
 
 
 def is_model_type(name: str) -> bool:
-    """Whether a name stands for a type's default configuration: no file or folder is called so."""
+    """Return whether a name stands for a type's default configuration: no file or folder is called so."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING

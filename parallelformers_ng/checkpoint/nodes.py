@@ -34,13 +34,13 @@ class Leaf(Node, ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """The whole of it, as a view of mapped memory where that can be."""
+        """Return the whole of it, as a view of mapped memory if that can be."""
 
     def release(self) -> None:
         """Let go of the pages that were mapped to read it; reading it again maps them again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a view of what is stored rather than a copy."""
+        """Return whether `tensor` is a view of what is stored rather than a copy."""
         return False
 
 
@@ -67,7 +67,7 @@ class Operation(Node):
     Attributes:
         name: the operation with its overload, as `str` prints it: "aten.cat.default".
         args, kwargs: its arguments; nodes stand for tensors.
-        output: which of its results this is, None where it has one.
+        output: index of this result among several, None for a single result.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ShardedNode(Node):
 
 @dataclass(eq=False)
 class Computed(Node, ABC):
-    """A tensor of which a part can be computed from parts of others."""
+    """A tensor; parts of it can be computed from parts of others."""
 
     @property
     @abstractmethod
@@ -98,16 +98,16 @@ class Computed(Node, ABC):
 
     @abstractmethod
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """A part of it.
+        """Return a part of it.
 
         Args:
-            cut: what is wanted: dimension → ranges along it, side by side.
+            cut: ranges to read: dimension → ranges along it, side by side.
             rank: whose shards to prefer where several ranks stored the same.
         """
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
-    """A tensor of which every rank holds its shard.
+    """Return a tensor of which every rank holds its shard.
 
     Args:
         part: gives the shard of the rank of that number.
@@ -122,7 +122,7 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
 
 
 def parts(node: Node) -> Iterator[Node]:
-    """A node, and all that operations make it of."""
+    """Yield a node, and all that operations make it of."""
     yield node
     if isinstance(node, Operation):
         for operand in tree_leaves((node.args, node.kwargs)):

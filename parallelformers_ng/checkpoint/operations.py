@@ -1,4 +1,4 @@
-"""What a cut of an operation's result asks of its operands: the operations that a slice passes through."""
+"""The operations that a slice passes through: from the cut of a result to the cuts of its operands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Cut = dict[int, tuple[Range, ...]]
 """What is wanted of a tensor: dimension → ranges along it, side by side. One that is not named is wanted whole."""
 
 Place = dict[int, Range]
-"""Where in a tensor something goes: dimension → range along it."""
+"""Target ranges in a tensor: dimension → range along it."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
 """Another view of a tensor."""
 
 
 def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """A view of one place in a tensor."""
+    """Return a view of one place in a tensor."""
     for dim, (start, stop) in place.items():
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
@@ -37,8 +37,8 @@ class OperandPart(NamedTuple):
 
     Attributes:
         source: the operand.
-        cut: what to take of it; single where the cut of the result is.
-        then: what makes it the part of the result.
+        cut: part of the operand to take; single if the cut of the result is single.
+        then: function that turns it into the part of the result.
     """
 
     source: Node
@@ -71,7 +71,7 @@ def _permute(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> OperandPart:
-    """Part of `source[start:stop]` along `dim`."""
+    """Return part of `source[start:stop]` along `dim`."""
     ((first, last),) = cut.get(dim, ((0, stop - start),))
     return OperandPart(source, {**cut, dim: ((start + first, start + last),)})
 
@@ -106,7 +106,7 @@ def _unbind(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _pick(source: Node, dim: int, index: int, cut: Cut) -> OperandPart:
-    """Part of `source[…, index, …]`."""
+    """Return part of `source[…, index, …]`."""
     index %= source.shape[dim]
     above = {other + (other >= dim): ranges for other, ranges in cut.items()}
     return OperandPart(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
@@ -141,7 +141,7 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
     "aten.squeeze.dim": _squeeze,
     "aten.unsqueeze.default": _unsqueeze,
 }
-"""What to read for a single cut; None where the operation has to be run whole after all."""
+"""What to read for a single cut; None if the operation has to be run whole after all."""
 
 # -- operations that put tensors together: any cut falls into pieces -----------------------------------------------
 

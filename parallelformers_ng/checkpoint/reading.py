@@ -28,10 +28,10 @@ _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.def
 def read_shard(
     node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True, rows_apart: bool = False
 ) -> torch.Tensor:
-    """One rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
+    """Return one rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
 
     Args:
-        shard: which part.
+        shard: the part.
         rank: whose shards to prefer where several ranks stored the same.
         copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
         rows_apart: a view of a matrix whose rows are contiguous, but not the matrix, need not be copied either.
@@ -52,7 +52,7 @@ def read_shard(
 
 
 def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
-    """Whether one rank's part of a tensor is a stretch of a mapped file, so that reading it is mapping it."""
+    """Return whether one rank's part of a tensor is a stretch of a mapped file, so that reading it is mapping it."""
     if isinstance(node, ShardedNode) and rank in node.parts and node.parts[rank][0] == shard:
         node, shard = node.parts[rank][1], WHOLE
     if shard.zero or not isinstance(node, FileLeaf) or not node.file.maps(node.key):
@@ -61,7 +61,7 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Part of a tensor: a view of what is stored where the cut allows, whatever its strides."""
+    """Return part of a tensor: a view of what is stored where the cut allows, whatever its strides."""
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
         return _narrow(node.tensor(), cut)
@@ -83,7 +83,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Whether a part of a tensor costs about as much less as it is smaller than the whole."""
+    """Return whether a part of a tensor costs about as much less as it is smaller than the whole."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))
@@ -91,7 +91,7 @@ def is_read_in_parts(node: Node) -> bool:
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Part of a tensor in memory of its own."""
+    """Return part of a tensor in memory of its own."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -126,7 +126,7 @@ def _operation(name: str) -> Any:
 
 
 def _run(node: Operation, rank: int | None) -> torch.Tensor:
-    """The whole result of an operation, from its whole operands."""
+    """Return the whole result of an operation, from its whole operands."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
     args, kwargs = tree_map_only(Node, lambda operand: read(operand, {}, rank), (node.args, node.kwargs))
@@ -135,7 +135,7 @@ def _run(node: Operation, rank: int | None) -> torch.Tensor:
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
-    """Which stored parts make up a cut: (part, where it goes, what to take of it)."""
+    """Return the stored parts that make up a cut: (part, target, cut of the part)."""
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
@@ -169,7 +169,7 @@ def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[N
 
 
 def _without_whole(cut: Cut, shape: Sequence[int]) -> Cut:
-    """The same cut of a tensor of `shape`, without the dimensions that it takes whole."""
+    """Return the same cut of a tensor of `shape`, without the dimensions that it takes whole."""
     return {dim: ranges for dim, ranges in cut.items() if ranges != ((0, shape[dim]),)}
 
 

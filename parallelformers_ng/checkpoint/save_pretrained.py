@@ -51,7 +51,8 @@ def write_pretrained(
     Args:
         model: the model, whose weights are on `meta` or with workers.
         nodes: name of a parameter or buffer → where to read it.
-        max_shard_size, save_original_format: as in `PreTrainedModel.save_pretrained`.
+        max_shard_size, save_original_format: same as in
+            `PreTrainedModel.save_pretrained`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -106,7 +107,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(tensor: Any) -> Any:
-    """A stand-in on `meta`, by which transformers knows that it has to look up which weights are tied."""
+    """Make a stand-in on `meta`, so that transformers looks up tied weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 
@@ -121,7 +122,7 @@ def shard_checkpoint(
 
     Args:
         model: from `load_skeleton`.
-        plan: of the same model.
+        plan: plan of the same model.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)
@@ -130,8 +131,8 @@ def shard_checkpoint(
         if tensor.name not in nodes:
             whole = get_tensor(model, tensor.name, tensor.is_buffer).detach()
             nodes[tensor.name] = FetchedLeaf(tensor.shape, tensor.dtype, functools.partial(_itself, whole))
-    nodes, held = Checkpoint(nodes).held(plan).nodes, plan.held
-    total = sum(held.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
+    nodes, stored = Checkpoint(nodes).held(plan).nodes, plan.held
+    total = sum(stored.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
@@ -143,5 +144,5 @@ def shard_checkpoint(
                 shard = tensor.shards[rank]
                 return read_copy(nodes[tensor.name], {} if shard.dim is None else {shard.dim: shard.ranges})
 
-            written.append(write_rank(partial, held, names, rank, limit, part, advance))
+            written.append(write_rank(partial, stored, names, rank, limit, part, advance))
         write_index(partial, model, plan, names, written)

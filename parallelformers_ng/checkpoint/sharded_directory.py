@@ -59,8 +59,8 @@ def write_rank(
         part: gives the rank's part of each in turn.
     """
     written = []
-    for file, held in _files_of(plan, names, rank, limit).items():
-        tensors = {name: plan.tensors[name] for name in held}
+    for file, file_tensors in _files_of(plan, names, rank, limit).items():
+        tensors = {name: plan.tensors[name] for name in file_tensors}
         entries = {name: (tensor.shards[rank].shape(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         written.append(write_safetensors(directory / file, entries, lambda name: part(plan.tensors[name]), progress))
     return written
@@ -78,17 +78,17 @@ def write_index(
     """Write the configuration and, last of all, the index.
 
     Args:
-        plan: of the model.
-        names: what is saved of what the ranks hold.
+        plan: plan of the model.
+        names: names of the tensors to save.
         ranks: for each rank what `write_rank` returned.
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
-    held = plan.held
-    aliases = held.aliases()
+    stored = plan.held
+    aliases = stored.aliases()
     tensors: dict[str, Any] = {}
     for name in names:
-        tensor = held.tensors[name]
+        tensor = stored.tensors[name]
         parts = {}
         for rank, shard in enumerate(tensor.shards):
             file = by_rank[0 if tensor.is_replicated else rank].get(name)
@@ -115,7 +115,7 @@ def write_index(
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """What `save_pretrained` writes besides weights."""
+    """Write the files of `save_pretrained` other than weights."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -130,7 +130,7 @@ def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Names of the files that belong to a sharded directory; None where it is none."""
+    """Return names of the files that belong to a sharded directory; None if it is none."""
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
@@ -138,7 +138,7 @@ def files_of(path: Path) -> set[str] | None:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
-    """The tensors of a sharded directory by their names in the model; nothing but headers is read.
+    """Return the tensors of a sharded directory by their names in the model; nothing but headers is read.
 
     A rank that reads its own shard of one reads its own file alone, and gets a view of it.
 
@@ -181,7 +181,7 @@ class CheckedLeaf(FileLeaf):
     """A tensor in a file whose bytes are compared with their checksum when a process first reads it.
 
     Attributes:
-        checksum: what it must be.
+        checksum: expected checksum.
     """
 
     checksum: int
@@ -205,7 +205,7 @@ def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> Chec
 
 
 def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:
-    """Which tensors a rank writes to which file."""
+    """Divide the tensors of a rank over its files."""
     own = {name: plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero}
     shared = {name: tensor for name, tensor in own.items() if tensor.is_replicated and rank == 0}
     cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}

@@ -77,7 +77,7 @@ class Skeleton:
         )  # apart: its thousands of ranges are no tensors
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
-        """The module tree as ranks have it, with every tensor on `meta`, and the plan of what they hold."""
+        """Return the module tree as ranks have it, with every tensor on `meta`, and the plan of what they hold."""
         tensors: dict[str, torch.Tensor] = {}
 
         def resolve(reference: Any) -> torch.Tensor:
@@ -115,8 +115,8 @@ class _SkeletonPickler(ReferencePickler):
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:
-    """The tables of forward hooks with those that are part of how a model computes. The caller's go with each call, and
-    those by which transformers records outputs each copy of a model installs itself."""
+    """Replace the tables of forward hooks by tables of hooks that belong to the model's computation. The caller's
+    hooks go with each call; each copy of a model installs transformers' recording hooks itself."""
     return {
         table: OrderedDict(
             (number, hook)
@@ -128,7 +128,7 @@ def _own_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
-    """The inverse of what the pickler does: the attributes, then the class that computes the parametrized ones."""
+    """Undo the pickler's work: set the attributes, then the class that computes the parametrized ones."""
     vars(module).update(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:

@@ -17,7 +17,7 @@ class Staging:
     """Two page-locked buffers through which tensors travel.
 
     Args:
-        device: where to.
+        device: target of the copies.
         buffer_bytes: size of each buffer.
         pin: lock the pages, without which copies are not asynchronous. Needs CUDA.
     """
@@ -29,23 +29,23 @@ class Staging:
         self._turn = 0
 
     def to_device(self, source: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the device. The source is read when this returns; the copy is complete for whatever
-        is queued on the device's current stream afterwards."""
+        """Return a contiguous copy on the device. The source is read when this returns; the copy is complete for
+        whatever is queued on the device's current stream afterwards."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         for part, place in _pieces(source, target, self._buffers[0].numel()):
             self._send(part, place)
         return target
 
     def _send(self, part: torch.Tensor, place: torch.Tensor) -> None:
-        buffer, sent = self._buffers[self._turn], self._sent[self._turn]
+        buffer, event = self._buffers[self._turn], self._sent[self._turn]
         self._turn = 1 - self._turn
-        if sent is not None:
-            sent.synchronize()  # what this buffer held last has left; at once where it held nothing
+        if event is not None:
+            event.synchronize()  # what this buffer held last has left; at once where it held nothing
         staged = buffer[: part.nbytes].view(part.dtype).view(part.shape)
         staged.copy_(part)
         place.copy_(staged, non_blocking=True)
-        if sent is not None:
-            sent.record()
+        if event is not None:
+            event.record()
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

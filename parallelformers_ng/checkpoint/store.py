@@ -67,7 +67,7 @@ class ShardStore:
             raise
 
     def fds_for(self, rank: int) -> list[int]:
-        """The regions rank `rank` maps, see `map_shards`."""
+        """Return the regions rank `rank` maps, see `map_shards`."""
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
@@ -87,10 +87,10 @@ class ShardStore:
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
         """The same of a tensor that may be stored as ranks hold it."""
-        for part, held in zip(
+        for part, shard in zip(
             self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
-            self._write(part, read(held, {}))
+            self._write(part, read(shard, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Write the parts of what is held under one name. Memory files have no limit: beyond what the system has, it
@@ -126,11 +126,11 @@ class ShardStore:
         return whole
 
     def node(self, tensor: TensorPlan) -> Node:
-        """One tensor, to be read in parts."""
+        """Return one tensor, to be read in parts."""
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """One rank's part of what the ranks hold, mapped for as long as it is used."""
+        """Return one rank's part of the weights, mapped while it is used."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -148,7 +148,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _file_in(folder: str, size: int) -> int:
-    """A file in a folder that has no name there, so that it goes when nobody has it open any more."""
+    """Return a file in a folder that has no name there, so that it goes when nobody has it open any more."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -167,7 +167,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     The descriptors may be closed afterwards; the mappings live as long as the tensors.
 
     Args:
-        fds: of its own region, the shared one, and the one that is a file.
+        fds: descriptors of its own region, of the shared one, and of the file.
     """
     layout = Layout(plan)
     mappings = {
@@ -175,15 +175,15 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
         for region, fd in zip(regions_of(plan, rank), fds, strict=True)
         if layout.sizes[region]
     }
-    held = {}
+    shards = {}
     for tensor in plan.stored():
         region, offset = layout.offsets[tensor.name][rank]
-        held[tensor.name] = _part(tensor, rank, mappings.get(region), offset)
-    return held
+        shards[tensor.name] = _part(tensor, rank, mappings.get(region), offset)
+    return shards
 
 
 def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:
-    """A rank's part of a tensor, as a view of a mapping; of memory of its own where it has no bytes."""
+    """Return a rank's part of a tensor, as a view of a mapping; of memory of its own if it has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -233,7 +233,7 @@ def take_back(
 
     Args:
         read: gives a tensor, whole; the second argument says whether it may then be let go where it was.
-        names: which; all by default.
+        names: names of the tensors; all by default.
     """
     for group in names_of_each(model, plan, names):
         # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.
@@ -244,7 +244,8 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """The names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names` alone."""
+    """Return the names of each tensor of `model`, several where it is tied; of all that the plan has, or of `names`
+    alone."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():

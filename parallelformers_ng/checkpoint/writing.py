@@ -32,7 +32,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written to one file.
+    """A file that was written.
 
     Attributes:
         name: its name in the directory.
@@ -50,10 +50,10 @@ class WrittenFile:
 def write_safetensors(
     path: Path, entries: Mapping[str, Entry], tensor: Callable[[str], torch.Tensor], progress: Progress | None = None
 ) -> WrittenFile:
-    """Write a safetensors file of which one tensor at a time is in memory.
+    """Write a safetensors file with one tensor at a time in memory.
 
     Args:
-        entries: what will be in it, in the order of writing among equal sizes of element.
+        entries: future content, in the order of writing among equal sizes of element.
         tensor: gives each in turn.
 
     Raises:
@@ -101,8 +101,8 @@ def parse_size(
     """`"5GB"` → 5 000 000 000; `"1GiB"` counts in powers of 1024.
 
     Args:
-        argument: what the caller passed it as, for the error.
-        refusal: what is raised where it is no size.
+        argument: the caller's name for it, for the error.
+        refusal: class of the error for a bad size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -121,7 +121,7 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
     Whatever interrupts it, `target` is then the old one or the new one, whole.
 
     Args:
-        ours: the files in an existing `target` that are ours to replace; None where it is none of our directories.
+        ours: the files in an existing `target` that are ours to replace; None if it is none of our directories.
             Other files in it are kept.
 
     Raises:

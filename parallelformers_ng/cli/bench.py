@@ -1,4 +1,4 @@
-"""What parallelization gives on this machine: prefill and decode of a model on its workers, against one process."""
+"""Compares parallelization with one process on this machine: prefill and decode of a model."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Report:
     """Figures of one model, one value for each round.
 
     Attributes:
-        model: what was asked for.
+        model: name or path of the model.
         random_weights: whether it came without weights.
-        device, ranks: where the workers ran, and how many.
+        device, ranks: device and number of the workers.
         prompt, tokens: lengths in tokens.
         weight_bytes: bytes of weights that a decoded token reads: all but the rows of an embedding that is not tied to
             the head (a mixture of experts reads fewer).
         bandwidth: bytes per second that the devices read together, measured before the first round.
-        scheme: of which the ranks hold weights, None as the model has them.
-        held_bytes: what a decoded token reads of the weights as the ranks hold them.
+        scheme: scheme of the ranks' weights, None for the model's own.
+        held_bytes: bytes of weights that a decoded token reads on the ranks.
         prefill, decode: contestant → tokens per second, round by round.
     """
 
@@ -55,7 +55,7 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """The part of the bandwidth that a contestant's median decode speed amounts to."""
+        """Return the part of the bandwidth that a contestant's median decode speed amounts to."""
         read = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
         return statistics.median(self.decode[name]) * read / self.bandwidth
 
@@ -142,7 +142,7 @@ def bench(
 
     Raises:
         UnsupportedModelError: the model does not generate.
-        ParallelError: what `parallelize` raises.
+        ParallelError: `parallelize` failed.
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")
@@ -153,11 +153,11 @@ def bench(
     if limit is not None and max(prompt, _SHORT_PROMPT + tokens) + 1 > limit:
         raise ValueError(f"bench: prompt {prompt} and tokens {tokens} exceed the {limit} positions of {model}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    given = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
+    has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
     def load() -> PreTrainedModel:
         kind = dtype or skeleton.dtype
-        if given:
+        if has_weights:
             return type(skeleton).from_pretrained(model, dtype=kind, revision=revision).eval()
         torch.manual_seed(0)
         return type(skeleton)._from_config(skeleton.config, dtype=torch.float32).to(_dtype(kind)).eval()
@@ -174,22 +174,24 @@ def bench(
             if baseline:
                 contestants[ONE_PROCESS] = load().to("cuda:0" if device == "cuda" else "cpu")
             weights = _bytes_read(skeleton) * _dtype(dtype or skeleton.dtype).itemsize // skeleton.dtype.itemsize
-            held = _bytes_held(skeleton, cut.shard_plan)
-            report = Report(model, not given, device, num_gpus, prompt, tokens, weights, speed, quantize, held)
+            weight_bytes = _bytes_held(skeleton, cut.shard_plan)
+            report = Report(
+                model, not has_weights, device, num_gpus, prompt, tokens, weights, speed, quantize, weight_bytes
+            )
             for round_ in range(rounds + 1):
                 say(f"round {round_} of {rounds}" if round_ else "warming up")
                 for name, contestant in contestants.items():
-                    filled, made = _prefill(contestant, prompt), _decode(contestant, tokens)
+                    filled, measured = _prefill(contestant, prompt), _decode(contestant, tokens)
                     if round_:
                         report.prefill.setdefault(name, []).append(filled)
-                        report.decode.setdefault(name, []).append(made)
+                        report.decode.setdefault(name, []).append(measured)
     finally:
         torch.set_num_threads(threads)
     return report
 
 
 def read_bandwidth(device: str, count: int = 1) -> float:
-    """Bytes per second of sums over a tensor far larger than any cache, the best of a few passes.
+    """Return bytes per second of sums over a tensor far larger than any cache, the best of a few passes.
 
     Args:
         device: "cpu", which all threads of this process read together, or "cuda".
@@ -222,7 +224,7 @@ def _bytes_read(model: PreTrainedModel) -> int:
 
 
 def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
-    """The same of weights as ranks hold them, each once."""
+    """Return the same of weights as ranks hold them, each once."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -231,12 +233,12 @@ def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
 
 
 def _prefill(model: Any, prompt: int) -> float:
-    """Tokens per second of the prompt's pass, the choice of the first token included."""
+    """Return tokens per second of the prompt's pass, the choice of the first token included."""
     return prompt / _seconds(model, prompt, 1)
 
 
 def _decode(model: Any, tokens: int) -> float:
-    """Tokens per second after a short prompt, whose own pass is taken off."""
+    """Return tokens per second after a short prompt, whose own pass is taken off."""
     first = _seconds(model, _SHORT_PROMPT, 1)
     return tokens / max(_seconds(model, _SHORT_PROMPT, tokens + 1) - first, 1e-9)
 
@@ -259,7 +261,7 @@ def _seconds(model: Any, prompt: int, tokens: int) -> float:
 
 
 def _dtype(kind: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, kind, None) if isinstance(kind, str) else kind
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, kind, None) if isinstance(kind, str) else kind
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"bench: {kind!r} is no data type of torch; float32, bfloat16 and float16 are")
-    return found
+    return dtype

@@ -39,25 +39,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def plan(options: argparse.Namespace) -> int:
-    """How the model would be cut, with the bytes of each rank; or what it would need and give on other devices."""
+    """Return how the model would be cut, with the bytes of each rank; or what it would need and give on other
+    devices."""
     from parallelformers_ng import forecast as make_forecast
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
 
-    asked = forecast.given(options)
+    forecast_options = forecast.given(options)
     model, custom = empty_model(options.model, options.revision), _custom(options)
-    if asked is not None:
-        outlook = make_forecast(model, custom_policies=custom, **asked)
+    if forecast_options is not None:
+        outlook = make_forecast(model, custom_policies=custom, **forecast_options)
         _print(options, outlook.as_dict(), _of_defaults(options, model) + str(outlook))
         return 0
     fit, bits = {name: getattr(options, name) for name in ("ratio", "strategy", "tensor")}, options.quantize
-    found = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
-    _print(options, found.as_dict(), _of_defaults(options, model) + found.table())
+    shard_plan = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
+    _print(options, shard_plan.as_dict(), _of_defaults(options, model) + shard_plan.table())
     return 0
 
 
 def policies(options: argparse.Namespace) -> int:
-    """Every model type and where its policy comes from."""
+    """Return every model type and where its policy comes from."""
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -72,17 +73,17 @@ def verify(options: argparse.Namespace) -> int:
     from parallelformers_ng.cli.coverage import verify_model
 
     model = empty_model(options.model, options.revision)
-    found = verify_model(model, options.num_gpus, _custom(options), options.quantize)
-    _print(options, found.as_dict(), _of_defaults(options, model) + str(found))
-    return 0 if found.equal else 1
+    verification = verify_model(model, options.num_gpus, _custom(options), options.quantize)
+    _print(options, verification.as_dict(), _of_defaults(options, model) + str(verification))
+    return 0 if verification.equal else 1
 
 
 def shard(options: argparse.Namespace) -> int:
     """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
     from parallelformers_ng.model.saving import shard as write_shards
 
-    size, given = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
-    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **given)
+    size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
+    write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **arguments)
     return 0
 
 
@@ -117,14 +118,15 @@ def _numbers(text: str) -> list[float]:
 
 
 def _custom(options: argparse.Namespace) -> Any:
-    """The policies of `--policy`, None without."""
+    """Return the policies of `--policy`, None without."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
 
     return None if options.policy is None else policies_of_file(options.policy)
 
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
-    """A first line that says so where a bare model type stands for its defaults, as no checkpoint of that name does."""
+    """Return a first line that says so where a bare model type stands for its defaults, as no checkpoint of that
+    name does."""
     from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):
@@ -199,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
         description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
         " configuration alone), run it whole and sharded over N ranks, and compare the outputs; with --quantize also"
-        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 where the outputs"
+        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 if the outputs"
         " differ, with 2 where the model is refused.",
     )
     command.set_defaults(command=verify)

@@ -1,4 +1,4 @@
-"""Where every model type's policy comes from, and the proof for one model."""
+"""The source of every model type's policy, and the proof for one model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 
 def policy_sources() -> dict[str, str]:
-    """Model type → "written", "of its parts", "inferred" or "no modelling code of its own": where its policy comes
-    from, for all of transformers. A model that holds others and no layer of its own has the policies of
-    these.
+    """Map each model type of transformers to the source of its policy: "written", "of its parts", "inferred" or "no
+    modelling code of its own". A model without layers of its own has the policies of its parts.
 
     Reads the modelling files' class names and imports no modelling code. A written policy may cover a part of a
     composite model; an inferred policy counts only once its proof, made on first use, has held.
@@ -51,20 +50,20 @@ def policy_sources() -> dict[str, str]:
 
 @dataclass
 class Verification:
-    """What the proof on a tiny random copy, the twin, says of a model.
+    """The result of the proof on a tiny random copy of a model, the twin.
 
     Attributes:
-        model_class, world_size: of what.
+        model_class, world_size: class of the model, number of ranks.
         equal: whether the sharded twin gave the outputs of the whole one.
-        source: where the policies came from.
+        source: source of the policies.
         cut_share: share of the model's cuttable bytes that are cut, 0 to 1.
         rules: how many of the model's tensors each rule cuts.
-        whole: what every rank holds whole, in bytes, largest first.
-        tried: what was tried and did not hold.
-        unproven: what the twin's inputs did not reach, and why.
-        scheme: of which the weights are that were compared, "" for none.
+        whole: tensors that every rank holds whole, in bytes, largest first.
+        tried: attempts that failed.
+        unproven: parts that the twin's inputs did not reach, and reasons.
+        scheme: scheme of the compared weights, "" for none.
         quantized: how many of the model's tensors are held so.
-        misfits: which are not, though they were to be, and why.
+        misfits: weights that could not be quantized, and reasons.
     """
 
     model_class: str
@@ -114,8 +113,9 @@ def verify_model(
         model: the model; on the `meta` device it will do.
         num_gpus: number of ranks.
         custom_policies: policies that come before the written ones, as in `parallelize`.
-        quantize: as in `parallelize`: the copy is compared once more, its weights rounded whole and quantized sharded.
-            Where inputs share a scale in groups, those of the copy are of two, as its layers are narrow.
+        quantize: same as in `parallelize`. The copy is compared once more, with weights rounded whole and
+            quantized in shards. If inputs share a scale in groups, the copy's groups have two inputs, as its layers are
+            narrow.
 
     Raises:
         ParallelError: `quantize` cannot be read.
@@ -150,7 +150,11 @@ def verify_model(
             rules[tensor.rule] = rules.get(tensor.rule, 0) + 1
     large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
     name, share = type(model).__name__, plan.cut_share
-    found = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
+    verification = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
     if bits is not None:
-        found.scheme, found.quantized, found.misfits = str(bits.scheme), len(plan.quantized), dict(plan.misfits)
-    return found
+        verification.scheme, verification.quantized, verification.misfits = (
+            str(bits.scheme),
+            len(plan.quantized),
+            dict(plan.misfits),
+        )
+    return verification

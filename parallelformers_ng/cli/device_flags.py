@@ -27,7 +27,8 @@ def add_flags(command: argparse.ArgumentParser) -> None:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any] | None:
-    """What to ask for a forecast, besides the model and its policies; None where none is asked for.
+    """Return the keyword arguments of a forecast, besides the model and its policies; None if no forecast was asked
+    for.
 
     Raises:
         ParallelError: an option is given that has no meaning beside the others.

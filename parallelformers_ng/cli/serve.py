@@ -20,7 +20,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each option. What is not given is left out, so that a file can say it."""
+    """Add a flag for each option. A missing flag is left out, so that a file can set it."""
     from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reader(kind: Any) -> type:
-    """What makes a value of that type, or of that an item of which is, of a word."""
+    """Return the converter for one command-line word: for a type, or for the items of a list type."""
     among = set(_types(kind))
     return float if float in among else int if int in among else str
 
@@ -61,10 +61,10 @@ def _types(kind: Any) -> Iterator[Any]:
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that flags and the environment give."""
-    given = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
+    flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
-        given.setdefault("api_key", key)
-    return given
+        flags.setdefault("api_key", key)
+    return flags
 
 
 def run(options: argparse.Namespace) -> int:

@@ -41,15 +41,15 @@ PARENT = -1
 
 
 def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    """The size of a whole arena, in bytes: the slots begin on a page."""
+    """Return the size of a whole arena, in bytes: the slots begin on a page."""
     places = 2 * world_size
     end_of_lines = HEADER_BYTES + places * LINE_BYTES
     return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
 
 
 class Arena:
-    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create` and hands its `fd`
-    to the workers, each of which maps it.
+    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create`, and each worker
+    maps its `fd`.
 
     It is anonymous memory. Nothing of it has a name in the file system, so nothing can leak; it lives as long as a
     process has it open.
@@ -70,8 +70,8 @@ class Arena:
         self.world_size = world_size
         self.slot_bytes = self.words[SLOT_BYTES_WORD]
         self.may_spin = self.words[SPIN_WORD] != 0
-        found = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
-        assert found == (MAGIC, world_size), "the file is no arena for these ranks"
+        stamp = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
+        assert stamp == (MAGIC, world_size), "the file is no arena for these ranks"
 
     @classmethod
     def create(
@@ -88,8 +88,8 @@ class Arena:
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
             one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
                 itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
-            cpus: how many CPUs the ranks have together, by default this process's. Where they are fewer than the
-                ranks, a rank that waits gives its CPU up at once: a spin would only keep off the peer it waits for.
+            cpus: number of CPUs of all ranks together, by default this process's. If there are fewer CPUs than
+                ranks, a waiting rank gives up its CPU at once: a spin would only delay the peer that it waits for.
 
         Raises:
             ValueError: `world_size` is out of range.
@@ -119,11 +119,11 @@ class Arena:
             raise
 
     def line(self, place: int) -> int:
-        """The index of the first word of a place's line."""
+        """Return the index of the first word of a place's line."""
         return (HEADER_BYTES + place * LINE_BYTES) // 8
 
     def counter(self, place: int) -> int:
-        """The last step that was published there."""
+        """Return the last step that was published there."""
         return self.words[self.line(place) + COUNTER_WORD]
 
     @property
@@ -139,7 +139,7 @@ class Arena:
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
 
     def end(self, place: int) -> tuple[int, int]:
-        """The sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
+        """Return the sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
         return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
@@ -160,7 +160,7 @@ class Arena:
         self.words[ABORT_WORD] = author + 2
 
     def abort_error(self) -> CollectiveAbortedError:
-        """The exception that says who aborted and why."""
+        """Return the exception that says who aborted and why."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
         # Another process may be writing the text; the abort is certain all the same.
@@ -194,8 +194,8 @@ def available_memory() -> int:
     """Return the bytes that can be had without swapping: of the machine, or of this process's control groups if they
     have less.
 
-    The kernel's own tmpfs, where a memfd lives, has no limit: a reservation beyond this would not fail but bring on
-    the out-of-memory killer, which ends other processes first.
+    The kernel's own tmpfs, which holds memfds, has no limit. A reservation beyond this would not fail: it would wake
+    the out-of-memory killer, and that ends other processes first.
     """
     with open("/proc/meminfo") as lines:
         for line in lines:

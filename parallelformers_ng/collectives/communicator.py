@@ -1,4 +1,4 @@
-"""What a rank can do together with its peers, whatever carries the bytes."""
+"""The exchanges of a rank with its peers, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
 class Communicator(ABC):
     """One rank's end of a group. All ranks make the same calls in the same order, each from one thread at a time.
 
-    No collective is differentiable. Where a rank leaves a collective by an exception, its peers are left waiting
-    until someone calls `abort`: the rank itself, or the parent through its Arena.
+    No collective is differentiable. If a rank leaves a collective by an exception, its peers wait until someone calls
+    `abort`: the rank itself, or the parent through its Arena.
 
     Attributes:
         rank: this rank, 0 to `world_size` - 1.
@@ -47,7 +47,7 @@ class Communicator(ABC):
         self._parts: dict[int, Communicator] = {}
 
     def within(self, width: int) -> Communicator:
-        """What this rank exchanges through with those of its stage alone: of every `width` ranks beside each other.
+        """Return the communicator for the ranks of this rank's stage: `width` adjacent ranks.
 
         All ranks call it together. One of a width is made once, and reset, aborted and closed with this one.
         """
@@ -66,8 +66,8 @@ class Communicator(ABC):
         """Sums a tensor over the ranks; every rank gets the same bits. `torch.compile` passes through it.
 
         Args:
-            tensor: of one shape and dtype on all ranks. Summed in place where it is contiguous and needs no gradient.
-                16-bit floats are accumulated in fp32, but over NCCL in their own type; bools are or-ed.
+            tensor: tensor of one shape and dtype on all ranks. Summed in place if it is contiguous and needs no
+                gradient. 16-bit floats are accumulated in fp32, but over NCCL in their own type; bools are or-ed.
 
         Returns:
             `tensor` where it was summed in place, else, as always in a trace, a new contiguous tensor without gradient.
@@ -86,14 +86,14 @@ class Communicator(ABC):
         Args:
             tensor: equal on all ranks in dtype and in every dimension but `dim`.
             dim: the dimension to concatenate along; negative counts from the end.
-            sizes: what each rank contributes along `dim`, 0 allowed; None where all contribute the same.
+            sizes: contribution of each rank along `dim`, 0 allowed; None for equal ones.
 
         Returns:
             A new contiguous tensor, the same on all ranks, without gradient.
 
         Raises:
             ValueError: `sizes` does not fit the world size or `tensor`.
-            CollectiveAbortedError, DivergedError: as in `all_reduce`.
+            CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
@@ -115,7 +115,7 @@ class Communicator(ABC):
 
         Raises:
             ValueError: there is no rank `src`.
-            CollectiveAbortedError, DivergedError: as in `all_reduce`.
+            CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not 0 <= src < self.world_size:
             raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
@@ -125,8 +125,8 @@ class Communicator(ABC):
         return tensor
 
     def why_void(self) -> CollectiveAbortedError | None:
-        """Who aborted, where this rank's collectives end without an error then: on a device. What was computed since
-        means nothing, and an error that was raised since may come of that."""
+        """Return the reason of an abort after which this rank's collectives end without an error: on a device.
+        Results since then mean nothing, and errors since then may be consequences."""
         return None
 
     @contextlib.contextmanager
@@ -156,7 +156,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _part(self, width: int) -> Communicator:
-        """A new one for `within`."""
+        """Return a new one for `within`."""
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -211,11 +211,11 @@ def _(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
 
 
 class ArenaCommunicator(Communicator):
-    """A communicator whose ranks share an arena, the words of which carry aborts and cancellations.
+    """A communicator of ranks that share an arena; its words carry aborts and cancellations.
 
     Args:
         arena: it belongs to the communicator of all its ranks, which closes it.
-        place: this rank's among all of the arena; None where the communicator is that of all.
+        place: this rank's among all of the arena; None if the communicator is that of all.
     """
 
     def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
@@ -263,7 +263,7 @@ def give_way(waited: float) -> None:
 
 
 def summable_in_place(tensor: Tensor) -> Tensor:
-    """The tensor itself where it may be overwritten by the sum, else a contiguous copy.
+    """Return the tensor itself where it may be overwritten by the sum, else a contiguous copy.
 
     A tensor that needs a gradient may be saved for the backward pass and must keep its values.
     """

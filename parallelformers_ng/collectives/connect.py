@@ -1,4 +1,4 @@
-"""Which backend serves a group, and how a rank joins it."""
+"""Chooses the backend of a group, and connects a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
-    """The one of BACKENDS that "auto" stands for; any other stands for itself."""
+    """Return the one of BACKENDS that "auto" stands for; any other stands for itself."""
     if backend != "auto":
         return backend
     on_cpu = "shared_memory" if is_built() else "gloo"
@@ -30,7 +30,7 @@ def chosen_backend(backend: str, device_type: str) -> str:
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" where it can."""
+    """Return why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" if it can."""
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
@@ -71,13 +71,13 @@ def connect(
         backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
             memory, or gloo where its C was not built.
         rank, world_size: this rank and the number of ranks, of this host.
-        device: where the tensors of the collectives live.
+        device: device of the tensors.
         arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
         rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
         timeout: how long to wait for a peer, in seconds.
-        span: where the group has ranks on other hosts, too: `number` of this one, `counts` of the ranks of each, the
-            `address` at which the others know this one, and of the first rank here `links`: number of another host →
-            socket, and keys of its connection there.
+        span: places of the ranks on other hosts, if there are any: `number` of this host, `counts` of ranks per
+            host, the `address` of this host for the others, and, for the first rank here, `links`: number of another
+            host → socket, and keys of its connection there.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)
@@ -87,10 +87,10 @@ def connect(
     within = _connect_here(on_host, rank, torch.device("cpu"), arena, rendezvous, timeout)
     links = None
     if span["links"] is not None:
-        found = {
+        settings = {
             other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
         }
-        links = Links(span["number"], found, arena, timeout)
+        links = Links(span["number"], settings, arena, timeout)
     between = TwoStageCommunicator(within, span["number"], span["counts"], links)
     if backend == "nccl":
         return SpanningNcclCommunicator(between, rank, arena, span["address"], timeout, device)

@@ -22,7 +22,7 @@ def memory_left() -> int | None:
 
 
 def _directories(controller: str) -> Iterator[Path]:
-    """The folders of the groups that may limit something, each before the one above it."""
+    """Yield the folders of the groups that may limit something, each before the one above it."""
     for controllers, path in own_groups():
         if controllers and controller not in controllers.split(","):
             continue
@@ -35,7 +35,7 @@ def _directories(controller: str) -> Iterator[Path]:
 
 
 def own_groups() -> list[tuple[str, str]]:
-    """The control groups of this process: (controllers, path), version 2 without controllers."""
+    """Return the control groups of this process: (controllers, path), version 2 without controllers."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def _left_in(directory: Path) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """The text of a file of the kernel's, "" if there is none or no more files may be opened."""
+    """Return the text of a file of the kernel's, "" if there is none or no more files may be opened."""
     try:
         return file.read_text().strip()
     except OSError:

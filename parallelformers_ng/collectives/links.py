@@ -66,11 +66,12 @@ class _Link:
         self._unsent = [memoryview(bytes(part)) for part in self._unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """The body of the record that is due, once it has come whole; records of earlier generations are dropped.
+        """Return the body of the record that is due, once it has come whole; records of earlier generations are
+        dropped.
 
         Raises:
             DivergedError: another record came.
-            ProtocolError: what came was not signed by the other leader.
+            ProtocolError: a record has a wrong signature.
         """
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
@@ -109,7 +110,7 @@ class Links:
     Args:
         host: number of this host.
         connections: number of each other host → the connection to its leader, and its keys.
-        arena: that of this host, with the abort word.
+        arena: arena of this host, with the abort word.
         timeout: how long to wait for another leader, in seconds.
     """
 
@@ -123,10 +124,10 @@ class Links:
         self._generation = self._step = 0
 
     def exchange(self, own: Buffer, sizes: Sequence[int]) -> list[Buffer]:
-        """What the leaders of all hosts hold, in the order of the hosts.
+        """Exchange the values of the leaders of all hosts; return them in the order of the hosts.
 
         Args:
-            own: what this one holds.
+            own: value of this host.
             sizes: bytes of each; those of a host that contributes nothing do not travel.
 
         Raises:
@@ -134,9 +135,9 @@ class Links:
             DivergedError: a leader is in another collective.
         """
         self._step += 1
-        found: list[Buffer | None] = [None if size else b"" for size in sizes]
-        found[self._host] = own
-        missing = {other: link for other, link in self._links.items() if found[other] is None}
+        received: list[Buffer | None] = [None if size else b"" for size in sizes]
+        received[self._host] = own
+        missing = {other: link for other, link in self._links.items() if received[other] is None}
         sending = list(self._links.values())
         other = -1
         try:
@@ -148,7 +149,7 @@ class Links:
                 for other, link in self._links.items():
                     link.send()
                     if other in missing and (body := link.take(self._generation, self._step, sizes[other])) is not None:
-                        found[other] = body
+                        received[other] = body
                         del missing[other]
                 if not missing and not any(link.has_unsent for link in sending):
                     break  # before the next wait, which nothing would end
@@ -158,7 +159,7 @@ class Links:
         finally:
             for link in sending:
                 link.keep_unsent()
-        return [part for part in found if part is not None]
+        return [part for part in received if part is not None]
 
     def reset(self) -> None:
         """Begin anew after an abort. Every leader does; what is still under way of before is dropped."""

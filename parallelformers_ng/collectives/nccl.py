@@ -1,4 +1,4 @@
-"""NCCL between the ranks of a machine, and what its environment is to say."""
+"""NCCL between the ranks of a machine, and its environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTLE_SECONDS = 0.1
 """How much later than another a rank may fail for the same reason."""
 
 _NCCL_DEFAULTS = {
-    ("NCCL_SOCKET_IFNAME",): "=lo",  # where all ranks are on this machine nobody outside it need reach them
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine: nobody outside need reach them
     ("NCCL_RAS_ENABLE",): "0",  # a service that tells of the ranks, on a port of its own
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # else a traceback is kept of every collective
     # Torch would wait a minute for traces after an error, and end the process, which can go on: the group watches it.
@@ -36,11 +36,11 @@ _NCCL_DEFAULTS = {
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
     ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # it ends the process too, when the thread that waits as above seems stuck
 }
-"""Names of one variable, the present one first → what it is where the user sets none of them."""
+"""Names of one variable, the present one first → its value if the user sets none of them."""
 
 
 def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL and torch are to find in the environment besides what is there."""
+    """Return the additions to the environment for NCCL and torch."""
     return {
         names[0]: value for names, value in _NCCL_DEFAULTS.items() if not any(name in environment for name in names)
     }
@@ -57,9 +57,9 @@ class NcclCommunicator(ProcessGroupCommunicator):
     """CUDA collectives. Never run on a GPU: unmeasured.
 
     A collective is queued on the current stream and the host goes on. NCCL sums in an order and a precision of its own
-    (16-bit floats as such), but each element in one place, so that all ranks hold the same bits. What hangs on the
-    device cannot see the abort word: a thread watches it and aborts the process group, which ends the queued kernels.
-    They end without an error, and what they leave means nothing: `why_void` says so.
+    (16-bit floats stay so). Each element is summed in one place, so all ranks hold the same bits. A kernel that hangs
+    on the device cannot see the abort word. A thread watches it and aborts the process group, and that ends the queued
+    kernels. They end without an error, and their results mean nothing: see `why_void`.
 
     An abort does not return before all recordings that have collectives of the group are destroyed, and a collective
     waits for the same lock of torch meanwhile (`commDestroySync` of NCCL's init.cc; `ProcessGroupNCCL::abortComms`). So
@@ -152,12 +152,12 @@ class NcclCommunicator(ProcessGroupCommunicator):
             with torch.cuda.device(self._device):
                 group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
             self._sum_in_place(group, total)
-            found = total.item()
+            result = total.item()
         except RuntimeError as error:
             raise StartupError(f"NCCL cannot connect rank {self.rank} on {self._device}: {error}. {_REMEDY}") from error
         due = self.world_size * (self.world_size + 1) / 2
-        if found != due:
-            raise StartupError(f"NCCL sums to {found:g} on {self._device} where {due:g} is due. {_REMEDY}")
+        if result != due:
+            raise StartupError(f"NCCL sums to {result:g} on {self._device} where {due:g} is due. {_REMEDY}")
         return group
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:

@@ -27,13 +27,14 @@ from parallelformers_ng.errors import CollectiveAbortedError
 
 
 def create_rendezvous() -> int:
-    """A descriptor of an empty anonymous file for the ranks to meet in: it has no name, so nobody else finds it, and
-    nothing is left on disk however the processes end. The caller closes it, and passes it to every rank."""
+    """Return a descriptor of an empty anonymous file for the ranks to meet in: it has no name, so nobody else finds
+    it, and nothing is left on disk however the processes end. The caller closes it, and passes it to every rank."""
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
 
 
 def rendezvous_path(fd: int) -> str:
-    """The path under which this process, and its user's others, open a rendezvous as long as `fd` is open here."""
+    """Return the path under which this process, and its user's others, open a rendezvous as long as `fd` is open
+    here."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
@@ -41,11 +42,11 @@ class ProcessGroupCommunicator(ArenaCommunicator):
     """A communicator on a c10d process group.
 
     Args:
-        rank, world_size: as everywhere.
-        store: where the ranks meet.
+        rank, world_size: number of this rank, and of all ranks.
+        store: meeting point of the ranks.
         timeout: how long a rank waits for a peer, in seconds.
         arena: carries the abort and cancel words.
-        place: as in ArenaCommunicator.
+        place: same as in ArenaCommunicator.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     @abstractmethod
     def _new_group(self, store: dist.Store) -> Any:
-        """A process group whose ranks meet at `store`."""
+        """Return a process group whose ranks meet at `store`."""
 
     @abstractmethod
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
         """Writes every rank's `own`, bytes, into `whole`, in rank order; as far as the backend waits for it."""
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
-        """The first arguments of the communicator within a stage."""
+        """Return the first arguments of the communicator within a stage."""
         store = dist.PrefixStore(f"stage {self.rank // width} of {width}", self._store)
         return self.rank % width, width, store, self._timeout, self._arena, self.rank
 
@@ -77,8 +78,8 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         return self._new_group(dist.PrefixStore(str(self._generation), self._store))
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, equal in shape and dtype, `[world_size, *shape]`. They travel as bytes: no backend knows
-        every dtype."""
+        """Return all ranks' tensors, equal in shape and dtype, `[world_size, *shape]`. They travel as bytes: no
+        backend knows every dtype."""
         self._check_aborted()
         own = tensor.detach().contiguous()
         whole = own.new_empty((self.world_size, *own.shape))

@@ -31,7 +31,7 @@ KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 
 
 def is_built() -> bool:
-    """Whether the collectives in C were built where this was installed."""
+    """Return whether the collectives in C were built where this was installed."""
     return _kernel is not None
 
 
@@ -103,7 +103,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raises what a status of the kernel stands for; where this rank is the first to know, its peers are told."""
+        """Raise the error of a kernel's status. If this rank is the first to know, tell its peers."""
         if status == DONE:
             return
         if status == ABORTED:

@@ -21,13 +21,13 @@ _WORD, _LINE = 8, 64
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
-    """What `compute` gives on rank `source`, on every rank. All call this together; what `compute` raises, the caller
-    makes known by an abort, as in any collective.
+    """Return the result of `compute` on rank `source` to every rank. All ranks call this together. If `compute` raises,
+    the caller aborts, as in any collective.
 
     Args:
         source: the rank whose result counts.
         compute: makes it; None on a rank that only takes it. Others may compute too, and keep what they have.
-        device: where the communicator's tensors are.
+        device: device of the communicator's tensors.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:
@@ -38,16 +38,16 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
 
 
 def _broadcast(communicator: Communicator, source: int, data: Tensor | None, device: torch.device) -> Tensor:
-    def sent(part: Tensor | None, size: int) -> Tensor:
+    def exchange(part: Tensor | None, size: int) -> Tensor:
         sizes = [size if rank == source else 0 for rank in range(communicator.world_size)]
         own = torch.empty(0, dtype=torch.uint8, device=device) if part is None else part
         return communicator.all_gather(own, 0, sizes)
 
-    first = sent(None if data is None else data[:FIRST_BYTES], FIRST_BYTES)
+    first = exchange(None if data is None else data[:FIRST_BYTES], FIRST_BYTES)
     size = int(first[:_WORD].view(torch.int64))
     if size <= FIRST_BYTES:
         return first
-    return torch.cat([first, sent(None if data is None else data[FIRST_BYTES:], size - FIRST_BYTES)])
+    return torch.cat([first, exchange(None if data is None else data[FIRST_BYTES:], size - FIRST_BYTES)])
 
 
 def _packed(value: Any, device: torch.device) -> Tensor:

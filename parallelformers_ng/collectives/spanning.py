@@ -48,14 +48,14 @@ class HandedOver(dist.Store):
         return self._exchange(b"")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether other ranks have signalled."""
+        """Return whether other ranks have signalled."""
         return False
 
     def _exchange(self, own: bytes) -> bytes:
         slot = torch.zeros(1, _SLOT_BYTES, dtype=torch.uint8)
         slot[0, : len(own) + 1] = torch.tensor([len(own), *own], dtype=torch.uint8)
-        size, *found = self._between.all_gather(slot, 0)[self._source].tolist()
-        return bytes(found[:size])
+        size, *parts = self._between.all_gather(slot, 0)[self._source].tolist()
+        return bytes(parts[:size])
 
 
 class SpanningNcclCommunicator(NcclCommunicator):
@@ -64,12 +64,12 @@ class SpanningNcclCommunicator(NcclCommunicator):
     Args:
         between: the same ranks, for what NCCL needs in order to connect. It belongs to this communicator.
         place: this rank's among those of its host.
-        arena: that of its host.
+        arena: arena of its host.
         address: at which this host is known to the others. NCCL is kept to its interface.
-        timeout, device: as in NcclCommunicator.
+        timeout, device: same as in NcclCommunicator.
 
     Raises:
-        StartupError: as NcclCommunicator; or no interface has the address.
+        StartupError: see NcclCommunicator; also if no interface has the address.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def _abort_for_failure(self) -> Iterator[None]:
-        """Where NCCL fails it is often since a peer on another host has aborted: what that raised is the cause."""
+        """If NCCL fails, a peer on another host has often aborted first: its error is the cause."""
         try:
             yield
         except dist.DistBackendError as error:
@@ -120,26 +120,26 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface of this machine that has an address.
+    """Return the name of the interface of this machine that has an address.
 
     Raises:
         StartupError: none has it.
     """
     find = _find_6 if ":" in address else _find_4
-    found = find(address)
-    if found is None:
+    interface = find(address)
+    if interface is None:
         raise StartupError(
             f"no interface of this machine has {address} as its own address, so NCCL cannot be kept to it; set"
             " NCCL_SOCKET_IFNAME to the one at which the other hosts reach this machine"
         )
-    return found
+    return interface
 
 
 def _find_4(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:  # it has no address
                 continue
             if answer[20:24] == socket.inet_aton(address):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the threads leave their tensors: every rank puts one down, waits for all, and looks at them."""
+    """The meeting point of ranks that are threads: every rank puts a tensor down, waits for all, and reads them."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -27,14 +27,14 @@ class _Meeting:
         self._stages: dict[int, list[_Meeting]] = {}
 
     def stage(self, number: int, width: int) -> _Meeting:
-        """Where the ranks of one stage meet, of so many ranks each."""
+        """Return the meeting points of stages of `width` ranks each."""
         with self._lock:
             if width not in self._stages:
                 self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
             return self._stages[width][number]
 
     def end(self) -> None:
-        """A rank will not come again: the ranks that wait for it raise."""
+        """Note that a rank will not come again: the ranks that wait for it raise."""
         self.ended = True
         if self.barrier.n_waiting:
             self.barrier.abort()

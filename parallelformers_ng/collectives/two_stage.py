@@ -22,7 +22,7 @@ class TwoStageCommunicator(Communicator):
 
     Args:
         host: the communicator of this host's ranks.
-        number: of this host.
+        number: number of this host.
         counts: ranks of each host. Ranks are numbered host after host.
         links: the leader's; None on the others.
     """
@@ -80,18 +80,18 @@ class TwoStageCommunicator(Communicator):
         self._within.close()
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """What the leader has, on all ranks of this host."""
+        """Send the leader's tensor to all ranks of this host."""
         return tensor if self._within.world_size == 1 else self._within.broadcast(tensor)
 
     def _exchanged(self, links: Links, own: Tensor, counts: list[int]) -> list[Tensor]:
-        """The tensors of all leaders, flat, of so many elements each."""
+        """Return the tensors of all leaders, flat, of so many elements each."""
         size = own.element_size()
         try:
-            found = links.exchange(_bytes(own), [count * size for count in counts])
+            parts = links.exchange(_bytes(own), [count * size for count in counts])
         except Exception as error:
             self.abort(str(error))
             raise
-        return [_tensor(part, own.dtype) for part in found]
+        return [_tensor(part, own.dtype) for part in parts]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

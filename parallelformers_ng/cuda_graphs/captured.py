@@ -1,16 +1,15 @@
 """`parallelize(decode="cuda_graphs")`: a decode step is recorded once and then only run again, without its Python.
 
-The prompt's pass runs as it is. Of the steps that follow, alike in the shapes of their arguments, the first runs as it
-is and is watched, the second is recorded, and the recording serves from then on, also in later calls: what it reads and
-writes lies in memory that stays, its arguments in buffers and the keys and values in a cache whose memory is reused.
+The prompt's pass runs plainly. Of the following steps of equal argument shapes, the first runs plainly and is watched.
+The second is recorded, and the recording serves from then on, also in later calls. It reads and writes memory that
+stays: arguments in buffers, keys and values in a cache whose memory is reused.
 
 Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache is made for its bucket, and a call with fewer rows works
 on the first of them: the prompt's pass and the reordering of beams see a view of just those, while the recorded step
 takes all. The rows of a step do not mix, so what the others compute is never looked at.
 
-No recording is trusted unseen. What it freezes besides shapes (a position that the model counts in Python, say) would
-show at another position, so at its first two steps, of which only one is that of the recording, the step is run both
-ways from the same state, and the logits must agree.
+No recording is trusted unseen. It freezes more than shapes: a position counted in Python, for example, and that would
+show at another position. So its first two steps run both ways from the same state, and the logits must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Forward = Callable[..., Any]
 """The forward of a model."""
 
 PROOFS = 2
-"""Steps at which a recording is compared with the step as it is."""
+"""Number of steps that compare a recording with the plain step."""
 
 MOST_KINDS_OF_STEP = 64
 """Recordings of one cache; a model that needs more gives its steps a number that changes from one to the next."""
@@ -46,8 +45,8 @@ class CapturedStep:
 
     Args:
         run: the model's forward.
-        arguments: what the step was given, the cache among it.
-        reusable: that cache.
+        arguments: arguments of the step, with the cache.
+        reusable: the cache among them.
         width: rows that the recording computes.
         communicator: the ranks, whose exchanges are in the recording.
 
@@ -70,11 +69,11 @@ class CapturedStep:
         self._recorder = recorder
         self._buffers = arguments.buffers(width)
         self._feed(arguments)
-        given, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
+        buffered, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
 
         def step() -> Any:
             with self._kept:
-                return run(**given)
+                return run(**buffered)
 
         with reusable.widened(width), masks_converted_once():
             output, self._graph = recorder.record(step)
@@ -88,24 +87,24 @@ class CapturedStep:
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """The step's output, from the recording."""
+        """Return the step's output, from the recording."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
-        """The step both ways. Returns the output of the one that runs as it is; and how the other differs, "" where it
-        does not."""
+        """Return the step both ways. Returns the output of the one that runs as it is; and how the other differs, ""
+        where it does not."""
         before = self._cache.snapshot()
-        found = self._compute(arguments)
-        for tensor, held in before:
-            tensor.copy_(held)
+        result = self._compute(arguments)
+        for tensor, saved in before:
+            tensor.copy_(saved)
         output = run(**arguments.given)
         want = output.logits
         tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
         self.proofs_left -= 1
-        agree = bool((found - want).abs().max() <= tolerance)
+        agree = bool((result - want).abs().max() <= tolerance)
         return output, "" if agree else "a recorded step gives other logits than the step as it is"
 
     def _compute(self, arguments: StepArguments) -> Tensor:
@@ -124,11 +123,11 @@ class CapturedSteps:
     """The recorded steps of one rank's model.
 
     Args:
-        recorder: what records them.
+        recorder: recorder of the steps.
         communicator: the ranks, which record and give up together.
 
     Attributes:
-        reason: why the last call ran steps as they are, "" where it did not.
+        reason: why the last call ran steps as they are, "" if it did not.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -148,15 +147,15 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Within it, `model.generate` over a static cache has its steps captured, where that can be."""
+        """Within it, `model.generate` over a static cache has its steps captured if possible."""
         self.reason = _model_obstacle(model)
         if self.reason:
             yield
             return
         prepare, forward = model._prepare_static_cache, model.forward
 
-        def prepare_reusable(**how: Any) -> Any:
-            return self._prepare_cache(model, prepare, how)
+        def prepare_reusable(**options: Any) -> Any:
+            return self._prepare_cache(model, prepare, options)
 
         @functools.wraps(forward)
         def forward_captured(*args: Any, **kwargs: Any) -> Any:
@@ -174,14 +173,14 @@ class CapturedSteps:
             self._current = None
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """The cache for so many rows, or a few more.
+        """Return the cache for so many rows, or a few more.
 
         Args:
-            tokens: that it has to have room for.
+            tokens: least room, in tokens.
             length: tokens of one that has to be made, by `make`.
 
         Returns:
-            None, and a `reason`, where the model's has no reusable form.
+            None, and a `reason`, if the model's cache has no reusable form.
         """
         self.reason = ""
         bucket = bucket_of(rows)
@@ -197,23 +196,23 @@ class CapturedSteps:
         return reusable
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """A step over a cache of `cache`, from its recording where there is one."""
+        """Return a step over a cache of `cache`, from its recording if there is one."""
         self.reason = _model_obstacle(model)
         if self.reason:
             return model(**arguments)
         self._current = reusable
         return self._step(reusable, model.forward, (), arguments)
 
-    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], how: dict[str, Any]) -> Any:
-        """What transformers asks for once a call, when all lengths are known: here a reusable static cache."""
-        tokens = how["max_cache_len"]
+    def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Return a reusable static cache. transformers asks for one once a call, when all lengths are known."""
+        tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
         def make() -> Any:
             model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
-            return prepare(**{**how, "max_cache_len": length})
+            return prepare(**{**options, "max_cache_len": length})
 
-        reusable = self.cache(how["batch_size"], tokens, length, make)
+        reusable = self.cache(options["batch_size"], tokens, length, make)
         if reusable is None:
             return make()
         self._current = reusable
@@ -273,7 +272,7 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """This rank's failure, or that another has one: the ranks go on in the same way."""
+        """Return this rank's failure, or that another has one: the ranks go on in the same way."""
         if self._communicator.world_size == 1:
             return failure
         mine = torch.tensor([bool(failure)], device=self._device())
@@ -286,7 +285,7 @@ class CapturedSteps:
 
 
 def odd_output(output: Any, cache: Any) -> str:
-    """What a step's output has besides the logits and the cache, which are all that a recording gives; "" where it has
+    """Return name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are
     no more."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:

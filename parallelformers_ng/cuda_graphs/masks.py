@@ -39,7 +39,7 @@ def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     kernels do not take infinities (`convert_boolean_attn_mask_cudnn`), and beside a score that counts both give 0.
 
     Args:
-        mask: of booleans, or of numbers that are added to the scores; any shape.
+        mask: mask of booleans, or of numbers to add to the scores; any shape.
         dtype: data type of the queries.
 
     Returns:

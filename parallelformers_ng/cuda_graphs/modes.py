@@ -1,9 +1,9 @@
 """`parallelize(decode="compile")` and `"cuda_graphs"`: decode steps over caches of a fixed size.
 
-transformers compiles the forward of a decode step where the cache is static; the prompt's own pass stays as it is. What
-is added here is to ask for it, where it is possible, and to say so where it is not. Steps that become CUDA graphs ask
-for the same cache, and for no compiler; `captured.py` does the rest, on the workers. On CUDA devices that is the
-default, for calls that would not notice, until a device shows that it cannot.
+transformers compiles the forward of a decode step if the cache is static; the prompt's pass stays plain. This file asks
+for that if it is possible, and says so if it is not. Steps that become CUDA graphs need the same cache and no compiler;
+`captured.py` does the rest, on the workers. On CUDA devices that is the default, for calls that would not notice, until
+a device shows that it cannot.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class StaticSteps:
 
     Attributes:
         options: arguments of `generate` that ask for it.
-        without: what is said where a call cannot have it.
+        without: message for a call that cannot have it.
         captured: whether they become CUDA graphs.
-        by_default: whether nobody asked for it. A call then has it only if its answer is of the same kind without it,
-            and no call has it after one that could not.
+        by_default: whether the mode is a default. A call then uses it only if its answer is of the same
+            kind without it, and no call uses it after a failure.
     """
 
     options: Mapping[str, Any]
@@ -46,7 +46,7 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """What `parallelize` was asked for.
+    """Return the decode mode of `parallelize`.
 
     Args:
         decode: its argument.
@@ -55,7 +55,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
             in it, and is compiled in pieces around them.
 
     Returns:
-        How decode steps run, None for as they are; and why that is not as asked, "" where it is.
+        How decode steps run, None for as they are; and why that is not as asked, "" if it is.
 
     Raises:
         ParallelError: `decode` is something else, or has each of several ranks make CUDA graphs of what it compiles.
@@ -97,17 +97,17 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """The arguments of a call of `generate` with what makes its steps go as asked.
+    """Return the arguments of a call of `generate` with what makes its steps go as asked.
 
     Returns:
-        The arguments; and why they are as they were, "" where they are not.
+        The arguments; and why they are as they were, "" if they are not.
     """
-    given = {**arguments}
-    if reason := _obstacle(model, given, steps):
-        return given, reason
+    static = {**arguments}
+    if reason := _obstacle(model, static, steps):
+        return static, reason
     if steps.captured:
-        return {"cache_implementation": "static", **given, **steps.options}, ""
-    return {"cache_implementation": "static", **steps.options, **given}, ""
+        return {"cache_implementation": "static", **static, **steps.options}, ""
+    return {"cache_implementation": "static", **steps.options, **static}, ""
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
@@ -121,59 +121,59 @@ def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_s
 
 
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
+    """Return the arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
 
-    On accelerators transformers compiles steps over a static cache unasked, in a mode that records them as CUDA graphs;
-    of several ranks, each would record the others' exchanges. Where the caller says how to compile, that holds.
+    On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
+    several ranks, each would record the others' exchanges. If the caller says how to compile, that holds.
     """
-    given = {**arguments}
-    config = given.get("generation_config") or model.generation_config
-    said = any(given.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
-    fixed = given.get("cache_implementation", getattr(config, "cache_implementation", None))
-    if not said and (fixed is not None or any(given.get(name) is not None for name in CACHES)):
-        given["disable_compile"] = True
-    return given
+    eager = {**arguments}
+    config = eager.get("generation_config") or model.generation_config
+    said = any(eager.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
+    fixed = eager.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if not said and (fixed is not None or any(eager.get(name) is not None for name in CACHES)):
+        eager["disable_compile"] = True
+    return eager
 
 
-def _positions(arguments: Mapping[str, Any], asked: Callable[[str], Any]) -> int:
-    """Rows × tokens that the cache of a call must have room for."""
-    given = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-    rows, tokens = next((prompt.shape[:2] for prompt in given if prompt is not None), (1, 1))
-    new = asked("max_new_tokens")
-    tokens = tokens + new if new is not None else asked("max_length") or tokens
-    return int(rows * tokens * max(asked("num_beams") or 1, asked("num_return_sequences") or 1))
+def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
+    """Return rows × tokens that the cache of a call must have room for."""
+    inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
+    new = setting("max_new_tokens")
+    tokens = tokens + new if new is not None else setting("max_length") or tokens
+    return int(rows * tokens * max(setting("num_beams") or 1, setting("num_return_sequences") or 1))
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Why the steps of this call cannot be compiled or captured, in words; "" where they can."""
+    """Return why the steps of this call cannot be compiled or captured, in words; "" if they can."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
-    def asked(name: str) -> Any:
+    def setting(name: str) -> Any:
         return arguments[name] if name in arguments else getattr(generation_config, name, None)
 
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {type(model).__name__}, whose steps are no single graph"
     if any(arguments.get(name) is not None for name in CACHES):
         return "the caller's cache is used"
-    if asked("cache_implementation") not in (None, "static"):
-        return f"cache_implementation={asked('cache_implementation')!r} was asked for"
-    if asked("use_cache") is False:
+    if setting("cache_implementation") not in (None, "static"):
+        return f"cache_implementation={setting('cache_implementation')!r} was asked for"
+    if setting("use_cache") is False:
         return "use_cache is False"
-    if asked("disable_compile") and not steps.captured:
+    if setting("disable_compile") and not steps.captured:
         return "disable_compile was asked for"
-    if asked("compile_config") is not None and steps.captured:
+    if setting("compile_config") is not None and steps.captured:
         return "compile_config was asked for"
-    if asked("prefill_chunk_size") is not None and steps.captured:
+    if setting("prefill_chunk_size") is not None and steps.captured:
         return "prefill_chunk_size was asked for"
     if steps.captured and model.training:
         return "the model is in training mode"
     if steps.captured and torch.is_autocast_enabled():
         return "torch.autocast is on"
-    if asked("return_dict_in_generate") and steps.by_default:
+    if setting("return_dict_in_generate") and steps.by_default:
         return "the cache, which could not grow, may be handed out"
-    if steps.by_default and (positions := _positions(arguments, asked)) > MOST_POSITIONS:
+    if steps.by_default and (positions := _positions(arguments, setting)) > MOST_POSITIONS:
         return f"each step would read a cache of {positions} positions, empty ones too; {MOST_POSITIONS} at most"
-    if any(asked(name) is not None for name in _ASSISTED):
+    if any(setting(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     if model.config.model_type == "falcon" and model.config.alibi:
         return "Falcon's alibi takes a mask of two dimensions"  # and transformers gives it one of four

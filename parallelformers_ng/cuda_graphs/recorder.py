@@ -1,4 +1,5 @@
-"""What records a decode step and runs it again, a CUDA graph; what a step is given; what in it cannot be recorded."""
+"""Records a decode step as a CUDA graph and runs it again; also the arguments of a step, and the parts that cannot
+be recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
-"""Arguments whose first dimension is that of the rows, where they have so many dimensions."""
+"""Arguments whose first dimension is the rows, with their number of dimensions."""
 
 
 class CudaRecorder:
@@ -91,7 +92,7 @@ class StepArguments:
     """The keyword arguments of one step.
 
     Args:
-        given: `input_ids` `[rows, 1]` among them; tensors may lie in dictionaries.
+        arguments: `input_ids` `[rows, 1]` among them; tensors may lie in dictionaries.
         cache: the cache among them.
 
     Attributes:
@@ -102,13 +103,13 @@ class StepArguments:
         Uncapturable: there is an argument that is neither a tensor nor a plain value.
     """
 
-    def __init__(self, given: dict[str, Any], cache: Any) -> None:
-        self.given = given
-        self.rows = given["input_ids"].shape[0]
+    def __init__(self, arguments: dict[str, Any], cache: Any) -> None:
+        self.given = arguments
+        self.rows = arguments["input_ids"].shape[0]
         self.tensors: list[Tensor] = []
         self._names: list[str] = []
         self._constants: list[Any] = []
-        for name, value in given.items():
+        for name, value in arguments.items():
             for key, item in value.items() if isinstance(value, dict) else ((None, value),):
                 if isinstance(item, Tensor):
                     self.tensors.append(item)
@@ -134,8 +135,8 @@ class StepArguments:
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Tensors of `width` rows for these arguments. What is added to theirs is the first row: valid, whoever reads
-        it."""
+        """Return tensors of `width` rows for these arguments. What is added to theirs is the first row: valid,
+        whoever reads it."""
         buffers = []
         for tensor in self.tensors:
             shape = self._shape(tensor, width)
@@ -144,7 +145,7 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """The arguments with other tensors in the places of these."""
+        """Return the arguments with other tensors in the places of these."""
         rest = iter(tensors)
 
         def placed(item: Any) -> Any:
@@ -196,7 +197,7 @@ class CaptureCheck(TorchDispatchMode):
     is better not tried.
 
     Attributes:
-        found: the first such operator, in words; "" where there is none.
+        found: the first such operator, in words; "" if there is none.
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,12 @@ LENGTH_STEP = 128
 
 
 def bucket_of(rows: int) -> int:
-    """The rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
+    """Return the rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
     return 1 << (rows - 1).bit_length()
 
 
 class ReusableLayer(StaticLayer):
-    """A layer whose memory has a bucket of rows, of which a call uses the first few.
+    """A layer with memory for a bucket of rows. A call uses the first few.
 
     `keys` and `values`, `[rows, heads, tokens, width]`, are views of it, so that whatever transformers does with a
     layer it does as in one of its own. `renew` makes it look as it did before its first use.
@@ -81,8 +81,8 @@ class ReusableLayer(StaticLayer):
         self.keys, self.values = (memory[:rows] for memory in self.whole)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for held in (self.keys, self.values):
-            held.copy_(held.index_select(0, beam_idx.to(held.device)))
+        for states in (self.keys, self.values):
+            states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
@@ -95,8 +95,8 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         if self.cumulative_length_int <= self.max_cache_len:
             return self._place(key_states, value_states)
         # transformers makes an index out of Python numbers here, which no capture admits
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held.copy_(torch.cat((held[:, :, 1:], new), dim=-2))
+        for states, new in ((self.keys, key_states), (self.values, value_states)):
+            states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 
     @property
@@ -111,7 +111,7 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 @functools.cache
 def _tokens_are_placed_alike() -> bool:
-    """Whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
+    """Return whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
@@ -134,7 +134,7 @@ _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """The kind of cache, or of a layer in it, that has no reusable form; "" where all have."""
+    """Return the kind of cache, or of a layer in it, that has no reusable form; "" if all have."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -157,9 +157,9 @@ class ReusableCache:
         length: tokens that it has room for.
 
     Attributes:
-        layers: those that hold something.
-        steps: what was recorded of the steps that write to it: None for one that was seen once, a reason where one is
-            not to be recorded. Whoever has a layer take memory elsewhere has them forgotten.
+        layers: layers that hold something.
+        steps: recordings of the steps that write to it: None for a step seen once, a reason for a step that is
+            not recorded. A layer that moves to other memory forgets them.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
@@ -189,7 +189,7 @@ class ReusableCache:
             layer.release()
 
     def renew(self) -> StaticCache:
-        """The cache as if it were new."""
+        """Return the cache as if it were new."""
         for layer in self.layers:
             layer.renew()
         return self.cache
@@ -199,9 +199,9 @@ class ReusableCache:
 
         Nothing is copied where that is what `lend` gave it, whatever was written there since.
         """
-        held = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
-        if len(held) == len(self._lent) and all(
-            mine.is_set_to(its) for mine, its in zip(self._lent, held, strict=True)
+        tensors = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
+        if len(tensors) == len(self._lent) and all(
+            mine.is_set_to(its) for mine, its in zip(self._lent, tensors, strict=True)
         ):
             return
         for layer, its in zip(self.layers, growing.layers, strict=True):
@@ -234,7 +234,7 @@ class ReusableCache:
 
     @property
     def phase(self) -> tuple[bool, ...]:
-        """What a step depends on besides tensors: which windows are full."""
+        """Return the state that a step depends on besides tensors: which windows are full."""
         return tuple(layer.is_full for layer in self._windows)
 
     def advance(self) -> None:
@@ -258,13 +258,13 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Every tensor of the cache with a copy of what it holds now."""
-        held = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
-        return [(tensor, _copied(tensor)) for tensor in held]
+        """Return every tensor of the cache with a copy of what it holds now."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
+        return [(tensor, _copied(tensor)) for tensor in tensors]
 
 
 def handed_out(cache: Cache) -> Cache:
-    """The cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
+    """Return the cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -290,7 +290,7 @@ def _plain_copy(layer: Any) -> StaticLayer:
 
 
 def _fits(memory: Tensor, states: Tensor) -> bool:
-    """Whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
+    """Return whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
     same = memory.dtype == states.dtype and memory.device == states.device
     shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
     return same and shapes_fit and states.shape[0] <= memory.shape[0]

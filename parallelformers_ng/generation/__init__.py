@@ -1,1 +1,1 @@
-"""What a `generate` needs on both sides: caches and handles for them, processors that come back changed, streams."""
+"""Both sides of a `generate`: caches and their handles, processors that come back changed, streams."""

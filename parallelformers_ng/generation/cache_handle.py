@@ -16,14 +16,14 @@ from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
 
 
 class Registry(Protocol):
-    """What a handle is entered in: it knows the workers that hold the cache, and asks them."""
+    """The registry of a handle: it knows the workers that hold the cache, and asks them."""
 
     @property
     def incarnation(self) -> int | None:
         """How often the workers were started again; None if they are gone for good."""
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Whether every rank still holds the cache as it was when the caller last heard of it."""
+        """Return whether every rank still holds the cache as it was when the caller last heard of it."""
 
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
@@ -50,7 +50,7 @@ class CacheHandle(Cache):
     _registry: weakref.ref[Registry]
 
     def check(self) -> Registry:
-        """The registry that it is entered in.
+        """Return the registry that it is entered in.
 
         Raises:
             StaleCacheError: the workers that held the cache are gone, or their parts of it differ.
@@ -66,13 +66,13 @@ class CacheHandle(Cache):
             self.unverified = False
         if self.inconsistent:
             raise StaleCacheError(
-                f"a request failed or was interrupted while it was writing to this {type(self).__name__}, of which the"
-                " ranks may now hold different lengths; run the prompt again"
+                f"a request failed or was interrupted while it wrote to this {type(self).__name__}, so the ranks may"
+                " hold different lengths of it; run the prompt again"
             )
         return registry
 
     def place(self) -> tuple[CacheHandle, str]:
-        """The handle that has a number of the workers', and which of its subcaches this is, "" for the whole."""
+        """Return the handle that has a number of the workers', and which of its subcaches this is, "" for the whole."""
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -183,8 +183,8 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """A handle for cache `number` of the workers of `incarnation`; where the caller already holds an object for it,
-    that object becomes the handle."""
+    """Return a handle for cache `number` of the workers of `incarnation`. If the caller already holds an object for
+    it, that object becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -199,7 +199,8 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """A class that is both a `CacheHandle` and a `cls`, with every public method of `cls` answered or forwarded."""
+    """Return a class that is both a `CacheHandle` and a `cls`, with every public method of `cls` answered or
+    forwarded."""
     if issubclass(cls, CacheHandle):
         return cls
     base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else base
@@ -242,12 +243,12 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 
 def is_empty(cache: Cache) -> bool:
-    """Whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
+    """Return whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
     parts = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return not any(_is_filled(layer) for part in parts for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:
-    """A layer takes its tensors, `[batch, …]` with two more dimensions or three, on its first update. Counters may be
-    there before."""
+    """Return a layer takes its tensors, `[batch, …]` with two more dimensions or three, on its first update.
+    Counters may be there before."""
     return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

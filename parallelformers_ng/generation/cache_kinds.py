@@ -39,9 +39,8 @@ def _of_the_kind(make: Any) -> Any:
 
 
 def order_prefetches() -> None:
-    """Have caches in host memory bring keys and values back no sooner than they have left, from now on. For CUDA ranks;
-    transformers 5.17 does not wait for that, nor does the host since it asks a step late whether sequences have ended.
-    """
+    """Have caches in host memory bring keys and values back no sooner than they have left, from now on. For CUDA
+    ranks: transformers 5.17 does not wait for prefetches, and the host no longer waits in each step."""
     if not hasattr(Cache.prefetch, "__wrapped__"):
         Cache.prefetch = _after_offloads(Cache.prefetch)
 
@@ -56,7 +55,7 @@ def _after_offloads(usual: Any) -> Any:
 
 
 def take_kind(cache: Cache) -> Cache:
-    """Make an empty cache, one of the caller's perhaps, of the kind that is kept. It is changed, and returned."""
+    """Give an empty cache, maybe the caller's, the kind in which caches are kept. It is changed, and returned."""
     for part in _parts(cache) if _kind == "int8" else ():
         if part.layer_class_to_replicate is DynamicLayer:
             part.layer_class_to_replicate = Int8Layer
@@ -65,7 +64,7 @@ def take_kind(cache: Cache) -> Cache:
 
 
 def _parts(cache: Cache) -> Iterator[DynamicCache]:
-    """The dynamic caches that a cache is or has."""
+    """Yield the dynamic caches that a cache is or has."""
     caches = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return (part for part in caches if isinstance(part, DynamicCache))
 
@@ -93,7 +92,7 @@ def check_kind(kind: str | None, device: str, decode: Any) -> None:
 
 
 def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
-    """`kind`, where a model's caches can be kept so.
+    """Return `kind` if a model's caches can be kept so.
 
     Raises:
         ParallelError: they cannot; it says why.

@@ -21,14 +21,14 @@ _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
 
 
 class Workers(Protocol):
-    """What has a group of workers, and starts another in the place of one that died."""
+    """The holder of a group of workers, which replaces a group that died."""
 
     @property
     def incarnation(self) -> int:
         """How often the workers were started again."""
 
     def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
-        """The group to send requests to, and its incarnation."""
+        """Return the group to send requests to, and its incarnation."""
 
     def deadline_of(self, timeout: float | None) -> float:
         """When a call must be done that begins now, on the clock of `time.monotonic`."""
@@ -67,8 +67,8 @@ class CacheRegistry:
 
     # -- with requests -------------------------------------------------------------------------------------------
 
-    def send(self, cache: Cache, sent: dict[int, Cache]) -> Handle:
-        """What goes to the workers for a cache, which is noted in `sent` by its number.
+    def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
+        """Return the value that stands for a cache in a message; note the cache in `in_flight` by its number.
 
         Raises:
             ParallelError: it is another model's, or was filled in this process.
@@ -77,7 +77,7 @@ class CacheRegistry:
             if cache.check() is not self:
                 raise ParallelError(f"this {type(cache).__name__} belongs to another model")
             whole, subcache = cache.place()
-            sent[whole.number] = whole
+            in_flight[whole.number] = whole
             return Handle("cache", (whole.number, subcache))
         if not is_empty(cache):
             raise ParallelError(
@@ -85,7 +85,7 @@ class CacheRegistry:
                 " heads; pass an empty cache, or one that this model returned"
             )
         number = next(self._numbers)
-        sent[number] = cache
+        in_flight[number] = cache
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
@@ -96,7 +96,7 @@ class CacheRegistry:
             self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
-        """The caller's handle for a cache that a request returned."""
+        """Return the caller's handle for a cache that a request returned."""
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
@@ -106,7 +106,7 @@ class CacheRegistry:
         return getattr(known, subcache) if subcache else known
 
     def take_freed(self) -> list[int]:
-        """Numbers to free with the request that is about to be sent."""
+        """Return numbers to free with the request that is about to be sent."""
         present, freed = self.incarnation, []
         while self.unwanted:
             item = self.unwanted.popleft()
@@ -119,16 +119,18 @@ class CacheRegistry:
                 freed.append(number)
         return freed
 
-    def free_after_failure(self, incarnation: int, numbers: list[int], sent: Mapping[int, Cache] | None = None) -> None:
-        """What a failed request should have freed, or made and nobody will ever hold.
+    def free_after_failure(
+        self, incarnation: int, numbers: list[int], in_flight: Mapping[int, Cache] | None = None
+    ) -> None:
+        """Free the caches that a failed request should have freed, or has made.
 
         Args:
-            incarnation: of the workers that the request was for.
-            numbers: of caches and blocks.
-            sent: caches that went with the request, by number. Handles among them are used no more before the ranks
-                were asked; of the caller's own empty ones, what the ranks may have begun to fill is dropped.
+            incarnation: incarnation of the request's workers.
+            numbers: numbers of caches and blocks.
+            in_flight: caches that went with the request, by number. Handles among them are verified with the ranks
+                before their next use; the caller's own empty caches are dropped on the ranks.
         """
-        for number, cache in (sent or {}).items():
+        for number, cache in (in_flight or {}).items():
             if isinstance(cache, CacheHandle):
                 cache.unverified = True
             else:
@@ -163,7 +165,7 @@ class CacheRegistry:
             raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Whether every rank still holds the cache as it was when the caller last heard of it."""
+        """Return whether every rank still holds the cache as it was when the caller last heard of it."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)
@@ -171,8 +173,8 @@ class CacheRegistry:
         if incarnation != handle.incarnation:
             return False
         numbers = [(handle.number,)] * group.world_size
-        held = group.call_each("cache_info", numbers, deadline)
-        return all(info == handle.info for info in held)
+        infos = group.call_each("cache_info", numbers, deadline)
+        return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
         # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.

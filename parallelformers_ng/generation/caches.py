@@ -1,4 +1,4 @@
-"""Key/value caches that stay in the worker: each rank keeps those of its own heads, the caller holds a handle."""
+"""Key/value caches that stay in the worker: each rank keeps its own heads, the caller holds a handle."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from parallelformers_ng.wire.frame import Handle
 
 @dataclass
 class CacheInfo:
-    """What a handle can answer by itself.
+    """Facts about a cache, which a handle answers by itself.
 
     Attributes:
-        module, name: of the cache's class.
+        module, name: place and name of the cache's class.
         lengths: tokens held by each layer, -1 for a layer that does not count them.
         batch_size: rows, -1 before the first update.
         flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
@@ -65,8 +65,8 @@ _COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, St
 
 
 def shows_every_write(cache: Cache) -> bool:
-    """Whether no forward can write to the cache without its lengths telling. The states of linear attention and the
-    cross-attention of an encoder-decoder change and have no length."""
+    """Return whether no forward can write to the cache without its lengths telling. The states of linear attention
+    and the cross-attention of an encoder-decoder change and have no length."""
     return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
@@ -89,20 +89,20 @@ class CacheTable:
         return len(self._held)
 
     def get(self, number: int, subcache: str = "") -> Cache:
-        """A cache that is held, or one of its subcaches."""
+        """Return a cache that is held, or one of its subcaches."""
         cache = self._held[number]
         return getattr(cache, subcache) if subcache else cache
 
     def info(self, number: int) -> CacheInfo:
-        """What a cache has become."""
+        """Return the facts about a cache as it is now."""
         return info_of(self._held[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """The same; None where the cache may have been written to in a way that its lengths do not show."""
+        """Return the same; None if the cache may have been written to in a way that its lengths do not show."""
         return self.info(number) if shows_every_write(self._held[number]) else None
 
     def put(self, cache: Cache) -> int:
-        """The id of `cache`, a new one on first sight."""
+        """Return the id of `cache`, a new one on first sight."""
         number = self._ids.get(id(cache))
         if number is None:
             number = self.last_number = self.last_number + 1
@@ -125,7 +125,7 @@ class CacheTable:
                 del self._ids[id(cache)]
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """What the caller gets for a cache.
+        """Return the caller's handle for a cache.
 
         Args:
             cache: one that is held, or will be from now on.
@@ -138,11 +138,11 @@ class CacheTable:
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
-        for number, held in self._held.items():
-            if isinstance(held, EncoderDecoderCache):
+        """Return number of the cache that this one is a subcache of, and which. (0, "") where it is none."""
+        for number, kept in self._held.items():
+            if isinstance(kept, EncoderDecoderCache):
                 for name in SUBCACHES:
-                    if getattr(held, name) is cache:
+                    if getattr(kept, name) is cache:
                         return number, name
         return 0, ""
 
@@ -159,7 +159,7 @@ def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """The same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
+    """Return the same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
     return mapped(value, Handle, change, in_place=True)
 
 

@@ -30,7 +30,7 @@ class _Room(NamedTuple):
     room: int
 
     def fits(self, layer: Any, end: int) -> bool:
-        """Whether the layer may write up to token `end` behind what it holds."""
+        """Return whether the layer may write up to token `end` behind what it holds."""
         mine = self.owner == id(layer) and self.keys() is layer.keys and self.values() is layer.values
         return mine and end <= self.room
 
@@ -64,8 +64,7 @@ def _in_place(concatenate: Any) -> Any:
 def extended(
     layer: Any, tokens: int, key_like: Tensor | None = None, value_like: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Lengthen what a layer holds by so many tokens, whose keys and values are for the caller to write. In inference
-    mode only.
+    """Lengthen the layer's keys and values by so many tokens; the caller writes them. In inference mode only.
 
     Args:
         layer: a `DynamicLayer`.
@@ -88,22 +87,22 @@ def extended(
     return layer.keys, layer.values
 
 
-def _follows(held: Tensor, new: Tensor) -> bool:
-    """Whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
-    if held.dtype is not new.dtype:
+def _follows(old: Tensor, new: Tensor) -> bool:
+    """Return whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
+    if old.dtype is not new.dtype:
         return False
-    mine, its = held.shape, new.shape
+    mine, its = old.shape, new.shape
     return mine == (0,) or (mine[-1] == its[-1] and mine[:-2] == its[:-2])
 
 
-def _moved(held: Tensor, new: Tensor, room: int) -> Tensor:
-    """`held` in memory with room for so many tokens."""
+def _moved(old: Tensor, new: Tensor, room: int) -> Tensor:
+    """`old` in memory with room for so many tokens."""
     *lead, _, width = new.shape
     roomy = new.new_empty((*lead, room, width))
-    return roomy.narrow(-2, 0, held.shape[-2]).copy_(held) if held.numel() else roomy
+    return roomy.narrow(-2, 0, old.shape[-2]).copy_(old) if old.numel() else roomy
 
 
-def _reaching(held: Tensor, like: Tensor, end: int) -> Tensor:
-    """`held`, whose memory reaches further than its tokens, up to token `end`."""
+def _reaching(old: Tensor, like: Tensor, end: int) -> Tensor:
+    """`old`, whose memory reaches further than its tokens, up to token `end`."""
     *lead, _, width = like.shape
-    return held.as_strided((*lead, end, width), held.stride())
+    return old.as_strided((*lead, end, width), old.stride())

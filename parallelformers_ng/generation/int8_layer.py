@@ -1,7 +1,7 @@
 """Keys and values in int8. One head's keys of one token, or its values, share a scale: the largest of them over 127.
 
-What is attended to is what is kept, also for tokens that a forward adds itself. So results do not depend on where a
-prompt is cut into pieces, nor on whether its beginning was known.
+Attention reads the stored values, even for the tokens of the current forward. So results do not depend on the pieces of
+a prompt, nor on a known beginning.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ for _name in (
 
 
 def quantized(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, int8, and scales for numbers `[…, width]`. Where there is a number that is none, all `width` are none."""
+    """Encode numbers `[…, width]` as codes, int8, and scales. If one number is not finite, all `width` become NaN."""
     scales = (states.abs().amax(-1, keepdim=True).float() / _LARGEST).to(_SCALE)
     codes = states / scales.float().clamp_min(torch.finfo(torch.float32).tiny)
     return codes.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales

@@ -31,7 +31,7 @@ class AgreedCriteria(StoppingCriteriaList):
     and all go on with those of rank 0.
 
     Args:
-        criteria: what ends a sequence on this rank.
+        criteria: stopping criteria of this rank.
         communicator: the ranks.
         sequence: number of the request, the one that the parent cancels.
         sends: whether tokens are sent and not compared. They are the last column of what the criteria are given.
@@ -50,10 +50,11 @@ class AgreedCriteria(StoppingCriteriaList):
         self._length = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Which sequences end with the tokens just chosen, bool `[rows]`, the same on every rank.
+        """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
 
         Raises:
-            RequestCancelledError, DivergedError: as `check`; on CPU ranks, at once.
+            RequestCancelledError, DivergedError: see `check`; on CPU ranks, at
+                once.
         """
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
@@ -94,8 +95,8 @@ class AgreedCriteria(StoppingCriteriaList):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """A number that differs, but for chance, where tokens differ, the newest or earlier ones: at each step 31 times
-        what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
+        """Return a number that differs, but for chance, where tokens differ, the newest or earlier ones: at each
+        step 31 times what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
@@ -114,12 +115,12 @@ def agreed_criteria(
     """Within it, a `generate` of any of these models ends as all ranks agree.
 
     Args:
-        models: those that have one, a model and what generates within it.
-        communicator, sequence: as in `AgreedCriteria`.
+        models: models with a `generate`: the model and its parts.
+        communicator, sequence: same as in `AgreedCriteria`.
         alike: whether the ranks' devices compute alike.
 
     Raises:
-        RequestCancelledError, DivergedError: as `AgreedCriteria.check`.
+        RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
     """
     unchecked: list[AgreedCriteria] = []
 
@@ -131,9 +132,9 @@ def agreed_criteria(
         check()  # of a generation before this one
         criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
         sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
-        made = AgreedCriteria(criteria, communicator, sequence, sends)
-        unchecked.append(made)
-        return made
+        agreed = AgreedCriteria(criteria, communicator, sequence, sends)
+        unchecked.append(agreed)
+        return agreed
 
     for model in models:
         model._get_stopping_criteria = functools.partial(join, model)
@@ -146,15 +147,16 @@ def agreed_criteria(
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
-    """Whether the devices of all ranks compute and draw alike. All ranks call it together.
+    """Return whether the devices of all ranks compute and draw alike. All ranks call it together.
 
-    On CUDA they do not if they differ in their multiprocessors, over which a kernel lays out what it draws
-    (`calc_execution_policy` in torch's DistributionTemplates.h), or in their kind, by which kernels are chosen.
+    On CUDA they do not if the devices differ in their multiprocessors, over which a kernel lays out its draws
+    (`calc_execution_policy` in torch's DistributionTemplates.h). Nor if the devices differ in kind, as the kind decides
+    the kernels.
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
-    found = torch.cuda.get_device_properties(device)
-    kind = (found.multi_processor_count, found.major, found.minor, zlib.crc32(found.name.encode()))
+    properties = torch.cuda.get_device_properties(device)
+    kind = (properties.multi_processor_count, properties.major, properties.minor, zlib.crc32(properties.name.encode()))
     kinds = communicator.all_gather(torch.tensor(kind, device=device)).view(-1, len(kind))
     return bool((kinds == kinds[0]).all())
 
@@ -199,8 +201,8 @@ class OwnStream:
     that a call with that seed has alone, see `CallersRandomness`.
 
     Args:
-        seed: where it begins.
-        device: where the rank computes.
+        seed: start of the stream.
+        device: device of the rank.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -229,8 +231,8 @@ class CallersRandomness:
     where the device drew.
 
     Args:
-        state: of the caller's CPU generator, or None to leave all generators alone.
-        device: where the rank computes.
+        state: state of the caller's CPU generator, or None to leave all generators alone.
+        device: device of the rank.
     """
 
     def __init__(self, state: bytes | None, device: torch.device) -> None:

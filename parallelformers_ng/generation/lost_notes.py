@@ -23,7 +23,7 @@ def globals_written_by(root: Any) -> list[str]:
     Args:
         root: a function, a method, or an object with `__call__`.
     """
-    found, seen = dict[str, None](), set[types.CodeType]()
+    names, seen = dict[str, None](), set[types.CodeType]()
     waiting = [code_of(root)]
     while waiting:
         function = waiting.pop()
@@ -33,14 +33,14 @@ def globals_written_by(root: Any) -> list[str]:
             continue
         seen.add(function.__code__)
         written, read = _names(function.__code__)
-        found.update(dict.fromkeys(written))
+        names.update(dict.fromkeys(written))
         waiting += [function.__globals__.get(name) for name in read]
-    return list(found)
+    return list(names)
 
 
 @functools.lru_cache(256)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the global variables that code writes to, and of all that it reads."""
+    """Return names of the global variables that code writes to, and of all that it reads."""
     written, read = list[str](), dict[str, None]()
     for part in _parts(code):
         begins: dict[tuple[Any, Any], str] = {}  # line and column → the global variable whose name begins there
@@ -58,7 +58,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and those within it."""
+    """Yield a code object and those within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

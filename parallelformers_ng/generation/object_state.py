@@ -32,18 +32,18 @@ class ObjectState:
 
     Args:
         roots: the objects.
-        there: what to send for a value besides the parts; by default itself.
+        stand_in: function that returns the stand-in for a value in the message; by default the value itself.
         with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
             parts as well.
     """
 
     def __init__(
-        self, roots: Iterable[Any], there: Callable[[Any], Any] | None = None, with_globals: bool = False
+        self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None, with_globals: bool = False
     ) -> None:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._functions: set[int] = set()
-        self._out = there
+        self._out = stand_in
         roots = list(roots)
         self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
         for root in roots:
@@ -94,7 +94,7 @@ class ObjectState:
                 attributes.update((key, here(item)) for key, item in state if not _is_local(item))
 
     def shares(self, other: ObjectState) -> bool:
-        """Whether a part belongs to both."""
+        """Return whether a part belongs to both."""
         return not self._numbers.keys().isdisjoint(other._numbers)
 
     def _walk(self, obj: Any) -> None:
@@ -170,7 +170,7 @@ class ObjectState:
         return [(key, self._there(item)) for key, item in attributes.items()]
 
     def _there(self, item: Any) -> Any:
-        """A stand-in for what is a part itself, or stays on its side; other values as they are."""
+        """Return a stand-in for what is a part itself, or stays on its side; other values as they are."""
         if id(item) in self._numbers:
             return Handle("part", self._numbers[id(item)])
         if self._out is not None:
@@ -188,12 +188,12 @@ class _Global:
     name: str
 
     def held(self) -> dict[str, Any]:
-        """Its name and value, where it has one."""
+        """Return its name and value if it has a name."""
         return {self.name: self.namespace[self.name]} if self.name in self.namespace else {}
 
 
 def code_of(root: Any) -> Any:
-    """The function that is run when a callable is called."""
+    """Return the function that is run when a callable is called."""
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
@@ -202,7 +202,7 @@ def code_of(root: Any) -> Any:
 
 
 def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Names of global variables that code reads, and that it writes."""
+    """Return names of global variables that code reads, and that it writes."""
     read, written = set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
@@ -218,7 +218,7 @@ def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The objects with code of the caller's among the arguments of `generate`."""
+    """Yield the objects with code of the caller's among the arguments of `generate`."""
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]

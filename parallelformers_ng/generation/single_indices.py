@@ -25,19 +25,20 @@ def slice_single_indices() -> None:
 def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
     @functools.wraps(usual)
     def indexed(tensor: Tensor, index: Any) -> Tensor:
-        given = index if type(index) is tuple else (index,)
-        if [*map(type, given)].count(list) != 1:
+        items = index if type(index) is tuple else (index,)
+        if [*map(type, items)].count(list) != 1:
             return usual(tensor, index)
-        slices = tuple(map(_slice, given))
+        slices = tuple(map(_slice, items))
         part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
-        # It is a copy, as that of a list. Where the number is out of range, it has nothing, and a list's error says so.
+        # It is a copy, as that of a list. If the number is out of range, nothing is selected, and the error of a list
+        # says so.
         return usual(tensor, index) if part is None or not part.numel() else part.clone()
 
     return indexed
 
 
 def _slice(item: Any) -> Any:
-    """The slice that selects what a list of one number does; anything else as it is."""
+    """Return the slice that selects what a list of one number does; anything else as it is."""
     if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
         return item
     return slice(item[0], item[0] + 1 or None)

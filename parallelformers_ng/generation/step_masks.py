@@ -1,8 +1,8 @@
-"""Attention masks of decode steps on a device, of which it is known whether they hide anything.
+"""Attention masks of decode steps on a device, for which it is known whether they hide a token.
 
-Where a mask hides no token, transformers computes without one. To find out, it looks at the mask at every step, and the
-host waits for the device meanwhile. But the tokens that are chosen are never hidden, so what holds of the prompt holds
-of every step: either the step is given no mask, which says the same as one that hides nothing, or it needs the mask.
+If a mask hides no token, transformers computes without one. To find out, it reads the mask at every step, and the host
+waits for the device. But chosen tokens are never hidden, so the prompt decides for all steps. A step gets no mask if
+none is needed, and otherwise the mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def known_masks(models: Sequence[Any]) -> Iterator[None]:
     """Within it, what a `generate` of any of these models knows of its masks counts for its steps.
 
     Args:
-        models: those that have one.
+        models: models that have a `generate`.
     """
     changed = [(model, {name: vars(model)[name] for name in _METHODS if name in vars(model)}) for model in models]
     for model in models:
@@ -51,8 +51,8 @@ def known_masks(models: Sequence[Any]) -> Iterator[None]:
 
 
 class _Loop:
-    """The masks of a model's `generate`, by name, of which it is known whether they hide nothing. Each is known as an
-    object, so that nothing is taken for granted of loops and models that make others.
+    """The masks of a model's `generate`, by name, with whether they hide a token. Each is known as an object, so loops
+    and models that make other masks are left alone.
 
     Attributes:
         in_step: the model computes a token after the prompt.
@@ -63,7 +63,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """What makes the arguments of a step, and, the first time, those of the prompt."""
+        """Return the function that makes the arguments of a step, and, the first time, of the prompt."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class _Loop:
         return prepare_known
 
     def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """What has the masks go on with the tokens that were chosen."""
+        """Return the function that lengthens the masks by the chosen tokens."""
 
         @functools.wraps(update)
         def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ _loops: list[_Loop] = []
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Whether the model may compute without a mask: never in a step that is given one."""
+    """Return whether the model may compute without a mask: never in a step that is given one."""
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

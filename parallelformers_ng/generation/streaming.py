@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class EmittingStreamer(BaseStreamer):
-    """The worker's end: what `generate` puts is emitted to the caller at once, and None at the end."""
+    """The worker's end: emits to the caller at once all that `generate` puts, and None at the end."""
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit
@@ -23,7 +23,7 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """The caller's end: hands an event to the streamer that `generate` was given, in the calling thread."""
+    """Hand an event to the caller's streamer, in the calling thread."""
     if event is None:
         streamer.end()
     else:

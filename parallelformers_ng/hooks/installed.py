@@ -24,7 +24,7 @@ class InstalledHooks:
 
     Args:
         model: the rank's model.
-        hand_out: what the caller gets for a cache.
+        hand_out: function that returns the caller's handle for a cache.
     """
 
     def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
@@ -35,9 +35,9 @@ class InstalledHooks:
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
 
-    def install(self, sent: PackedHooks | None, number: int) -> None:
+    def install(self, packed: PackedHooks | None, number: int) -> None:
         """Have the modules call these hooks, and no others of the caller's, in the call of that number."""
-        hooks = [] if sent is None else unpack(sent, self._model)
+        hooks = [] if packed is None else unpack(packed, self._model)
         wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in [place for place in self._installed if place not in wanted]:
             self._remove(place)
@@ -46,14 +46,14 @@ class InstalledHooks:
             later = list(wanted)[index + 1 :]
             first = place not in known and any(other[:2] == place[:2] and other in known for other in later)
             self._put(place, hook, first)
-        if sent is None:
+        if packed is None:
             return  # what the latest call has noted may still be asked for
         self._attributes = {}
         self._state = ObjectState([hook.call for hook in hooks], self._there, with_globals=True) if hooks else None
         if self._state is not None:
-            if len(self._state.parts) != sent.parts:
+            if len(self._state.parts) != packed.parts:
                 raise ParallelError(
-                    f"the forward hooks hold {sent.parts} objects that change, and their copies on the workers"
+                    f"the forward hooks hold {packed.parts} objects that change, and their copies on the workers"
                     f" {len(self._state.parts)}, so that what they note cannot be brought home. Have them hold plain"
                     " lists, dicts and objects, or call deparallelize() first"
                 )
@@ -61,7 +61,7 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """What the hooks noted in the call of that number; None where they were not installed for it."""
+        """Return the notes of the hooks in the call of that number; None if they were not installed for it."""
         if self._state is None or number != self._number:
             return None
         return self._state.changes(), {place: self._there(value) for place, value in self._attributes.items()}
@@ -86,7 +86,8 @@ class InstalledHooks:
             getattr(module, table).pop(key, None)
 
     def _called(self, hook: Hook) -> Callable[..., Any]:
-        """A hook as a module calls it: it sees the weights of all heads, and what it sets on its module is noted."""
+        """Return a hook as a module calls it: it sees the weights of all heads, and what it sets on its module is
+        noted."""
 
         def call(module: nn.Module, *seen: Any) -> Any:
             before = dict(vars(module))
@@ -100,7 +101,7 @@ class InstalledHooks:
         return call
 
     def _there(self, value: Any) -> Any:
-        """A value as it goes home."""
+        """Return a value as it goes home."""
         return mapped(value, (Cache, nn.Module, Placeholder), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:

@@ -37,11 +37,11 @@ class Hook:
     """One forward hook.
 
     Attributes:
-        path: of the module that has it.
+        path: path of the module with the hook.
         kind: the module's table that holds it.
         number: its place in that table.
-        call: what is called.
-        with_kwargs, always: as it was registered.
+        call: function or object to call.
+        with_kwargs, always: options of the registration.
     """
 
     path: str
@@ -58,7 +58,7 @@ class PackedHooks:
 
     Attributes:
         data: a pickle.
-        tensors: what it refers to by number.
+        tensors: tensors that the pickle names by number.
         parts: how many mutable parts `ObjectState` finds in them, there as here.
     """
 
@@ -79,7 +79,7 @@ class Placeholder:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Whether a hook is part of how a model computes: torch's and transformers' own."""
+    """Return whether a hook is part of how a model computes: torch's and transformers' own."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
@@ -108,12 +108,12 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(sent: PackedHooks, model: nn.Module) -> list[Hook]:
-    """The hooks on a worker, where their tensors have arrived."""
+def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
+    """Return the hooks on a worker, where their tensors have arrived."""
     find: dict[str, Callable[[Any], Any]] = {
-        "module": model.get_submodule, "tensor": sent.tensors.__getitem__, "placeholder": Placeholder
+        "module": model.get_submodule, "tensor": packed.tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip
-    return ReferenceUnpickler(sent.data, lambda reference: find[reference[0]](reference[1])).load()
+    return ReferenceUnpickler(packed.data, lambda reference: find[reference[0]](reference[1])).load()
 
 
 def described(hook: Any) -> str:

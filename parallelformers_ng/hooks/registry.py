@@ -1,4 +1,4 @@
-"""Which hooks the modules of a parallelized model have, and which they cannot have."""
+"""The forward hooks on the modules of a parallelized model, and the refusal of hooks that cannot work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HookRegistry:
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[CallHooks | None]:
-        """The hooks for a call, of each module in their order; None where there are none. Calls come one after another,
+        """The hooks for a call, of each module in their order; None if there are none. Calls come one after another,
         for each begins with what the one before has noted.
 
         Raises:
@@ -69,24 +69,24 @@ class HookRegistry:
             self._turn.release()
 
     def present(self) -> list[Hook]:
-        """The hooks that the modules have now.
+        """Return the hooks that the modules have now.
 
         Raises:
             ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
         """
         with self._noting:
-            held = [(path, reference()) for path, reference in self.paths.items()]
-            modules = [(path, module) for path, module in held if module is not None]
+            references = [(path, reference()) for path, reference in self.paths.items()]
+            modules = [(path, module) for path, module in references if module is not None]
             for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
                     del self.paths[path]  # the tables tell of the next one
-        found = [hook for path, module in modules for hook in hooks_of(path, module)]
-        for hook in found:
+        hooks = [hook for path, module in modules for hook in hooks_of(path, module)]
+        for hook in hooks:
             check_hook(self._plan, hook.path, hook.kind, hook.call)
-        return found
+        return hooks
 
     def leave(self) -> None:
-        """The hooks are ordinary ones from now on."""
+        """Make the hooks ordinary ones from now on."""
         model: Any = self._model()
         for module in model.modules():
             for name in (*_FORWARD, *_BACKWARD):
@@ -120,7 +120,7 @@ class CallHooks:
     """The hooks of one call.
 
     Attributes:
-        packed: as they travel.
+        packed: the hooks, ready to be sent.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
@@ -145,11 +145,11 @@ class CallHooks:
         """Write down here what the hooks have noted on rank 0.
 
         Args:
-            changes: None where they were not called.
+            changes: None if they were not called.
             receive: makes of the handle of a cache what the caller gets.
         """
 
-        def found(handle: Handle) -> Any:
+        def cache_of(handle: Handle) -> Any:
             if handle.kind == "module":
                 return self._model.get_submodule(handle.payload)
             return self._local[handle.payload] if handle.kind == "placeholder" else receive(handle)
@@ -157,9 +157,9 @@ class CallHooks:
         if changes is None:
             return
         states, attributes = changes
-        self._state.restore(states, lambda value: map_handles(value, found))
+        self._state.restore(states, lambda value: map_handles(value, cache_of))
         for (path, name), value in attributes.items():
-            vars(self._model.get_submodule(path))[name] = map_handles(value, found)
+            vars(self._model.get_submodule(path))[name] = map_handles(value, cache_of)
 
 
 class _Table(OrderedDict):
@@ -192,9 +192,9 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
         for table in (*_FORWARD, *_BACKWARD):
             for hook in vars(module)[table].values():
                 check_hook(plan, path, table, hook)
-    found = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
-    if found:
-        pack(model, found, [])
+    hooks = [hook for path, module in model.named_modules() for hook in hooks_of(path, module)]
+    if hooks:
+        pack(model, hooks, [])
 
 
 def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
@@ -226,7 +226,7 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
-    """The forward hooks that the caller has registered on a module."""
+    """Yield the forward hooks that the caller has registered on a module."""
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}
@@ -238,6 +238,6 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
 def _refuse_global_hooks() -> None:
     if torch_module._has_any_global_hook():
         raise ParallelError(
-            "torch has a global module hook, which would be called for every module, also within the cut blocks, where"
-            " it would see one worker's part. Remove it, and register a hook on the modules that it is meant for"
+            "torch has a global module hook. It would be called for every module: within the cut blocks it would see"
+            " one worker's part. Remove it, and register a hook on each module that needs it"
         )

@@ -1,9 +1,9 @@
 """The agent: what stands on a host for the caller of a group. It starts the host's ranks, steers them and ends them.
 
-It calls the caller, over TCP, and connects each rank to the caller and the first one to those of the other hosts. Then
-it hands these connections over: what ranks say does not pass through it. To its ranks it is what a caller is on one
-host, so all of `runtime` is as it is there: memory that they share, the process that forks them, and the pipes by which
-the kernel ends them with the agent.
+It calls the caller over TCP, connects each rank to the caller, and connects the first rank to the first ranks of other
+hosts. Then it hands these connections over: the ranks' messages do not pass through it. To its ranks it is the caller
+of a single host, so `runtime` works as there: shared memory, the process that forks ranks, and the pipes by which the
+kernel ends them with the agent.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name)
 
 
 def machine() -> str:
-    """What tells this machine, since it was started, from all others."""
+    """Return an id of this machine since its start."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """What a connection of a group is for."""
+    """Return the purpose of a connection of a group."""
     return f"{what} {number} {token.hex()}".encode()
 
 
-def serve(made: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
+def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
     """Serve one group until it ends, or its caller is gone.
 
     Args:
-        made: the connection to the caller, whose purpose is `host NUMBER`.
-        address: where the caller listens.
-        key: what it knows.
-        number: of this host among those of the group.
-        name: what errors call this host; by default, its own name.
+        link: connection to the caller; its purpose is `host NUMBER`.
+        address: address at which the caller listens.
+        key: the group's key.
+        number: number of this host in the group.
+        name: name of this host in errors; by default, its own name.
     """
-    connection, session = made
+    connection, session = link
     control = SignedChannel(connection, session)
     listener = Listener(connection.getsockname()[0], key)
     try:
@@ -82,8 +82,8 @@ class _Agent:
 
     Args:
         control: to the caller.
-        listener: where agents of other hosts call.
-        order: what the caller wants started.
+        listener: listener for agents of other hosts.
+        order: the caller's order for the start.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class _Agent:
             links = self._links(deadline, opened) if len(self._counts) > 1 else None
             spans = []
             for index in range(self._count):
-                made = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
-                own = {"caller": _handed(made, opened), "links": None if index else links}
+                connection = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
+                own = {"caller": _handed(connection, opened), "links": None if index else links}
                 spans.append({"counts": self._counts, "number": self._number, "address": self._here, **own})
             wait = startup.launch(
                 processes,
@@ -161,11 +161,11 @@ class _Agent:
             links[other] = _handed(call(tuple(address), self._key, mine, deadline), opened)
         due = {purpose("leader", other, self._token): other for other in range(self._number + 1, len(self._counts))}
         while due:
-            said, made = self._listener.accept(deadline)
+            said, connection = self._listener.accept(deadline)
             if said in due:
-                links[due.pop(said)] = _handed(made, opened)
+                links[due.pop(said)] = _handed(connection, opened)
             else:
-                made[0].close()
+                connection[0].close()
         self._listener.close()
         return links
 
@@ -207,9 +207,9 @@ class _Agent:
             raise ProtocolError(f"the caller said {word!r}, which means nothing here")
 
 
-def _handed(made: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
-    """A connection in a form in which a rank gets it; this process has it open as long as `opened` is."""
-    connection, session = made
+def _handed(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
+    """Return a connection in a form in which a rank gets it; this process has it open as long as `opened` is."""
+    connection, session = link
     connection.setblocking(True)
     opened.callback(connection.close)
     return FileDescriptor(connection.fileno()), session.sending, session.receiving

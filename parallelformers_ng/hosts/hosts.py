@@ -21,15 +21,15 @@ from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
-_CHECK_SECONDS = 0.2  # between two looks at whether those who are waited for can still come
+_CHECK_SECONDS = 0.2  # seconds between two checks whether missing hosts can still come
 
 
 class Launcher(Protocol):
     """Starts an agent on each host of one group.
 
     Attributes:
-        key: what the agents know.
-        threads: of each rank; None shares out what each host has.
+        key: the key that the agents know.
+        threads: threads of each rank; None divides the CPUs of each host.
     """
 
     key: bytes
@@ -50,7 +50,7 @@ class Launcher(Protocol):
             check: raises where it is in vain; to be called a few times each second.
 
         Returns:
-            Where they call, and how many ranks each is to start.
+            Return the address to call, and the number of ranks of each host.
 
         Raises:
             StartupError: it cannot be done, or was not before the deadline.
@@ -75,7 +75,7 @@ class Hosts:
         launcher: starts the agents.
 
     Attributes:
-        names, counts: of the hosts, and of the ranks of each, once they are ready.
+        names, counts: names of the hosts, and number of ranks of each, once they are ready.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -120,10 +120,11 @@ class Hosts:
         start_timeout: float,
         **order: Any,
     ) -> Callable[[], None]:
-        """As `startup.launch`. Each host shares its CPUs among its own ranks.
+        """Start the ranks, like `startup.launch`. Each host divides its CPUs among its own ranks.
 
         Args:
-            device_names: those of CUDA ranks are corrected, in place, once it is known where the ranks are.
+            device_names: names of the devices; those of CUDA ranks are corrected, in place, once their
+                hosts are known.
         """
         order |= {"start_timeout": start_timeout, "device": device_names[0].partition(":")[0]}
         order["threads"] = order["threads"] or self._launcher.threads
@@ -161,7 +162,8 @@ class Hosts:
             host.say("cancel", sequence)
 
     def reset(self) -> None:
-        """As `Arena.reset`, on every host; it returns once all have done it. A host that is lost is noticed later."""
+        """Reset the arena of every host, like `Arena.reset`; return once all have done it. A lost host is noticed
+        later."""
         with self._steering:
             self._generation += 1
             for host in self._hosts:
@@ -229,22 +231,22 @@ class Hosts:
     def _calls(
         self, listener: Listener, due: Mapping[bytes, int], deadline: float
     ) -> dict[int, tuple[socket.socket, Session]]:
-        """The connections of those who are to call, by the number that belongs to their purpose."""
-        found: dict[int, tuple[socket.socket, Session]] = {}
-        while len(found) < len(due):
+        """Return the connections of the callers, by the number in their purpose."""
+        connections: dict[int, tuple[socket.socket, Session]] = {}
+        while len(connections) < len(due):
             try:
-                said, made = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
+                said, connection = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
             except RequestTimeoutError:
                 if time.monotonic() >= deadline:
-                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in found]
+                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in connections]
                     raise RequestTimeoutError(f"{', '.join(missing)} did not call in time") from None
                 self._check()
                 continue
-            if said in due and due[said] not in found:
-                found[due[said]] = made
+            if said in due and due[said] not in connections:
+                connections[due[said]] = connection
             else:
-                made[0].close()
-        return found
+                connection[0].close()
+        return connections
 
     def _check(self) -> None:
         """Raise StartupError where it is in vain to wait any longer."""
@@ -256,7 +258,7 @@ class Hosts:
                 self._is_ready(host, time.monotonic() + STEER_SECONDS)
 
     def _is_ready(self, host: Host, deadline: float) -> bool:
-        """Whether a host's ranks are ready, waiting a little."""
+        """Return whether a host's ranks are ready, waiting a little."""
         if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
             if time.monotonic() >= deadline:
                 raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
@@ -317,7 +319,7 @@ class Hosts:
 
 
 def _met(connection: socket.socket, session: Session, deadline: float) -> Host:
-    """The host whose agent has called.
+    """Return the host whose agent has called.
 
     Raises:
         StartupError: its libraries are others than those here.

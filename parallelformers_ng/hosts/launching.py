@@ -1,4 +1,4 @@
-"""Which launcher starts the workers."""
+"""Chooses the launcher that starts the workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions, re
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Ranks that others than this process start.
+    """The ranks that a launcher starts, not this process.
 
     Attributes:
-        make: makes what starts those of one group, given how many beside each other are to be on one host.
-        count: how many they are to be, None where nobody has said so.
+        make: makes the launcher of one group, from the number of adjacent ranks that share a host.
+        count: how many they are to be, None if nobody has said so.
         devices: how many CUDA devices there are, as far as it decides between these and the CPU.
         each: how many each host will have of so many ranks on "cpu" or "cuda". Asked where stages lie within hosts.
     """
@@ -32,18 +32,18 @@ class Elsewhere:
 
 
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
-    """How the ranks of a group are started where this process does not do it; None where it does.
+    """Return how the ranks of a group are started where this process does not do it; None if it does.
 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 
     Args:
-        num_gpus: as it was asked for.
+        num_gpus: argument of `parallelize`.
         options: say which launcher.
         fit: says which ranks are to be on one host.
 
     Raises:
         PlacementError: the launcher cannot start so many.
-        ParallelError, StartupError: as `Connection`.
+        ParallelError, StartupError: see `Connection`.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

@@ -39,7 +39,7 @@ class Connection:
     last that uses it, by `close` or by dropping it.
 
     Args:
-        options: which cluster.
+        options: options of the cluster.
 
     Raises:
         ParallelError: Ray is not installed, or this process is connected to another cluster.
@@ -71,7 +71,7 @@ class Connection:
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """What each node of the cluster has in all."""
+        """Return the resources of each node of the cluster."""
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod
@@ -87,7 +87,7 @@ class RayHosts:
     """A `Launcher`: a placement group, and an agent on each of its hosts.
 
     Args:
-        options: of the user.
+        options: options of the user.
         connection: to the cluster, which it closes.
         width: ranks of each bundle.
     """
@@ -115,11 +115,11 @@ class RayHosts:
         self._listener = Listener(ray.util.get_node_ip_address(), self.key)
         for number, (node, bundles) in enumerate(bundles_on.items()):
             name = f"{nodes[node]['NodeManagerAddress']} (Ray node {node[:8]})"
-            made = ray.remote(Agent).options(**self._in_bundle(bundles[0])).remote()
+            agent = ray.remote(Agent).options(**self._in_bundle(bundles[0])).remote()
             seconds = deadline - time.monotonic()
-            self._agents.append(made)
+            self._agents.append(agent)
             here = [name for bundle in bundles for name in devices.get(bundle, ())]
-            self._serving[made.serve.remote(self._listener.address, self.key, number, name, seconds, here)] = name
+            self._serving[agent.serve.remote(self._listener.address, self.key, number, name, seconds, here)] = name
         return self._listener, [self._width * len(bundles) for bundles in bundles_on.values()]
 
     def _place(self, world_size: int, device: str, deadline: float, check: Callable[[], None]) -> dict[int, str]:
@@ -139,20 +139,21 @@ class RayHosts:
         return ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
-        """The devices that Ray has reserved in each bundle. What runs in a bundle is told; they stay the bundle's."""
+        """Return the devices that Ray has reserved in each bundle. What runs in a bundle is told; they stay the
+        bundle's."""
         ray = _ray()
-        asked = {
+        pending = {
             bundle: ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
             for bundle in range(bundles)
         }
-        while len(ray.wait(list(asked.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
+        while len(ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
             check()
             if time.monotonic() >= deadline:
                 raise StartupError("the Ray cluster did not say in time which devices it has reserved for the ranks")
-        return {bundle: ray.get(answer) for bundle, answer in asked.items()}
+        return {bundle: ray.get(answer) for bundle, answer in pending.items()}
 
     def _in_bundle(self, bundle: int, devices: int = 0) -> dict[str, Any]:
-        """Options of what is to run in a bundle, with so many of its devices."""
+        """Return the options of a task or actor in a bundle, with so many of its devices."""
         place = _ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return {
             "num_cpus": self._options.cpus,
@@ -190,18 +191,18 @@ class RayHosts:
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
-    """What Ray is asked to reserve for the ranks of a stage, on one node; where there are no stages, for a rank."""
+    """Return the resources to reserve for the ranks of a stage, on one node; without stages, for a rank."""
     each = {"CPU": options.cpus, **({"GPU": 1} if device == "cuda" else {}), **options.resources}
     return {name: amount * width for name, amount in each.items()}
 
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """How many ranks each host has, where all are to have equally many and no more hosts are to be taken than need be.
-    1 where there is no room for all of them.
+    """Return how many ranks each host has, where all are to have equally many and no more hosts are to be taken than
+    need be. 1 if there is no room for all of them.
 
     Args:
-        bundle: what one takes.
-        nodes: what each node has.
+        bundle: resources of one bundle.
+        nodes: resources of each node.
     """
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]

@@ -10,7 +10,7 @@ from parallelformers_ng.worker.preload import warm_up
 
 
 def reserved_devices() -> list[str]:
-    """Those of the bundle that this runs in, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the devices of this bundle, from CUDA_VISIBLE_DEVICES."""
     import ray
 
     return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
@@ -25,7 +25,7 @@ class Agent:
         """Call the caller, who listens at `address`, within so many seconds; then as `agent.serve`.
 
         Args:
-            devices: those of its ranks, as CUDA_VISIBLE_DEVICES has them; none on the CPU.
+            devices: devices of its ranks for CUDA_VISIBLE_DEVICES; none on the CPU.
         """
         begin = time.monotonic()
         if devices:  # Ray has set it to those of this actor, which has none
@@ -34,5 +34,5 @@ class Agent:
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 
-        made = call(address, key, b"host %d" % number, begin + seconds)
-        agent.serve(made, address, key, number, name)
+        connection = call(address, key, b"host %d" % number, begin + seconds)
+        agent.serve(connection, address, key, number, name)

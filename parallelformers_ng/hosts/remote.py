@@ -23,7 +23,7 @@ STEER_SECONDS = 10.0  # for a word to an agent, which reads nothing else
 
 
 def on_host(name: str) -> str:
-    """What stands behind the name of a device where those of several hosts are named."""
+    """Return the suffix of a device's name, if several hosts have devices."""
     return f" on {name}"
 
 
@@ -34,10 +34,10 @@ class Host:
     Attributes:
         name: for errors.
         control: to its agent.
-        machine: which one it is.
-        listens: where its agent does.
+        machine: id of the machine.
+        listens: address at which its agent listens.
         devices: how many CUDA devices it sees.
-        pids: of its ranks, once they are ready.
+        pids: process ids of its ranks, once they are ready.
         is_lost: its agent hung up, or cannot be reached.
     """
 

@@ -32,7 +32,7 @@ KEY = "PARALLELFORMERS_NG_KEY"
 """The environment variable with what only the nodes of a job know."""
 
 INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
-"""The environment variable with the address at which the caller's node is reached, where that is not MASTER_ADDR."""
+"""The environment variable with the address of the caller's node, if it is not MASTER_ADDR."""
 
 _KEY_LENGTH = 32
 _POLL_SECONDS = 60.0
@@ -40,12 +40,12 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Whether torchrun has started this process."""
+    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
-def world_size(asked: int | None) -> int:
-    """How many ranks there are: one for each process that torchrun has started.
+def world_size(num_gpus: int | None) -> int:
+    """Return how many ranks there are: one for each process that torchrun has started.
 
     Raises:
         PlacementError: another number was asked for, or this is no torchrun job.
@@ -55,16 +55,16 @@ def world_size(asked: int | None) -> int:
     nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if nodes * each != processes:
         raise PlacementError(f"torchrun has started {processes} processes on {nodes} nodes; start equally many on each")
-    if asked not in (None, processes):
+    if num_gpus not in (None, processes):
         raise PlacementError(
-            f"num_gpus is {asked}, and torchrun has started {processes} processes, a rank each; leave num_gpus out, or"
-            " pass workers={'launcher': 'local'} for workers of each process alone"
+            f"num_gpus is {num_gpus}, and torchrun has started {processes} processes, a rank each; leave num_gpus out,"
+            " or pass workers={'launcher': 'local'} for workers of each process alone"
         )
     return processes
 
 
 def ranks_of_each() -> int:
-    """How many ranks each node has."""
+    """Return how many ranks each node has."""
     return _number("LOCAL_WORLD_SIZE")
 
 
@@ -84,8 +84,8 @@ def _serve() -> NoReturn:
     groups: list[threading.Thread] = []
     try:
         while True:  # one connection waits until the caller starts a group, and again
-            made = call(address, key, b"host %d" % node, float("inf"))
-            groups.append(threading.Thread(target=agent.serve, args=(made, address, key, node), daemon=True))
+            connection = call(address, key, b"host %d" % node, float("inf"))
+            groups.append(threading.Thread(target=agent.serve, args=(connection, address, key, node), daemon=True))
             groups[-1].start()
     except ChannelClosedError:
         for group in groups:
@@ -96,7 +96,7 @@ def _serve() -> NoReturn:
 
 
 def _announced() -> Address:
-    """Where the caller listens, once it does."""
+    """Publish the address at which the caller listens."""
     store = _store()
     while True:
         with contextlib.suppress(dist.DistStoreError):  # not yet
@@ -106,16 +106,16 @@ def _announced() -> Address:
 
 
 def _store() -> dist.Store:
-    """That in which the processes of the job find each other, which torchrun itself has opened. Anybody who reaches it
-    can read it and write to it, so that nothing secret goes through it, and what it says is trusted with nothing."""
+    """Return the store of torchrun, through which the processes of the job find each other. Anybody who reaches it
+    can read and write it: so no secret goes through it, and its content is not trusted."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-    made = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", made)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _key() -> bytes:
-    """What all nodes know; with one node, what nobody else needs to."""
+    """Return the key that all nodes know; with one node, a random key."""
     if _number("GROUP_WORLD_SIZE") == 1:
         return secrets.token_bytes(_KEY_LENGTH)
     text = os.environ.get(KEY, "")
@@ -149,18 +149,18 @@ class Torchrun:
     ) -> tuple[Listener, list[int]]:
         def serve_here() -> None:
             with contextlib.suppress(ChannelClosedError):
-                made = call(self._listener.address, self.key, b"host 0", deadline)
-                agent.serve(made, self._listener.address, self.key, 0)
+                connection = call(self._listener.address, self.key, b"host 0", deadline)
+                agent.serve(connection, self._listener.address, self.key, 0)
 
         threading.Thread(target=serve_here, name="parallelformers_ng-agent", daemon=True).start()
         nodes = _number("GROUP_WORLD_SIZE")
         return self._listener, [world_size // nodes] * nodes
 
     def check(self) -> None:
-        """The agents end with this process; where one dies, torchrun ends the job."""
+        """Do nothing: the agents end with this process, and if one dies, torchrun ends the job."""
 
     def close(self, patient: bool) -> None:
-        """The agents wait for the next group."""
+        """Leave the agents waiting for the next group."""
 
 
 def _open() -> tuple[bytes, Listener]:

@@ -1,5 +1,5 @@
-"""Llama's decoder layer and its many copies for one new token of each sequence: two calls of `_layer.h`, one for each
-half, and the sums over the ranks behind them, where the modelling code takes some fifty operators.
+"""Llama's decoder layer and its many copies for one new token of each sequence. Two calls of `_layer.h`, one for each
+half, and a sum over the ranks behind each, replace some fifty operators of the modelling code.
 
 The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. The modules stay what they are and serve
 whatever the kernel does not: prompts, gradients, hooks, other caches.
@@ -68,7 +68,7 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """What the kernel knows of this layer, remembered for as long as it is so."""
+        """Return the kernel's arguments for this layer, kept until something changes."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = AttentionHalf.of(self), FeedHalf.of(self)
@@ -80,7 +80,7 @@ class FusedDecoderLayer(nn.Module):
 
 
 def is_step(hidden: Tensor) -> bool:
-    """Whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
+    """Return whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
     return hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_cpu and hidden.is_contiguous()
 
 
@@ -97,8 +97,8 @@ class _Half:
         self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
     ) -> None:
         present = [norm for norm in norms if norm is not None]
-        held = ("weight", "weight" + SCALE, "bias")
-        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in held]
+        names = ("weight", "weight" + SCALE, "bias")
+        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
         places += [(norm, "weight") for norm in present]
         self.guard = Guard(places, (*above, *linears, *present))
         last = linears[-1]
@@ -114,16 +114,16 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Itself, None where a module has a forward of its own, which must be called."""
+        """Return the module; None if a module has its own forward, which must be called."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
+        """Return whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
         fits = hidden.dtype is self.dtype and hidden.shape[2] == self.hidden and hidden.shape[0] <= self._most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         return partial if self.communicator is None else self.communicator.all_reduce(partial)
 
 
@@ -141,7 +141,7 @@ class AttentionHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> AttentionHalf | None:
-        """That of a decoder layer, None where the kernel does not compute it."""
+        """Return the kernel's view of a decoder layer, None if the kernel does not compute the layer."""
         attention = layer.self_attn
         kind: type = type(attention)
         if kind.__bases__[0] is HeadParallel:
@@ -176,8 +176,8 @@ class AttentionHalf(_Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """What `run` needs besides the cache, given the arguments of the layer; None where the kernel does not compute
-        them."""
+        """Return the arguments of `run` besides the cache, from the layer's arguments; None if the kernel does not
+        compute them."""
         cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
@@ -191,7 +191,7 @@ class AttentionHalf(_Half):
         return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Whether the kernel can append to what the cache has of this layer, and read it."""
+        """Return whether the kernel can append to what the cache has of this layer, and read it."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer or not layer.is_initialized:
             return False
@@ -206,7 +206,7 @@ class AttentionHalf(_Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """What the attention adds to `hidden`."""
+        """Return the attention's contribution to `hidden`."""
         out, places = torch.empty_like(hidden), self.lengthen(cache)
         _decode.attention_half(
             *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.positions, *step.mask,
@@ -225,13 +225,13 @@ class AttentionHalf(_Half):
         return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
     def tokens_in(self, cache: DynamicCache) -> int:
-        """How many tokens the cache has of this layer."""
+        """Return how many tokens the cache has of this layer."""
         keys: Any = cache.layers[self.layer_idx].keys
         return int(keys.shape[2])
 
 
 class Step:
-    """What all layers of a step share, looked at once.
+    """The shared facts of all layers in a step, looked up once.
 
     Attributes:
         rows: sequences.
@@ -245,7 +245,7 @@ class Step:
 
     @classmethod
     def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
-        """The step of which `half` computes a part. transformers passes the same objects to all layers."""
+        """Return the step of which `half` computes a part. transformers passes the same objects to all layers."""
         shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -294,7 +294,7 @@ class FeedHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
-        """That of a decoder layer, None where the kernel does not compute it."""
+        """Return the kernel's view of a feed-forward, None if the kernel does not compute it."""
         mlp = layer.mlp
         kind: type = type(mlp)
         if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
@@ -307,12 +307,12 @@ class FeedHalf(_Half):
         return cls(mlp, linears, norms).unless_patched() if fits else None
 
     def fits(self, hidden: Tensor, attended: Tensor) -> bool:
-        """Whether the kernel computes it for what came into the layer and what its attention adds."""
+        """Return whether the kernel computes this layer's input and the attention's contribution."""
         alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
@@ -322,7 +322,8 @@ class FeedHalf(_Half):
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows dense."""
+    """Return whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows
+    dense."""
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False

@@ -1,5 +1,5 @@
-"""A model's decoder layers as one: where nothing happens between them, a step goes through all of them, or through all
-of a rank's stage, in one call of `_stack.h`, which also sums over the ranks."""
+"""A model's decoder layers as one. If nothing happens between them, one call of `_stack.h` runs a step through all
+layers of the rank, sums over the ranks included."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DecoderStack(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """What the last layer makes of `hidden`, given the arguments that each layer gets."""
+        """Return the output of the last layer for `hidden`, with the arguments of each layer."""
         whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
         layer: Any
@@ -56,7 +56,7 @@ class DecoderStack(nn.ModuleList):
         return hidden
 
     def _read(self) -> _StackInC | None:
-        """What the kernel knows of the layers, remembered for as long as it is so."""
+        """Return the kernel's arguments for the layers, kept until something changes."""
         if not self._was_read or (self._in_c is not None and not self._in_c.guard.holds()):
             here = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
             self._in_c, self._was_read = _StackInC.of(here), True
@@ -69,11 +69,12 @@ class DecoderStack(nn.ModuleList):
 
 @functools.cache
 def with_layers_as_one(cls: Any) -> Any:
-    """The class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the next."""
+    """Return the class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the
+    next."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where layers are of several types, each type has a mask of its own.
+        # If layers are of several types, each type has a mask of its own.
         if not may_serve() or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
         self.layers.as_one = True
@@ -99,7 +100,7 @@ class _StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> _StackInC | None:
-        """That of a model's decoder layers, None where the kernel does not compute them all, or not as one."""
+        """Return the kernel's view of a model's decoder layers, None if the kernel cannot compute them all as one."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
@@ -116,7 +117,7 @@ class _StackInC:
         return None if whole is None or whole.guard.patched else whole
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """What the layers share, given their arguments; None where the kernel does not compute them."""
+        """Return the shared facts of the layers, from their arguments; None if the kernel does not compute them."""
         if self.guard.has_hooks():
             return None
         step = self._first.step_for(hidden, **kwargs)
@@ -128,7 +129,7 @@ class _StackInC:
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """The last layer's output."""
+        """Return the last layer's output."""
         out = hidden.clone()
         places = [number for attention in self._attentions for number in attention.lengthen(cache)]
         kernel = None if self._communicator is None else self._communicator.kernel

@@ -37,7 +37,8 @@ _logger = logging.getLogger(__name__)
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of what the kernels can serve, where the kernels are there. They use as many threads as torch.
+    """Change the classes of modules that the kernels can serve, if the kernels were built. They use as many threads as
+    torch.
 
     With several threads, layers that are called one by one are left to torch, whose threads do not sleep in between;
     but not those of integers, which torch would have to widen first.
@@ -106,8 +107,8 @@ def layers_agree() -> bool:
 
 
 def _agrees(family: str, quantized: bool = False) -> bool:
-    """Whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is in
-    transformers; with weights that are integers and scales, what it is in torch."""
+    """Return whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is
+    in transformers; with weights that are integers and scales, what it is in torch."""
     try:
         distance = _distance(family, quantized)
     except Exception as error:

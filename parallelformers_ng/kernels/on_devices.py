@@ -1,4 +1,4 @@
-"""What a decode step on a device computes in fewer kernels, and with fewer bytes, than the modelling code takes.
+"""Parts of a decode step on a device, in fewer kernels and fewer bytes than the modelling code.
 
 | what | kernels, bytes | before |
 | --- | --- | --- |
@@ -103,7 +103,7 @@ def _scaled_product(input: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor
 
 
 def _fits(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a norm over the last dimension has one kernel for it."""
+    """Return whether a norm over the last dimension has one kernel for it."""
     return hidden.dtype is weight.dtype and hidden.shape[-1:] == weight.shape and _serves(hidden)
 
 
@@ -188,8 +188,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 
 
 def _agrees(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
-    """Whether two ways to compute give the same, on the host and in fp32. If not, that is said, and ours is not used:
-    a release of transformers that nothing is known of may give old names a new meaning."""
+    """Return whether two ways to compute give the same, on the host and in fp32. If not, that is said, and ours is
+    not used: a release of transformers that nothing is known of may give old names a new meaning."""
     try:
         with torch.inference_mode(), torch.device("cpu"):
             wanted = theirs()

@@ -30,7 +30,7 @@ except ImportError as error:  # installed without a compiler, or a clone that hi
     logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-# Where the processor multiplies bfloat16 in vectors alone, torch does so twice as fast as the kernel, which widens it.
+# If the processor multiplies bfloat16 in vectors alone, torch is twice as fast as the kernel, which widens it.
 _IN_VECTORS = torch.cpu._is_avx512_bf16_supported() and not getattr(_decode, "HAS_TILES", False)
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
 """With more rows torch's matrix product is as fast or faster."""
@@ -106,7 +106,7 @@ def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """The numbers of a linear layer's weight, small ones where it is quantized."""
+    """Return the numbers of a linear layer's weight, small ones where it is quantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
@@ -119,7 +119,7 @@ def shape_of(linear: nn.Module) -> tuple[int, ...]:
 
 
 def data_type_of(linear: nn.Module) -> torch.dtype:
-    """The data type that a linear layer computes in."""
+    """Return the data type that a linear layer computes in."""
     return linear.encodings["weight"][1] if isinstance(linear, QuantizedLinear) else matrix_of(linear).dtype
 
 
@@ -152,7 +152,7 @@ def serve_stock_code(is_stock: bool) -> None:
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Whether modules run stock code, and nothing is going on that only torch's own operators can do: gradients,
+    """Return whether modules run stock code, and nothing is going on that only torch's own operators can do: gradients,
     autocast, a trace.
 
     Args:
@@ -178,8 +178,8 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def install_attention() -> None:
-    """From now on the models of this process that ask transformers for "sdpa" get the kernel for single queries, where
-    it is there and torch has one thread. Idempotent."""
+    """Give models of this process that ask transformers for "sdpa" the kernel for single queries, if it was built
+    and torch has one thread. Idempotent."""
     if _decode is not None and torch.get_num_threads() == 1:
         usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if not hasattr(usual, "__wrapped__"):
@@ -187,7 +187,8 @@ def install_attention() -> None:
 
 
 def is_usual() -> bool:
-    """Whether "sdpa" is what transformers means by it, with the kernel or without, and not a function of the user's."""
+    """Return whether "sdpa" is what transformers means by it, with the kernel or without, and not a function of the
+    user's."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
@@ -211,7 +212,8 @@ def with_kernel(attention: Any) -> Any:
 
 
 def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether one query, `[batch, heads, 1, width]`, is asked for, and nothing but what its mask and scaling say."""
+    """Return whether one query, `[batch, heads, 1, width]`, is asked for, and nothing but what its mask and scaling
+    say."""
     return (
         query.shape[2] == 1
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
@@ -242,7 +244,7 @@ def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
-    """Whether the kernel reads such a mask: bool or added, `[batch or 1, heads or 1, 1, tokens]`."""
+    """Return whether the kernel reads such a mask: bool or added, `[batch or 1, heads or 1, 1, tokens]`."""
     return (
         mask.ndim == 4
         and (mask.dtype is torch.bool or mask.dtype is dtype)
@@ -280,8 +282,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 class Guard:
-    """The conditions under which a kernel may do the work of modules without calling them: their parameters are those
-    whose addresses it has, and none has a hook.
+    """The conditions under which a kernel may replace modules without calling them: their parameters are at the known
+    addresses, and no module has a hook.
 
     It is asked at each step, of hundreds of modules, and answers with a few passes over flat lists.
 
@@ -306,20 +308,21 @@ class Guard:
 
     @classmethod
     def together(cls, parts: Sequence[Guard]) -> Guard:
-        """The guard of all that the parts guard."""
+        """Return the guard of all that the parts guard."""
         whole = cls((), ())
         for name, values in vars(whole).items():
             values.extend(chain.from_iterable(vars(part)[name] for part in parts))
         return whole
 
     def holds(self) -> bool:
-        """Whether the modules have the tensors that were looked at, and in the same memory, which `to` changes."""
+        """Return whether the modules have the tensors that were looked at, and in the same memory, which `to`
+        changes."""
         same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:
-        """Whether a hook on the modules has something to do. Those that transformers has once put there, because hidden
-        states or attentions were asked for, stay, and do nothing unless they are asked for again."""
+        """Return whether a hook on the modules has something to do. Those that transformers has once put there,
+        because hidden states or attentions were asked for, stay, and do nothing unless they are asked for again."""
         if not any(self._hooks):
             return False
         places = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}

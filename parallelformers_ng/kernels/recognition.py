@@ -1,4 +1,4 @@
-"""What a class of transformers computes, known by the instructions of its forward, under whatever name it goes."""
+"""Recognises the computation of a transformers class by the instructions of its forward, under any name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_rms_norm(cls: type) -> bool:
 
 @cache
 def fused_norm(cls: type) -> str:
-    """The function of `torch.nn.functional` that computes a norm of this class, "" if none is known to."""
+    """Return the function of `torch.nn.functional` that computes a norm of this class, "" if none is known to."""
     if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
         return ""
     known = (name for name, theirs in NORMS.items() if any(_same_forward(cls, modelling(*each)) for each in theirs))
@@ -45,7 +45,7 @@ def fused_norm(cls: type) -> str:
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """A class of a model with a kernel in front, under its own name."""
+    """Return a class of a model with a kernel in front, under its own name."""
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
@@ -59,8 +59,8 @@ def is_decoder_layer(cls: type) -> bool:
 
 @cache
 def is_decoder(cls: type) -> bool:
-    """A model whose decoder layers get the same arguments one after another, but for a mask of their type, and nothing
-    else happens between them."""
+    """Return a model whose decoder layers get the same arguments one after another, but for a mask of their type,
+    and nothing else happens between them."""
     return cls.__name__.endswith("Model") and any(
         _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
     )
@@ -73,7 +73,8 @@ def is_gated_feed_forward(cls: type) -> bool:
 
 
 def is_computed_at_once(layer: nn.Module) -> bool:
-    """Whether a call of the kernels is all of a module: a decoder layer whose attention and feed-forward they know."""
+    """Return whether a call of the kernels is all of a module: a decoder layer whose attention and feed-forward they
+    know."""
     cls: Any = type(layer)
     if not is_decoder_layer(cls):
         return False
@@ -89,7 +90,8 @@ def is_silu(cls: type) -> bool:
 
 @cache
 def normed_heads(cls: Any) -> bool | None:
-    """Whether an attention like Llama's norms each head's query and key; None for an attention of another kind."""
+    """Return whether an attention like Llama's norms each head's query and key; None for an attention of another
+    kind."""
     functions = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     for name in ("apply_rotary_pos_emb", "rotate_half"):
         if not _same_code(functions.get(name), getattr(llama, name)):
@@ -101,7 +103,7 @@ def normed_heads(cls: Any) -> bool | None:
 
 
 def modelling(family: str, part: str) -> Any:
-    """A class of transformers' file for a family: ("Llama", "Attention")."""
+    """Return a class of transformers' file for a family: ("Llama", "Attention")."""
     file = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     return getattr(importlib.import_module(file), family + part)
 

@@ -2,12 +2,12 @@
 
                       x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
 
-A decode step on a device is many small products: one in the place of three is launched once, and reads its input once.
-The weights lie side by side in one tensor, of which each layer has a view, so that each stays what it was, to whoever
-saves it, hooks it or gives it another weight.
+A decode step on a device is many small products. One product in the place of three is launched once, and reads its
+input once. The weights lie side by side in one tensor, and each layer has a view of it: saving, hooks and new weights
+work as before.
 
-Which layers these are is not told by names. Those of one module that take inputs of one width are laid side by side,
-and are computed as one from the pass on in which all were given the same tensor, and one product gave what they did.
+Names do not tell these layers. Layers of one module with inputs of one width are laid side by side. They are computed
+as one after a pass in which all got the same tensor and the single product gave equal results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Have the layers of a model that may read the same tensor share memory, and be computed as one where they do.
+    """Have the layers of a model that may read the same tensor share memory, and be computed as one if they do.
 
     Their weights are copied, those of one module at a time.
     """
@@ -43,13 +43,13 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
     """Linear layers of a module, two or more at a time, whose weights fit side by side and are nobody else's."""
-    found: dict[Any, list[nn.Linear]] = {}
+    groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
             weight = layer.weight
             kind = weight.shape[1], weight.dtype, weight.device, layer.bias is None
-            found.setdefault(kind, []).append(layer)
-    return (layers for layers in found.values() if len(layers) > 1)
+            groups.setdefault(kind, []).append(layer)
+    return (layers for layers in groups.values() if len(layers) > 1)
 
 
 class SideBySide:
@@ -87,7 +87,7 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """See what a layer gives, computed by itself, as long as it is not known whether the layers agree."""
+        """Watch a layer that is computed by itself, until it is known whether the layers agree."""
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
                 return self.part()
@@ -95,9 +95,9 @@ class SideBySide:
         self._outputs[layer] = output.reshape(-1, output.shape[-1])[-_ROWS_COMPARED:].clone()
         if len(self._outputs) == len(self._layers):
             want = torch.cat([self._outputs.pop(layer) for layer in self._layers], dim=-1)
-            found = self._product(input.reshape(-1, input.shape[-1])[-_ROWS_COMPARED:])
+            product = self._product(input.reshape(-1, input.shape[-1])[-_ROWS_COMPARED:])
             tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
-            self.agree = bool((found - want).abs().max() <= tolerance)
+            self.agree = bool((product - want).abs().max() <= tolerance)
             if not self.agree:
                 _logger.info(
                     "%d linear layers are computed one by one: one product gives something else", len(self._sizes)
@@ -105,10 +105,10 @@ class SideBySide:
                 self.part()
 
     def output(self, layer: nn.Linear, input: Tensor) -> Tensor:
-        """What a layer gives, one of those that agree."""
+        """Return the output of one of the layers that agree."""
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
-        if self._outputs or any(held.get(name) is not tensor for held, name, tensor in self._held):
+        if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._held):
             self.part()  # the last input was not for all of them, or a weight was replaced
         if not self.agree or input.numel() > MOST_ROWS * input.shape[-1]:
             return nn.Linear.forward(layer, input)

@@ -22,17 +22,17 @@ ABSENT = b""
 """The digest of a place that holds nothing."""
 _NOTHING = object()
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
-"""Where transformers 5.17 notes the classes of the models that a process has built, which are others in a rank."""
+"""transformers 5.17 notes the classes of all models of a process there, and a rank builds other models."""
 
 
 def attentions_of(model: nn.Module) -> set[str]:
-    """Names of the attention functions that a model may call."""
+    """Return names of the attention functions that a model may call."""
     configs = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
     return {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
 
 
 def classes_of(model: nn.Module) -> set[type]:
-    """The classes of a model's modules, without those that torch makes of a class to parametrize a weight."""
+    """Return the classes of a model's modules, without those that torch makes of a class to parametrize a weight."""
     return {parametrize.type_before_parametrizations(module) for module in model.modules()}
 
 
@@ -48,17 +48,18 @@ def differences(digests: Digests) -> Digests:
     Returns:
         Place → digest of what it holds here, for those that differ; `ABSENT` if there is nothing.
     """
-    found: Digests = {}
+    unlike: Digests = {}
     for place, theirs in digests.items():
         value = _look_up(place)
         mine = ABSENT if value is _NOTHING else digest(value)
         if mine != theirs:
-            found[place] = mine
-    return found
+            unlike[place] = mine
+    return unlike
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Whether a place differs only because transformers keeps there what it has imported or worked out at first use."""
+    """Return whether a place differs only because transformers keeps there what it has imported or worked out at
+    first use."""
     if slot.place == _BUILT:
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -120,12 +121,12 @@ class AppliedChanges:
 
 
 def module_of(place: str) -> str:
-    """The name of the module that a place belongs to."""
+    """Return the name of the module that a place belongs to."""
     return place.partition(":")[0]
 
 
 def is_by_value(name: str) -> bool:
-    """Whether the code of a module travels by value: a rank that imports the name would not find this code."""
+    """Return whether the code of a module travels by value: a rank that imports the name would not find this code."""
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
         return True

@@ -83,13 +83,14 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 
 @functools.cache
 def _instructions(code: types.CodeType) -> bytes:
-    """A piece of code as bytes, the same in every process that has read the same file. (Version 2 of the format has no
-    references, which depend on how often an object is used.)"""
+    """Return a piece of code as bytes, the same in every process that has read the same file. (Version 2 of the
+    format has no references, which depend on how often an object is used.)"""
     return marshal.dumps(_without_origin(code), 2)
 
 
 def _without_origin(code: types.CodeType) -> types.CodeType:
-    """The code without the names of its file and class, in which pieces of code that compare equal may differ."""
+    """Return the code without the names of its file and class, in which pieces of code that compare equal may
+    differ."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     return code.replace(co_filename="", co_qualname="", co_consts=constants)
 

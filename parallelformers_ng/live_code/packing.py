@@ -86,9 +86,8 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
 
 
 class _CodePickler(cloudpickle.Pickler):
-    """Takes the functions of some places by value, also if they are called as the place is: one that
-    `functools.wraps` has named after the function it replaces. Such a function often calls the one it replaces, which
-    travels as the name of the place."""
+    """Takes the functions of some places by value, even under the name of the place: `functools.wraps` names a
+    function after the one it replaces. It often calls the original: that travels as the name of the place."""
 
     def __init__(self, buffer: io.BytesIO, places: Collection[str], imported: Digests) -> None:
         super().__init__(buffer, protocol=5)
@@ -106,7 +105,7 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _place_named(function: types.FunctionType) -> str:
-    """The place that a function is named after."""
+    """Return the place that a function is named after."""
     return f"{function.__module__}:{function.__qualname__}"
 
 

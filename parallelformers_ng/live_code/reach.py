@@ -86,8 +86,8 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """The globals in which the code that `reach` follows looks names up: name of the module → dictionaries. Code that
-    came by value has globals of its own, which no import finds."""
+    """Collect the globals in which code that `reach` follows looks up names: name of the module → dictionaries. Code
+    that came by value has globals of its own, and no import finds them."""
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
     return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}
@@ -234,14 +234,14 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
 
 def entries_of(registry: Any) -> list[tuple[Any, Any]]:
-    """The entries of a registry, as they are stored."""
+    """Return the entries of a registry, as they are stored."""
     if isinstance(registry, GeneralInterface):
         return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
     return [*dict.items(registry)]
 
 
 def package_of(part: Any) -> str:
-    """The top-level package that a module, a class or a function belongs to; "" if it does not say."""
+    """Return the top-level package that a module, a class or a function belongs to; "" if it does not say."""
     name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)
     if isinstance(part, types.FunctionType):
         name = part.__globals__.get("__name__", name)
@@ -249,7 +249,8 @@ def package_of(part: Any) -> str:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """The Python functions that calling or reading `value` runs: itself, those that it wraps, a property's getter."""
+    """Yield the Python functions that calling or reading `value` runs: itself, those that it wraps, a property's
+    getter."""
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
@@ -275,6 +276,6 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that a piece of code looks up, also within the functions that it makes."""
+    """Return the names that a piece of code looks up, also within the functions that it makes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))

@@ -36,15 +36,15 @@ _SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
 
 
 def foreign_modules(model: nn.Module) -> dict[str, str]:
-    """The modules whose forward runs code that no library defines: a class of the user's, a function put in the place
-    of another, on the class, on the module or in a global that the code names.
+    """Return the modules whose forward runs code that no library defines: a class of the user's, a function put in the
+    place of another, on the class, on the module or in a global that the code names.
 
     accelerate's hooks, which replace `forward` on modules, are no such code.
 
     Returns:
         Dotted path → what is not stock, in words. Empty for a stock model.
     """
-    found: dict[str, str] = {}
+    foreign: dict[str, str] = {}
     of_classes: dict[type, str] = {}
     for path, module in model.named_modules():
         cls = type(module)
@@ -52,12 +52,13 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
             of_classes[cls] = foreign_class(cls)
         reason = _foreign_on_module(module) or of_classes[cls]
         if reason:
-            found[path] = reason
-    return {**found, **_put_in_place(model)}
+            foreign[path] = reason
+    return {**foreign, **_put_in_place(model)}
 
 
 def _put_in_place(model: nn.Module) -> dict[str, str]:
-    """The modules of torch's that a program has put in the place of others: an activation that looks at all columns.
+    """Return the modules of torch's that a program has put in the place of others: an activation that looks at all
+    columns.
 
     Layers, and activations of single elements, are told by other means, or do no harm.
     """
@@ -80,7 +81,7 @@ _BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, type]] = weakref.WeakKeyD
 
 
 def _classes_built(model: PreTrainedModel) -> dict[str, type]:
-    """Path → class of the modules that the model's own class builds; none if it cannot be built once more."""
+    """Return path → class of the modules that the model's own class builds; none if it cannot be built once more."""
     if model not in _BUILT:
         try:
             with torch.device("meta"):
@@ -94,7 +95,7 @@ def _classes_built(model: PreTrainedModel) -> dict[str, type]:
 
 
 def foreign_layer(module: nn.Module) -> str:
-    """Why a layer cannot be taken for the product or look-up that its weight suggests, in words; "" if it can.
+    """Return why a layer cannot be taken for the product or look-up that its weight suggests, in words; "" if it can.
 
     Its forward has to be torch's, or that of a class in transformers' files for a family, on its own parameters.
     """
@@ -116,8 +117,8 @@ def foreign_layer(module: nn.Module) -> str:
 
 
 def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
-    """The first parameter or buffer whose class is the program's and says itself what functions of torch do with it:
-    its name and class; two empty words if there is none."""
+    """Return the first parameter or buffer whose class is the program's and says itself what functions of torch do
+    with it: its name and class; two empty words if there is none."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for base in type(tensor).__mro__:
             own = {"__torch_function__", "__torch_dispatch__"} & vars(base).keys()
@@ -127,20 +128,21 @@ def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """The names in the code of the program's that a module runs."""
+    """Return the names in the code of the program's that a module runs."""
     functions = functions_in(vars(module).get("forward"))
     own = {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
     return own | names_of_class(type(module))
 
 
 def names_of_class(cls: type) -> set[str]:
-    """The names in the code of the program's that is on a class."""
+    """Return the names in the code of the program's that is on a class."""
     functions = (function for base in cls.__mro__ for value in vars(base).values() for function in functions_in(value))
     return {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
 
 
 def is_stock(slot: Slot) -> bool:
-    """Whether a place holds what a library has put there, as far as its functions tell where they were written."""
+    """Return whether a place holds what a library has put there, as far as its functions tell where they were
+    written."""
     value = slot.value
     if isinstance(value, type):
         return package_of(value) in LIBRARIES
@@ -161,8 +163,8 @@ def _is_of_library(function: types.FunctionType) -> bool:
 
 
 def functions_of(module: nn.Module) -> dict[str, Any]:
-    """The functions of the program's that a module itself holds: attribute → function, or what holds one."""
-    found = {}
+    """Return the functions of the program's that a module itself holds: attribute → function, or what holds one."""
+    of_class = {}
     for name, value in vars(module).items():
         if name in _SKIPPED or isinstance(value, (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)):
             continue
@@ -171,10 +173,10 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             own = set(map(id, functions_in(type(module).forward)))
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
-                found[name] = value
+                of_class[name] = value
         elif callable(value) and not isinstance(value, type) and not all(map(_is_of_library, functions_in(value))):
-            found[name] = value
-    return found
+            of_class[name] = value
+    return of_class
 
 
 def _foreign_on_module(module: nn.Module) -> str:
@@ -184,7 +186,7 @@ def _foreign_on_module(module: nn.Module) -> str:
 
 
 def _without_accelerate(module: nn.Module, forward: Any) -> Any:
-    """The forward that accelerate's hook calls; None if that is the class's own."""
+    """Return the forward that accelerate's hook calls; None if that is the class's own."""
     if "_hf_hook" not in vars(module):
         return forward
     before = vars(module).get("_old_forward")
@@ -211,13 +213,13 @@ def foreign_class(cls: type) -> str:
 
 
 def _only_inherits(cls: type) -> bool:
-    """Whether the bases of a class do all the work of its forward."""
+    """Return whether the bases of a class do all the work of its forward."""
     own = [base for base in cls.__mro__ if package_of(base) not in LIBRARIES]
     return not any(callable(value) and name != "__init__" for base in own for name, value in vars(base).items())
 
 
 def _weights_computed_by_hooks(module: nn.Module) -> Iterator[str]:
-    """The helpers of torch that compute a module's weight in a hook: pruning, weight and spectral norm."""
+    """Yield the helpers of torch that compute a module's weight in a hook: pruning, weight and spectral norm."""
     hooks: list[Callable[..., Any]] = [*module._forward_pre_hooks.values()]
     for hook in hooks:
         kind = type(hook)

@@ -41,8 +41,8 @@ class CodeWatch:
         self._sizes = [*map(len, self._classes)]
 
     def holds(self) -> bool:
-        """Whether all places hold what they held, the same objects or equal numbers, and no class of modules has got a
-        place more or lost one."""
+        """Return whether all places hold what they held, the same objects or equal numbers, and no class of modules
+        has got a place more or lost one."""
         try:
             same = [*map(operator.call, self._getters, self._tables)] == self._values
             return same and [*map(len, self._classes)] == self._sizes
@@ -63,7 +63,7 @@ def refuse_modes() -> None:
 
 
 def _table_of(holder: Any) -> dict[str, Any]:
-    """The dictionary in which a class, a module or a registry keeps its values."""
+    """Return the dictionary in which a class, a module or a registry keeps its values."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table

@@ -15,7 +15,7 @@ _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapter
 
 
 class Adapters:
-    """Those of one model.
+    """The adapters of one model.
 
     Attributes:
         switching: held while they are switched, and while a call looks which are active.
@@ -27,15 +27,15 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Those of a model; None where it has none."""
+        """Return the adapters of a model; None if it has none."""
         layers = layers_with_adapters(model)
         return cls(layers) if layers else None
 
     def active(self) -> ActiveAdapters:
-        """Those of this thread's call; without one, those that are active now."""
-        held = _of_call.get()
-        if held is not None and held[0] is self:
-            return held[1]
+        """Return the adapters of this thread's call; outside of a call, the active ones."""
+        of_call = _of_call.get()
+        if of_call is not None and of_call[0] is self:
+            return of_call[1]
         with self.switching:
             return ActiveAdapters.of(self._layers)
 
@@ -44,7 +44,7 @@ class Adapters:
         """Within it this thread computes with what is active now, also where a call becomes many requests.
 
         Args:
-            active: what it computes with instead.
+            active: adapters to compute with instead.
         """
         token = _of_call.set((self, active or self.active()))
         try:

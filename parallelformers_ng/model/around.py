@@ -1,5 +1,5 @@
-"""What peft puts around a model, while that is parallelized: these objects stay what they are, in the caller. What they
-ask of the model within goes to the workers; what they would do to its weights is refused."""
+"""peft's objects around a model while it is parallelized. They stay in the caller: calls of the inner model go to
+the workers, and changes of its weights are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_ADAPTER = "__base__"  # peft's name for none
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """The model that peft's object adapts, and the objects around it; a model of another kind, and none.
+    """Return the model that peft's object adapts, and the objects around it; a model of another kind, and none.
 
     Raises:
         UnsupportedModelError: it does more than to have adapters in the model, or the kind of these is not cut.
@@ -87,7 +87,7 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 
 @functools.cache
 def _surrounding(cls: Any) -> Any:
-    """A subclass of `cls` with its name, for objects around a parallelized model."""
+    """Return a subclass of `cls` with its name, for objects around a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
     for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
@@ -132,7 +132,8 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
-    """What peft does around a forward and a `generate` for `adapter_names`: here, have the call run with the one named.
+    """Replace peft's handling of `adapter_names` around a forward and a `generate`: run the call with the named
+    adapter.
 
     Raises:
         ParallelError: there are several.
@@ -153,7 +154,7 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
 
 
 async def _agenerate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own, with `adapter_names`."""
+    """Return the model's own, with `adapter_names`."""
     with self._enable_peft_forward_hooks(adapter_names=kwargs.pop("adapter_names", None)):
         return await remote_of(self).model.agenerate(*args, **kwargs)
 
@@ -171,8 +172,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """A state dict in which those tensors are gathered that peft writes of some adapters; the others stay where they
-    are.
+    """Return a state dict with the tensors that peft writes for some adapters; other tensors stay on the workers.
 
     Args:
         embeddings: whether those of the model are written too; "auto" as peft chooses.

@@ -39,7 +39,7 @@ class _Watched(BaseStreamer):
 
     Args:
         streamer: the caller's, or None.
-        cancellation: of the call.
+        cancellation: cancellation of the call.
     """
 
     def __init__(self, streamer: Any, cancellation: Cancellation) -> None:

@@ -1,5 +1,5 @@
-"""What goes with a call besides its arguments: where the random numbers begin, and what the caller has changed in the
-model's configurations and modules and the workers do not know yet."""
+"""State that goes with a call besides its arguments: the start of its random numbers, and the caller's changes of
+configurations and modules that the workers do not know yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 
 
 class RandomStream:
-    """What calls without a seed of their own follow.
+    """The random stream of calls without a seed of their own.
 
     Args:
         seed: begins a stream of the model's own; None: calls follow the caller's generator.
@@ -94,7 +94,7 @@ class Snapshot:
 
 
 class Edits:
-    """What the caller has changed since the model was parallelized, and which of it the workers do not know yet.
+    """The caller's changes since the model was parallelized, and the ones that the workers do not know yet.
 
     Args:
         model: the model, as the workers have it.
@@ -113,7 +113,7 @@ class Edits:
         self._known = (0, self._built, 0, 0)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """The module at `path` has a new value of an attribute."""
+        """Note a new value of an attribute of the module at `path`."""
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value
@@ -127,7 +127,7 @@ class Edits:
             only_step: look at the code of a forward pass alone.
 
         Raises:
-            ParallelError, NotPortableError: as `LiveCode.update`.
+            ParallelError, NotPortableError: see `LiveCode.update`.
         """
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
@@ -176,32 +176,32 @@ CONFIGURATIONS = ("config", "generation_config")
 def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
     """By which modules and attributes all configurations of a model are reached: the model's own first, then those that
     other modules have for themselves (T5's encoder a copy, a language model within another how it generates)."""
-    found: set[int] = set()
+    seen: set[int] = set()
     owners = []
     for path, module in model.named_modules():
         for name in CONFIGURATIONS:
             config = vars(module).get(name)
-            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in found):
-                found |= {id(part) for _, part in _parts(config, "")}
+            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in seen):
+                seen |= {id(part) for _, part in _parts(config, "")}
                 owners.append((path, name))
     return owners
 
 
 def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    """A configuration and those within it, each with the dotted name that leads to it."""
+    """Return a configuration and those within it, each with the dotted name that leads to it."""
     if config is None:
         return []
-    found = [(prefix, config)]
+    parts = [(prefix, config)]
     for name, value in vars(config).items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found += _parts(value, f"{prefix}{name}.")
-    return found
+            parts += _parts(value, f"{prefix}{name}.")
+    return parts
 
 
 def _copied(value: Any) -> Any:
-    """The value, or a copy where it could change in place."""
+    """Return the value, or a copy where it could change in place."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _nothing() -> None:
-    """The workers know it all."""
+    """Do nothing: the workers know it all."""

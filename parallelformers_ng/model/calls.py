@@ -45,15 +45,15 @@ class Calls:
         model: the parallelized model.
         deployment: its workers and weights.
         seed: seeds a stream of its own for the model; None follows the caller's generator.
-        steps: how the decode steps are compiled or captured, None where they are not.
-        batching: how many calls of `generate` each replica decodes together, None where each call runs alone.
+        steps: how the decode steps are compiled or captured, None if they are not.
+        batching: how many calls of `generate` each replica decodes together, None if each call runs alone.
         prove_at_once: see `Trial`.
 
     Attributes:
         hooks: the caller's.
-        adapters: the model's, None where it has none.
+        adapters: the model's, None if it has none.
         dispatchers: one for each replica.
-        shared: of each replica the calls that are decoded together; none where each call runs alone.
+        shared: calls that are decoded together, for each replica; empty if each call runs alone.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Calls:
                 )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Take in that steps could not be captured. Where nobody asked for it, no more are: returns True."""
+        """Handle steps that could not be captured. By default no more steps are captured then: returns True."""
         steps = dispatcher.steps
         if steps is None:
             return False
@@ -264,7 +264,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-        """Which replica a call goes to: the one that has its caches, else the one with the least to do."""
+        """Choose the replica of a call: the one with its caches, or else the one with the least to do."""
         if len(self.dispatchers) == 1:
             yield 0
             return
@@ -284,24 +284,24 @@ class Calls:
         return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
 
     def _place_of_caches(self, arguments: Any) -> int | None:
-        """Which replica has the caches that a call takes, None where it takes none.
+        """Return the replica that holds the caches of a call, None for a call without caches.
 
         Raises:
             ParallelError: they are with several.
             StaleCacheError: one was held by workers that are gone.
         """
-        found = set[int]()
+        places = set[int]()
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
                 holder = cache.check()
-                found.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
+                places.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
             return cache
 
         map_caches(arguments, note)
-        if len(found) > 1:
+        if len(places) > 1:
             raise ParallelError("the caches of this call are with several replicas; use those of one conversation")
-        return next(iter(found), None)
+        return next(iter(places), None)
 
     def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
         if (what, level) not in self._said:

@@ -1,4 +1,4 @@
-"""What stands behind a parallelized model: its plan, its workers and the memory that holds its shards."""
+"""The workers, plan and shard memory behind a parallelized model."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Deployment:
         restart: whether a dead group is replaced.
         limit: when to give up replacing it.
         show_progress: show a bar when the weights are gathered.
-        checkpoint: where the tensors lie that the model does not hold: the workers read them out of these files, and
-            again after a restart.
-        given: what the model was given as, where it was quantized, and is again in the end.
+        checkpoint: files of the tensors that the model does not hold. The workers read them, and again
+            after a restart.
+        original: original form of a model that was quantized in memory; restored in the end.
         code: the code that the model runs in this process.
     """
 
@@ -65,13 +65,13 @@ class Deployment:
         limit: RestartLimit | None = None,
         checkpoint: Checkpoint | None = None,
         show_progress: bool = True,
-        given: Given | None = None,
+        original: Given | None = None,
         code: LiveCode,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
         self.show_progress = show_progress
-        self._given = given
+        self._given = original
         self._checkpoint = checkpoint or Checkpoint({})
         keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
         self._keeps_weights = keep_weights
@@ -170,7 +170,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """What a method of `worker.memory.RankMemory` says on each rank, by device."""
+        """Return the result of a method of `worker.memory.RankMemory` on each rank, by device."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, names = replica.ready()[0], replica.group.device_names
@@ -178,15 +178,15 @@ class Deployment:
         return memory
 
     def read(self, name: str) -> torch.Tensor:
-        """One parameter or buffer, whole, on CPU."""
+        """Return one parameter or buffer, whole, on CPU."""
         return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """A progress bar over `total` bytes, where bars are wanted."""
+        """Return a progress bar over `total` bytes, where bars are wanted."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """One parameter or buffer, to be read in parts from wherever it lies."""
+        """Return one parameter or buffer, to be read in parts from wherever it lies."""
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
@@ -195,7 +195,7 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Every rank writes its files of a sharded directory. Returns what each wrote.
+        """Return every rank writes its files of a sharded directory. Returns what each wrote.
 
         Args:
             progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
@@ -221,7 +221,7 @@ class Deployment:
             self._release_store()
 
     def restore(self) -> None:
-        """Make the model what it was given as, after `gather`, where that is more than its weights."""
+        """Restore the original form of the model, after `gather`, if it is more than weights."""
         if self._given is not None:
             self._given.restore()
 
@@ -232,7 +232,7 @@ class Deployment:
             self._release_store()
 
     def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """A tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
+        """Return a tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self._store is not None:
@@ -240,10 +240,10 @@ class Deployment:
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """A rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
+        """Return a rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
         group = self.replicas[0].group
-        asked = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
-        return group.call_each("export", asked)[rank][0]
+        names_per_rank = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
+        return group.call_each("export", names_per_rank)[rank][0]
 
     def _release_store(self) -> None:
         if self._store is not None:

@@ -26,13 +26,13 @@ _BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress ba
 def group_makers(
     num_gpus: int | None, options: WorkerOptions, fit: FitOptions
 ) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
-    """What starts the group of each replica, at first and again; and `fit` in full.
+    """Return the functions that start the group of each replica, at first and again; and the complete `fit`.
 
     In a torchrun job it does not return but in the process of rank 0: the others serve.
 
     Args:
-        fit: where it has stages, of the ranks of a replica one computes at a time: each gets the threads that it would
-            have if there were no other replica, which is busy elsewhere. The ranks of a stage are on one host.
+        fit: fit options. With stages, one rank of a replica computes at a time, so each gets the threads of the
+            whole replica. The ranks of a stage are on one host.
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
@@ -72,11 +72,11 @@ def group_makers(
 def attach(
     group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> None:
-    """Give the ranks their weights: those in memory as mappings, those in files to be read by the ranks themselves."""
+    """Give the ranks their weights: memory to map, or files to read by themselves."""
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    held = checkpoint.held(plan)
-    group.call_each("attach", [(of_rank, held) for of_rank in fds])
-    for names, size in _batches(plan.held, held):
+    stored = checkpoint.held(plan)
+    group.call_each("attach", [(of_rank, stored) for of_rank in fds])
+    for names, size in _batches(plan.held, stored):
         group.call("load", names)
         if progress is not None:
             progress(size)
@@ -84,7 +84,7 @@ def attach(
 
 
 def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Tensors to load with one request each, so that progress shows, and their bytes."""
+    """Yield tensors to load with one request each, so that progress shows, and their bytes."""
     names: list[str] = []
     size = 0
     for tensor in plan.stored():
@@ -100,8 +100,8 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
 
 def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
     """Have a rank compare code with what it imports, see `live_code.changes.differences`."""
-    found: Digests = group.call("differences", digests)
-    return found
+    unlike: Digests = group.call("differences", digests)
+    return unlike
 
 
 def revive(
@@ -111,7 +111,8 @@ def revive(
     store: ShardStore,
     checkpoint: Checkpoint,
 ) -> WorkerGroup:
-    """A group that has the model. It knows nothing of its deployment, which the supervisor's thread must not keep."""
+    """Return a group that has the model. It knows nothing of its deployment, which the supervisor's thread must not
+    keep."""
     group = make_group()
     try:
         group.call("build", skeleton)

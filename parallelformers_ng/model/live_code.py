@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks as it is in the caller's process, which may change it at any time."""
+"""Keeps the code on the ranks equal to the code in the caller's process, even if that changes later."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LiveCode:
         names = {module_of(place) for place in unlike}
         absent = {name for name in names if self._is_absent(name, here, unlike)}
         self.by_value |= absent
-        unlike = {place: found for place, found in unlike.items() if module_of(place) not in absent}
+        unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**here, **unlike}
         self._sent = set(unlike)
         if not unlike:
@@ -116,8 +116,8 @@ class LiveCode:
         self._watch()
 
     def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
-        """Whether ranks have a value that they were never asked about: stock code that another change led to, or code
-        by value as it was sent."""
+        """Return whether ranks have a value that they were never asked about: stock code that another change led to,
+        or code by value as it was sent."""
         if slot.place in self._on_ranks:
             return False
         if module_of(slot.place) in self.by_value:
@@ -133,12 +133,12 @@ class LiveCode:
         return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Whether ranks can import nothing of a module."""
+        """Return whether ranks can import nothing of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
 
 
 def _in_short(place: str) -> str:
-    """A place as messages name it: `Class.attribute`, or `module.global`."""
+    """Return a place as messages name it: `Class.attribute`, or `module.global`."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"

@@ -1,15 +1,14 @@
 """`hf_device_map`: tells other libraries that the model is on its devices, so that they do not move it.
 
-Where there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it unless the
-model has a map of its parts, as accelerate's big models have. What they read of it:
+If there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it, unless the
+model has a map of its parts, as accelerate's big models have. They read this of the map:
 
-- a pipeline without `device=` takes the first device of the map for its inputs, and one with `device=` is refused;
-- Trainer moves no model that has one, and spreads none over GPUs whose map names another device than its own, for which
-  the string "cpu" does not count;
+- a pipeline without `device=` takes the first device of the map for its inputs, and a pipeline with one is refused;
+- Trainer leaves a model with a map in place, and spreads no model over GPUs whose map names another device than
+  Trainer's own ("cpu" does not count);
 - accelerate leaves a model alone whose map has more than one entry.
 
-Where there is no accelerator they have nowhere to move it to, and no map is shown, so that `device="cpu"` goes on
-working.
+Without an accelerator there is nowhere to move it to. No map is shown then, so that `device="cpu"` goes on working.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _own_loop = contextvars.ContextVar("own_loop", default=False)
 
 
 def hf_device_map(model: nn.Module) -> dict[str, torch.device]:
-    """Which part of a parallelized model takes its inputs where, as accelerate would note it."""
+    """Return the map of a parallelized model's parts to the devices of their inputs, in accelerate's form."""
     if _own_loop.get() or not torch.accelerator.is_available():
         raise AttributeError("hf_device_map")
     return dict.fromkeys(["", *(name for name, _ in model.named_children())], torch.device("cpu"))

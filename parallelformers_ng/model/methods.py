@@ -1,4 +1,4 @@
-"""Which methods of a parallelized model run on the workers, which in this process, and which are refused.
+"""The table of a parallelized model's methods: on the workers, in this process, or refused.
 
 docs/methods.md says it of each one by name; a test compares the two.
 """
@@ -67,8 +67,7 @@ SWITCHES = (
     "set_adapter", "enable_adapters", "disable_adapters", "enable_adapter_layers", "disable_adapter_layers",
     "set_scale", "scale_layer", "unscale_layer",
 )  # fmt: skip
-"""Methods that say which adapters are active, in this process, and by what they are scaled: each call tells the
-workers."""
+"""Methods that switch or scale adapters in this process; each call tells the workers."""
 
 _PLACES: dict[str, Place] = {
     **dict.fromkeys((*dir(nn.Module), *dir(PreTrainedModel), *dir(GenerationMixin)), "local"),
@@ -86,7 +85,7 @@ _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_languag
 
 
 def place_of(cls: type, name: str) -> Place:
-    """Where the public method `name` of a module class runs while its model is parallelized.
+    """Return the place of the public method `name` of a module class while its model is parallelized.
 
     What only modelling code defines computes with weights, so it is forwarded, accessors apart.
     """
@@ -103,14 +102,14 @@ def place_of(cls: type, name: str) -> Place:
 
 
 def public_methods(cls: type) -> list[str]:
-    """Names of all public methods of a module class, inherited ones included."""
+    """Return names of all public methods of a module class, inherited ones included."""
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
-    """Whether a method calls `generate`, itself or by way of other methods of its class: it may then be given what
-    `generate` may be given."""
+    """Return whether a method calls `generate`, itself or by way of other methods of its class: it may then be given
+    what `generate` may be given."""
     seen: set[Any] = set()
 
     def calls_generate(function: Any) -> bool:

@@ -1,5 +1,5 @@
-"""What a parallelized model can do. The model keeps its class, its name and its place in memory; its work moves to the
-workers."""
+"""The methods of a parallelized model. The model keeps its class, its name and its place in memory; its work moves
+to the workers."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Parallelized(RemoteModule):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs may be put. The workers move them on, and outputs come back here."""
+        """Return the device for inputs. The workers move them on, and outputs come back here."""
         return torch.device("cpu")
 
     hf_device_map = property(hf_device_map)
 
     def memory_allocated(self) -> dict[str, int]:
-        """Bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
+        """Return bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
         return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
+        """Return bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on CUDA."""
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
     memory_chached = memory_reserved  # the spelling of Parallelformers' README
 
     def memory_summary(self, detail: bool = True) -> str:
-        """The memory of every rank as text: a table each, or one line each without `detail`."""
+        """Return the memory of every rank as text: a table each, or one line each without `detail`."""
         ranks = deployment_of(self).memory("table" if detail else "line").values()
         return "\n".join(ranks) + (device_totals() if detail else "")
 
@@ -91,11 +91,11 @@ class Parallelized(RemoteModule):
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
         """End the parallelization and move the whole model to one CUDA device."""
-        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises where there is none
+        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if there is none
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.to`, after the end of the parallelization if that changes the weights' data type or device."""
+        """Do the same as `nn.Module.to`; end the parallelization first if the weights' data type or device changes."""
         if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
             return self
         return self._ended_by("to").to(*args, **kwargs)
@@ -190,7 +190,7 @@ def is_parallelized(model: object) -> bool:
 
 
 def deployment_of(model: object) -> Deployment:
-    """The workers and weights behind a parallelized model.
+    """Return the workers and weights behind a parallelized model.
 
     Raises:
         NotParallelizedError: the model is not parallelized.

@@ -19,8 +19,8 @@ _homes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Calls], str]]] = w
 
 
 def computes_here(module: nn.Module) -> bool:
-    """Whether a module does here what it does on a rank: neither it nor what is in it has weights, or does as its mode
-    says."""
+    """Return whether a module does here what it does on a rank: neither it nor what is in it has weights, or does as
+    its mode says."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
@@ -50,7 +50,7 @@ class PlainParts:
     """The plain parts of one parallelized model.
 
     Args:
-        calls: what carries the model's calls.
+        calls: calls of the model.
         parts: path and module of each.
     """
 

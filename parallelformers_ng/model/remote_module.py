@@ -34,17 +34,17 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 
 
 class Remote:
-    """What carries a module's calls to the workers.
+    """The connection of a module to the workers.
 
     Args:
         model: the parallelized model.
-        calls: what carries its calls.
-        path: of the module in it, "" for the model itself.
+        calls: calls of the model.
+        path: path of the module in it, "" for the model itself.
 
     Attributes:
-        parts: of the model itself: its modules that are remote.
-        plain_parts: of the model itself: its modules that compute here too.
-        around: of the model itself: what peft has put around it.
+        parts: for the model itself: its remote modules.
+        plain_parts: for the model itself: its modules that compute here too.
+        around: for the model itself: peft's objects around it.
         tables: the parameters, buffers and children that the module had, and will have again.
     """
 
@@ -88,13 +88,14 @@ class Remote:
         """Run a method of the module on the workers."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
-        how = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, how))
+        options = CallOptions(unsure=self.alone is Alone.UNSURE)
+        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, options))
 
 
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether the model's code may read an attribute that is set to a new value, so that the workers need it: it had
-    one before, of its own or of its class. Of private ones, which libraries use for notes, numbers and words count."""
+    """Return whether the model's code may read an attribute that is set to a new value, so that the workers need it:
+    it had one before, of its own or of its class. Of private ones, which libraries use for notes, numbers and words
+    count."""
     own = vars(module)
     if own.get(name, _ABSENT) is value:
         return False
@@ -111,10 +112,10 @@ class RemoteModule(nn.Module):
         return remote_of(self).call("__call__", args, kwargs)  # not by way of nn.Module's: hooks are called there
 
     def __setattr__(self, name: str, value: Any) -> None:
-        held = self._table_of(name)
-        if held is not None and held[name] is value:
+        table = self._table_of(name)
+        if table is not None and table[name] is value:
             return
-        if held is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+        if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
         if may_be_read(self, name, value):
             remote = remote_of(self)
@@ -122,7 +123,7 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
-        """The table of parameters, buffers or children that holds `name`."""
+        """Return the table of parameters, buffers or children that holds `name`."""
         return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
 
     def __delattr__(self, name: str) -> None:
@@ -146,12 +147,12 @@ class RemoteModule(nn.Module):
         return self
 
     def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
-        """Whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
+        """Return whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
         kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
         return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype, device="cpu") for dtype in kinds))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With
+        """Return the whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With
         `keep_vars=True` the parameters themselves, which stay with the workers until they are read."""
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("destination") is None:
@@ -196,7 +197,7 @@ class _Gathered:
 
 
 class _Locked(dict):
-    """Parameters, buffers or children of a module, none of which can be replaced."""
+    """Parameters, buffers or children of a module. They cannot be replaced."""
 
     def __init__(self, items: dict[str, Any], module: nn.Module) -> None:
         super().__init__(items)
@@ -219,7 +220,7 @@ def lock(module: nn.Module) -> None:
 
 
 def unlock(module: nn.Module) -> None:
-    """The inverse of `lock`: what the module had then is there again, whatever was done to it in between."""
+    """Undo `lock`: the module has its tables again, whatever was done to it in between."""
     vars(module).update(remote_of(module).tables)
 
 
@@ -232,19 +233,19 @@ class _MoveRecorder(nn.Module):
 
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What `move`, which calls `to` or one of its relatives, does to each tensor of a module."""
-    asked = _MoveRecorder()
-    move(asked)
-    return asked.conversion
+    """Return the conversion of each tensor that `move`, a call of `to` or a relative, does to a module."""
+    recorder = _MoveRecorder()
+    move(recorder)
+    return recorder.conversion
 
 
 def remote_of(module: nn.Module) -> Remote:
-    """Where the work of a module of a parallelized model is done."""
+    """Return the connection of a module of a parallelized model."""
     return vars(module)[REMOTE]
 
 
 def refusal(module: Any, what: str, why: str) -> str:
-    """The error message for something that a parallelized model, or a part of one, does not do."""
+    """Return the error message for something that a parallelized model, or a part of one, does not do."""
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"
@@ -265,7 +266,7 @@ def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
 
 
 def forwarded(name: str, original: Callable) -> Callable:
-    """A method that runs on the workers."""
+    """Return a method that runs on the workers."""
 
     @_in_place_of(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +291,7 @@ def generated(name: str, original: Callable) -> Callable:
 
 
 def refused(name: str, original: Callable) -> Callable:
-    """A method that is refused, with the reason."""
+    """Return a method that is refused, with the reason."""
 
     @_in_place_of(original)
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -300,7 +301,7 @@ def refused(name: str, original: Callable) -> Callable:
 
 
 def switched(name: str, original: Callable) -> Callable:
-    """A method that says which adapters are active: for all calls that are made once it is through."""
+    """Return a method that says which adapters are active: for all calls that are made once it is through."""
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ def _saved(name: str, original: Callable) -> Callable:
         """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
 
         Args:
-            save_directory: where to; made if need be.
+            save_directory: target folder; made if need be.
             max_shard_size: bytes of a file, "5GB" or a number.
             save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
             progress: show a progress bar where standard error is a terminal.
@@ -124,7 +124,7 @@ def _saved(name: str, original: Callable) -> Callable:
 
 
 class _Nodes(Mapping[str, Node]):
-    """Where to read each tensor of a module, worked out when it is asked for."""
+    """Return the source of each tensor of a module, computed on first use."""
 
     def __init__(self, remote: Remote) -> None:
         self._deployment = remote.calls.deployment

@@ -78,7 +78,7 @@ class Replica:
             self.supervisor = Supervisor(self.group, again, limit)
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
-        """The group to send requests to, and its incarnation. While one is being started, wait for it.
+        """Return the group to send requests to, and its incarnation. While one is being started, wait for it.
 
         Args:
             deadline: on the clock of `time.monotonic`; by default the group's.
@@ -114,14 +114,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What is asked of one call alone.
+    """Options of one call.
 
     Attributes:
-        seed: where its random stream begins; None follows the model's, or the caller's generator.
+        seed: start of its random stream; None follows the model's, or the caller's generator.
         timeout: seconds until it must be done; None is the group's.
         streamer: is given the tokens as they are chosen.
-        not_captured: its decode steps become CUDA graphs, and this is told why, where they do not; None: they stay.
-        unsure: as in `Call`.
+        not_captured: receives the reason if its decode steps cannot become CUDA graphs; None: steps stay
+            plain.
+        unsure: same as in `Call`.
     """
 
     seed: int | None = None
@@ -132,7 +133,7 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Whether a call has to look for forward hooks of the caller."""
+    """Return whether a call has to look for forward hooks of the caller."""
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
@@ -142,15 +143,15 @@ class Dispatcher:
     Args:
         model: the parallelized model.
         replica: the workers.
-        stream: what calls without a seed follow.
+        stream: random stream of calls without a seed.
         hooks: the caller's.
-        adapters: the model's, None where it has none.
-        steps: how decode steps are compiled or captured, None where they are not.
+        adapters: the model's, None if it has none.
+        steps: how decode steps are compiled or captured, None if they are not.
         code: the code that the model runs in this process.
 
     Attributes:
-        steps: as given; None, too, once these workers have shown that they cannot capture any.
-        edits: what the workers do not know yet of the model's settings.
+        steps: argument `steps`; None, too, once these workers have failed to capture any.
+        edits: changes of the model's settings that the workers do not know yet.
     """
 
     def __init__(
@@ -171,35 +172,41 @@ class Dispatcher:
         self._adapters = adapters
 
     def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], how: CallOptions
+        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
         """Run a method on the workers.
 
         Args:
             path: dotted path of the module, "" for the model.
             method: its method.
-            how: what is asked of this call alone.
+            options: options of this call.
 
         Raises:
             NotPortableError: an argument cannot cross by value; nothing was run.
             GroupError: see its subclasses.
         """
-        end = self.replica.deadline_of(how.timeout)
+        end = self.replica.deadline_of(options.timeout)
         with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
             # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
             workers = self.replica.ready(end)
-            streams = how.streamer is not None
+            streams = options.streamer is not None
             call = Call(
-                path, method, args, kwargs, unsure=how.unsure, streams=streams, captured=how.not_captured is not None
+                path,
+                method,
+                args,
+                kwargs,
+                unsure=options.unsure,
+                streams=streams,
+                captured=options.not_captured is not None,
             )
-            with self._stream.of_call(how.seed) as stream:
-                return self._request(model, call, how, end, hooks, workers, stream)
+            with self._stream.of_call(options.seed) as stream:
+                return self._request(model, call, options, end, hooks, workers, stream)
 
     def _request(
         self,
         model: Any,
         call: Call,
-        how: CallOptions,
+        options: CallOptions,
         end: float,
         hooks: CallHooks | None,
         workers: tuple[WorkerGroup, int],
@@ -226,7 +233,7 @@ class Dispatcher:
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
-        on_event = None if how.streamer is None else functools.partial(deliver, how.streamer)
+        on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
         try:
             answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
             arrived()
@@ -236,8 +243,8 @@ class Dispatcher:
                 state.restore(answer.states)
             if hooks is not None:
                 hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
-            if answer.uncaptured and how.not_captured is not None:
-                how.not_captured(answer.uncaptured)
+            if answer.uncaptured and options.not_captured is not None:
+                options.not_captured(answer.uncaptured)
             for number, info in answer.caches.items():
                 registry.refresh(caches.get(number), incarnation, number, info)
             if type(answer.output) is torch.Tensor:

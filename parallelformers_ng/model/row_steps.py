@@ -16,7 +16,7 @@ class RowSteps:
     """The decision for one model. It falls when rows are decoded, and once it is no, it stays.
 
     Args:
-        steps: how decode steps are compiled or captured, None where they are not.
+        steps: how decode steps are compiled or captured, None if they are not.
         hooks: the caller's.
     """
 
@@ -25,7 +25,7 @@ class RowSteps:
         self._hooks = hooks
 
     def positions(self, model: Any) -> int:
-        """Rows × tokens of the largest cache over which steps become CUDA graphs; 0 where none do."""
+        """Return rows × tokens of the largest cache over which steps become CUDA graphs; 0 if none do."""
         if (
             self._steps is None
             or self._hooks.present()

@@ -36,7 +36,7 @@ def save_sharded(
 
     Args:
         model: a parallelized model.
-        directory: where to.
+        directory: target folder.
         max_shard_size: bytes of a file, as a number or as "5GB"; a larger tensor has a file of its own.
         progress: show a progress bar where standard error is a terminal.
 
@@ -56,8 +56,8 @@ def save_sharded(
     plan = deployment.plan
     names = saved_names(model, plan)
     # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
-    held = plan.held
-    total = sum(held.tensors[name].bytes_on(0) for name in names)
+    stored = plan.held
+    total = sum(stored.tensors[name].bytes_on(0) for name in names)
     with (
         replaced_directory(Path(directory), files_of) as partial,
         progress_bar(f"saving {type(model).__name__}", total, progress) as advance,
@@ -80,9 +80,9 @@ def shard(
 
     Args:
         source: a directory or a model id of the hub.
-        directory: where to.
+        directory: target folder.
         num_gpus: number of ranks.
-        max_shard_size: as in `save_sharded`.
+        max_shard_size: same as in `save_sharded`.
         dtype: data type to save in; None as `from_pretrained` chooses.
         quantize: hold weights in few bits, as in `parallelize`.
         progress: show a progress bar where standard error is a terminal.

@@ -113,9 +113,9 @@ class SharedCalls:
             group, incarnation = self._replica.ready(end)
             if not group.alive:  # and none takes its place
                 raise group.error()
-            sent = Call("", "generate", (), call.kwargs, adapters=call.adapters)
-            arrived = self._edits.put_into(sent, model, incarnation)
-            ticket = Ticket(call, parcel(sent), self._steps.positions(model), arrived)
+            message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
+            arrived = self._edits.put_into(message, model, incarnation)
+            ticket = Ticket(call, parcel(message), self._steps.positions(model), arrived)
             batch = self._batch_of(group)
             try:
                 batch.add(ticket)
@@ -149,7 +149,7 @@ class SharedCalls:
 
         Args:
             prompt: its tokens.
-            tokens: of the prompt and all that may follow.
+            tokens: most tokens in all, prompt included.
 
         Raises:
             BatchingError: it may.
@@ -171,7 +171,7 @@ def _refused(option: str, message: str) -> BatchingError:
 
     Args:
         option: option of `batching=` that sets the limit.
-        message: what is wrong.
+        message: description of the problem.
     """
     error = BatchingError(f"{message} with batching={{{option!r}: …}}")
     error.option = option

@@ -30,19 +30,19 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
     kind = _StandIn if type(cls) is type else type("_StandIn", (_StandIn, type(cls)), {})
     copyreg.pickle(kind, _as_whole)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = kind(cls.__name__, (mixin, cls), names | members)
-    made._whole_class = cls
-    return made
+    cls_made = kind(cls.__name__, (mixin, cls), names | members)
+    cls_made._whole_class = cls
+    return cls_made
 
 
 def whole_class(cls: Any) -> type[nn.Module]:
-    """The class that one made by `stand_in` stands for."""
+    """Return the class that one made by `stand_in` stands for."""
     whole: type[nn.Module] = cls._whole_class
     return whole
 
 
 def _as_whole(cls: _StandIn) -> Any:
-    """How pickle takes such a class."""
+    """Return how pickle takes such a class."""
     return _itself, (cls._whole_class,)
 
 

@@ -15,11 +15,11 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
-    """Where the weights go by a budget; None where all of them fit on their devices.
+    """Assign places to the weights by a budget; None if all of them fit on their devices.
 
-    On its device a rank has what is in no layer, the layer that runs, the one on its way, and as many others as there
-    is room for, spread evenly, so that one that lies elsewhere comes while others run. Where there is no room for the
-    one on its way, it comes on top. Of those that are elsewhere, as many are in RAM as fit.
+    A rank's device holds everything outside of layers, the running layer, the next layer, and as many others as there
+    is room for. These are spread evenly, so that an absent layer comes while others run. Without room for the next
+    layer, it comes on top. As many of the absent layers as fit are in RAM.
 
     Raises:
         ParallelError: a device has no room for the least of it, or neither RAM nor a folder has for the rest.
@@ -53,7 +53,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
 def _leave_to_disk(
     plan: ShardPlan, layers: dict[str, list[str]], places: list[dict[str, Place]], budget: Budget
 ) -> None:
-    """Of the layers in RAM, send those to disk for which RAM has no room, of each rank the same share."""
+    """Send layers from RAM to disk until the rest fits, the same share of each rank."""
     in_ram = [
         {path: _bytes(plan, layers[path], rank) for path, place in of_rank.items() if place == "cpu"}
         for rank, of_rank in enumerate(places)
@@ -70,7 +70,7 @@ def _leave_to_disk(
 
 
 def _spread(sizes: dict[str, int], room: int) -> set[str]:
-    """Those that stay where there is room for so many bytes, evenly among all."""
+    """Return the layers that stay within so many bytes, spread evenly over all."""
     total, credit, stays = sum(sizes.values()), 0, set()
     for path, size in sizes.items():
         credit += size * min(room, total)
@@ -85,8 +85,8 @@ def _bytes(plan: ShardPlan, names: Iterable[str], rank: int) -> int:
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
-    """The layers of a model: the outermost items of lists of modules that policies apply to, and the parameters that
-    each has for itself."""
+    """Return the layers of a model: the outermost items of lists of modules that policies apply to, and the
+    parameters that each has for itself."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     items = {}
     for block in plan.blocks:

@@ -1,4 +1,4 @@
-"""What `fit={"max_memory": …}` says, in the words of accelerate: a size for each device, and for the "cpu"."""
+"""Reads `fit={"max_memory": …}` in the words of accelerate: a size for each device, and for the "cpu"."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Budget:
     """Bytes of weights.
 
     Attributes:
-        devices: for each rank of a replica what it may hold, on the least of its devices, and what that is called.
-        cpu: what all ranks of a replica together may have in RAM besides.
-        folder: where the rest goes, None for nowhere.
+        devices: weight budget of each rank of a replica, on the smallest of its devices, and the name of that
+            device.
+        cpu: RAM for the overflow of all ranks of a replica.
+        folder: folder for the rest, None for none.
         is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
     """
 
@@ -35,7 +36,7 @@ class Budget:
 def budget_of(
     options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None = None, replicas: int = 1
 ) -> Budget | None:
-    """The budget that the options set, None where they set none.
+    """Return the budget that the options set, None if they set none.
 
     Args:
         world_size: ranks of a replica.
@@ -67,17 +68,17 @@ def _name(key: int, keys: Sequence[int]) -> str:
     return f"device {key}" + (f", for each of its {sharers} ranks," if sharers > 1 else "")
 
 
-def _size(given: int | str, argument: str) -> int:
-    return 0 if given == 0 else parse_size(given, argument, ParallelError)
+def _size(size: int | str, argument: str) -> int:
+    return 0 if size == 0 else parse_size(size, argument, ParallelError)
 
 
-def _check_keys(given: Mapping[int | str, object], keys: Sequence[int]) -> None:
+def _check_keys(budget: Mapping[int | str, object], keys: Sequence[int]) -> None:
     known = ", ".join(map(str, keys))
-    for key in given:
+    for key in budget:
         if key != CPU and key not in keys:
             raise ParallelError(f"fit: max_memory has {key!r}; the devices are {known}, and there is 'cpu'")
     for key in keys:
-        if key not in given:
+        if key not in budget:
             raise ParallelError(f"fit: max_memory says nothing of device {key}; it takes a size for each of {known}")
 
 

@@ -16,12 +16,12 @@ from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copi
 
 
 class MovedLayer:
-    """The weights of a layer that lie elsewhere while it does not run. Nothing happens where a class does not say so.
+    """The weights of a layer that lie elsewhere while it does not run. By default its methods do nothing.
 
     Attributes:
         module: the layer.
-        coming: done when it has come; None where nobody has asked for it.
-        next: what ran after it last time.
+        coming: done when it has come; None if nobody has asked for it.
+        next: layer that ran after it last time.
     """
 
     next: MovedLayer
@@ -47,8 +47,8 @@ class MovedLayer:
 
 
 class MappedLayer(MovedLayer):
-    """Weights that are views of mapped files. They are right at any time; what comes and goes is the memory that holds
-    them: copies of the files, read past the system's cache, where that can be, else pages of that cache.
+    """Weights that are views of mapped files. They are right at any time. Memory comes and goes: copies of the files,
+    read past the system's cache if possible, or else pages of that cache.
 
     Args:
         tensors: the views.
@@ -77,14 +77,14 @@ class MappedLayer(MovedLayer):
 
 
 class CopiedLayer(MovedLayer):
-    """Weights in host memory or in mapped files, of which a device gets copies. Copies from page-locked memory go ahead
-    while the device computes; files are read ahead, and copied when the layer runs.
+    """Weights in host memory or in mapped files; a device gets copies. Copies from page-locked memory run ahead while
+    the device computes; files are read ahead, and copied when the layer runs.
 
     Args:
         places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
             hold the weights as they lie in host memory: whoever reads one reads the right numbers.
-        staging: what carries them to the device if they are in mapped files, of which a copy would wait for each piece;
-            None if they are in page-locked memory.
+        staging: buffer for copies from mapped files, since a direct copy would wait for each piece; None for
+            page-locked memory.
         device: the CUDA device.
         stream: for copies that go ahead.
     """
@@ -99,7 +99,7 @@ class CopiedLayer(MovedLayer):
     ) -> None:
         super().__init__(module)
         self._places = places
-        self._homes: list[Tensor] = [held[name] for held, name in places]
+        self._homes: list[Tensor] = [table[name] for table, name in places]
         self._mapping = MappedLayer(module, () if staging is None else self._homes)
         self._staging, self._device, self._stream = staging, device, stream
         self._copies: list[Tensor] = []
@@ -126,14 +126,14 @@ class CopiedLayer(MovedLayer):
             self._copy()
         else:
             current.wait_event(self._arrived)
-        for (held, name), copy in zip(self._places, self._copies, strict=True):
+        for (table, name), copy in zip(self._places, self._copies, strict=True):
             copy.record_stream(current)  # its memory is free again when what is queued until then has run
-            held[name] = nn.Parameter(copy, requires_grad=False)
+            table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
         self._copies = []
-        for (held, name), home in zip(self._places, self._homes, strict=True):
-            held[name] = home
+        for (table, name), home in zip(self._places, self._homes, strict=True):
+            table[name] = home
 
     def _copy(self) -> None:
         if self._staging is None:

@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 
 
 class PageSource(NamedTuple):
-    """What pages show: a file, the same opened to be read past the system's cache, where in it, and where it ends."""
+    """The file behind pages: the file, the same file opened past the system's cache, the offset, and the end."""
 
     descriptor: int
     direct: int
@@ -40,7 +40,7 @@ class PageSource(NamedTuple):
 
 
 def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
-    """The pages that tensors lie in, neighbours in one."""
+    """Yield the pages that tensors lie in, neighbours in one."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors
@@ -58,7 +58,7 @@ def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
 
 
 def source_of(stretch: Stretch) -> PageSource | None:
-    """Where the bytes of pages come from; None where no file is known that can be read past the system's cache."""
+    """Return the file behind pages; None if no file can be read past the system's cache."""
     file = file_at(stretch.start)
     if file is None or file.direct is None:
         return None
@@ -78,8 +78,8 @@ def let_go(stretch: Stretch) -> None:
 
 
 def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
-    """Read what pages show into memory of this process, which then takes their place, at once: whoever reads them
-    meanwhile reads the same numbers. The disk writes into that memory itself, and no processor copies.
+    """Read the file into new memory that takes the place of the pages at once: readers see the same numbers at any
+    time. The disk writes into that memory itself, and no processor copies.
 
     Raises:
         OSError: the disk cannot be read, or there is no memory.
@@ -111,8 +111,8 @@ def show_file(stretch: Stretch, source: PageSource) -> None:
 
 
 def _memory_for(stretch: Stretch) -> int:
-    """Memory as long as a stretch, which lies as that does in pages of 2 MB: such pages take the processor a fifth of
-    the time that small ones take until they are there, and can be moved whole."""
+    """Return memory as long as a stretch, which lies as that does in pages of 2 MB: such pages take the processor a
+    fifth of the time that small ones take until they are there, and can be moved whole."""
     size = stretch.length + _HUGE
     start = _checked(_libc().mmap(None, size, ACCESS, _ANYWHERE, -1, 0))
     before = (stretch.start - start) % _HUGE
@@ -124,7 +124,7 @@ def _memory_for(stretch: Stretch) -> int:
 
 
 def _read(source: PageSource, skipped: int, start: int, length: int) -> None:
-    """Read a piece of what pages show, which begins so many bytes after them, to as many bytes after `start`."""
+    """Read a piece of the file, `skipped` bytes after the pages' beginning, to the same offset after `start`."""
     offset, end = source.offset + skipped, min(source.offset + skipped + length, source.end)
     while offset < end:  # the rest of the last page is zeros, as in a mapping
         address = start + offset - source.offset

@@ -1,1 +1,1 @@
-"""What a model would need and give on devices that may not be here."""
+"""Forecasts of a model's memory and speed on devices that may not be here."""

@@ -1,4 +1,4 @@
-"""What to say of the ways to lay a model out: which to take and why, or what is missing."""
+"""Advice on the ways to lay a model out: the best one and why, or what is missing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _ANY = 1 << 16
 """More stages than models have parts."""
 
 
-def advice(found: Sequence[Arrangement], search: Search) -> list[str]:
-    """Sentences, the best way first in `found`."""
-    best = found[0]
-    notes = _recommendation(found, search) if best.memory.fits else _what_is_missing(best, search)
+def advice(arrangements: Sequence[Arrangement], search: Search) -> list[str]:
+    """Sentences, the best way first in `arrangements`."""
+    best = arrangements[0]
+    notes = _recommendation(arrangements, search) if best.memory.fits else _what_is_missing(best, search)
     return [*notes, *search.refusals]
 
 
-def _recommendation(found: Sequence[Arrangement], search: Search) -> list[str]:
-    best = found[0]
+def _recommendation(arrangements: Sequence[Arrangement], search: Search) -> list[str]:
+    best = arrangements[0]
     each = best.tokens_per_second / search.sequences
     notes = [
         f"Take {best}: {best.tokens_per_second:.0f} tokens/s, {each:.0f} to a sequence. A step takes"
         f" {best.step_seconds * 1e3:.1f} ms, {best.exchange_share:.0%} of it for {best.exchanges} sums and gathers."
     ]
-    others = [other for other in found[1:] if other.memory.fits]
+    others = [other for other in arrangements[1:] if other.memory.fits]
     if others:
         second = others[0]
         notes.append(f"The next best, {second}, gives {second.tokens_per_second / best.tokens_per_second:.0%} of that.")

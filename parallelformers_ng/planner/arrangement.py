@@ -25,7 +25,7 @@ class Memory:
     Attributes:
         weights: parameters and buffers.
         caches: keys, values and states of all sequences at their full length.
-        activations: what is in between, at most: while the prompts of all sequences are read at once.
+        activations: peak temporary memory, while the prompts of all sequences are read at once.
         room: bytes that there are for all of it.
     """
 
@@ -49,14 +49,14 @@ class Arrangement:
 
     Attributes:
         tensor: ranks that share each layer.
-        pipeline: stages, each of so many ranks, one of which computes at a time.
+        pipeline: number of stages; one rank of them computes at a time.
         replicas: models that work side by side.
-        sequences: of all replicas.
-        memory: of the fullest device.
+        sequences: sequences of all replicas.
+        memory: memory of the fullest device.
         prompt_seconds: until all prompts of a replica are read.
-        step_seconds: of a decode step, at the full length.
-        exchange_seconds: what of it is exchanges between ranks.
-        exchanges: of a rank in a step.
+        step_seconds: seconds of a decode step, at the full length.
+        exchange_seconds: seconds of the exchanges between ranks in a step.
+        exchanges: exchanges of a rank in a step.
     """
 
     tensor: int
@@ -88,7 +88,7 @@ class Arrangement:
 
     @property
     def exchange_share(self) -> float:
-        """What part of a decode step is exchanges, between 0 and 1."""
+        """Return the fraction of a decode step that is exchanges, between 0 and 1."""
         return self.exchange_seconds / self.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Arrangement:
 
 
 def memory_of(model: nn.Module, plan: ShardPlan, seen: Observation, stages: int, room: float) -> Memory:
-    """That of the fullest device, where a plan for the ranks of a stage is laid out over some.
+    """Return the memory of the fullest device, for a plan of one stage's ranks laid out over stages.
 
     Raises:
         PlacementError: the model has fewer parts than there are stages.
@@ -134,26 +134,26 @@ def arrangement(
     ways: tuple[int, int, int],
     sequences: int,
 ) -> Arrangement:
-    """What a way to lay a model out gives, of which a rank was observed.
+    """Estimate the speed of an arrangement from the observation of one rank.
 
     Args:
-        memory: of the fullest device.
-        dtype: that products are computed in.
+        memory: memory of the fullest device.
+        dtype: data type of the computation.
         decode: "eager", "cuda_graphs" or "compile", as in `parallelize`.
         ways: tensor, pipeline, replicas.
-        sequences: of all replicas.
+        sequences: sequences of all replicas.
     """
     tensor, pipeline, replicas = ways
 
-    def seconds(what: Pass, how: str) -> tuple[float, float]:
+    def seconds(what: Pass, kind: str) -> tuple[float, float]:
         exchanges: list[tuple[int, float, bool]] = [
             (tensor, work.exchanged, work.gathers) for work in what.work if work.exchanged
         ]
         if pipeline > 1:  # all ranks get what the last unit of a stage gives
-            between = [statistics.median(what.given)] * (pipeline - 1)
-            exchanges += [(tensor * pipeline, given, True) for given in (*between, what.given[-1])]
+            between = [statistics.median(what.sizes)] * (pipeline - 1)
+            exchanges += [(tensor * pipeline, size, True) for size in (*between, what.sizes[-1])]
         exchanged = sum(cluster.exchange_seconds(*each) for each in exchanges)
-        return exchanged + compute_seconds(cluster, what.work, dtype, how), exchanged
+        return exchanged + compute_seconds(cluster, what.work, dtype, kind), exchanged
 
     prompt, _ = seconds(seen.prompt, "eager")
     step, exchanged = seconds(seen.step, decode)
@@ -163,8 +163,8 @@ def arrangement(
 
 
 def compute_seconds(cluster: Cluster, works: Sequence[Work], dtype: torch.dtype, decode: str) -> float:
-    """What a device takes for the operators of a pass, one after another: for each what it takes at least, and to move
-    its bytes or to do its arithmetic, whichever takes longer (the roofline model, Williams et al. 2009)."""
+    """Return a device's seconds for the operators of a pass, one after another. Each takes a least time, and the
+    longer of moving its bytes and doing its arithmetic (the roofline model, Williams et al. 2009)."""
     device = cluster.device
     at_once = device.layer_seconds is not None
     computes = device.flops[dtype] * device.flops_share
@@ -185,16 +185,15 @@ def compute_seconds(cluster: Cluster, works: Sequence[Work], dtype: torch.dtype,
 
 
 def fused(works: Sequence[Work]) -> list[Work]:
-    """As a compiler makes kernels of operators: those between two products become one, which moves no more than the
-    one of them that moves most."""
-    found: list[Work] = []
+    """Fuse operators as a compiler does: operators between two products become one, with the bytes of the largest."""
+    kernels: list[Work] = []
     open_ = False
     for work in works:
         if work.exchanged:
             open_ = False
         elif work.fuses and open_:
-            found[-1] = max(found[-1], work, key=lambda each: each.moved)
+            kernels[-1] = max(kernels[-1], work, key=lambda each: each.moved)
         else:
-            found.append(work)
+            kernels.append(work)
             open_ = work.fuses
-    return found
+    return kernels

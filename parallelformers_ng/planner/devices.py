@@ -13,13 +13,13 @@ from parallelformers_ng.errors import ParallelError, did_you_mean
 
 @dataclass(frozen=True)
 class Link:
-    """What carries bytes between devices.
+    """A link that carries bytes between devices.
 
     Attributes:
         bandwidth: bytes per second that a device sends, while it receives as many.
         hop_seconds: until a small message has come to the next device.
-        start_seconds: of a sum or a gather, however small and near.
-        reference: where the figures are from.
+        start_seconds: least seconds of a sum or a gather.
+        reference: source of the figures.
     """
 
     bandwidth: float
@@ -30,21 +30,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What computes.
+    """A device that computes.
 
     Attributes:
         memory: bytes.
         bandwidth: bytes per second that it reads from its memory.
         flops: data type → operations per second of dense matrix products.
         link: name of the link to the other devices of its host.
-        reference: where the figures are from.
-        operator_seconds: of an operator, however small, besides its bytes and its arithmetic.
+        reference: source of the figures.
+        operator_seconds: least seconds of an operator, besides its bytes and its arithmetic.
         host_seconds: between two operators that the host starts one by one.
-        read_share, flops_share: of the data sheet's figures what large products reach.
-        step_seconds: of a step besides the model's own operators: the choice of a token and the loop around it.
-        layer_seconds: of a decoder layer that one call computes, besides its bytes and its arithmetic; None where there
-            is no such call.
-        layer_bandwidth: what such a layer reads, as `bandwidth`.
+        read_share, flops_share: fraction of the data sheet's figures that large products
+            reach.
+        step_seconds: seconds of a step besides the model's operators: the choice of a token and the loop.
+        layer_seconds: seconds of a decoder layer in one call, besides its bytes and its arithmetic; None
+            without such a call.
+        layer_bandwidth: bytes a second that such a layer reads, see `bandwidth`.
     """
 
     memory: float
@@ -72,9 +73,9 @@ _USABLE = 0.9
 
 def _matrix(tera: float, fp32: float, fp8: bool = True) -> dict[torch.dtype, float]:
     """Dense operations of tensor cores in bf16 and fp16 → those of the other types; fp32 runs outside of them."""
-    found = {torch.bfloat16: tera, torch.float16: tera, torch.float32: fp32}
-    found |= {torch.float8_e4m3fn: 2 * tera} if fp8 else {}
-    return {dtype: each * 1e12 for dtype, each in found.items()}
+    speeds = {torch.bfloat16: tera, torch.float16: tera, torch.float32: fp32}
+    speeds |= {torch.float8_e4m3fn: 2 * tera} if fp8 else {}
+    return {dtype: each * 1e12 for dtype, each in speeds.items()}
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
@@ -124,7 +125,7 @@ class Cluster:
     """Hosts that are alike.
 
     Attributes:
-        device: of which each host has `devices`.
+        device: kind of the `devices` of each host.
         hosts: how many.
         link: between the devices of a host.
         network: between hosts.
@@ -137,11 +138,11 @@ class Cluster:
     network: Link
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
-        """A sum, or a gather, of a tensor of so many bytes among ranks that lie side by side: within each host, and of
-        one rank of each across.
+        """Return a sum, or a gather, of a tensor of so many bytes among ranks that lie side by side: within each host,
+        and of one rank of each across.
 
-        A tree of those within a host, and one across, up and down (NCCL's model of its own). Of `n` bytes a ring sends
-        2 n (k - 1) / k in a sum and n (k - 1) / k in a gather.
+        Trees within hosts and across, up and down (NCCL's own model). Of `n` bytes a ring sends 2 n (k - 1) / k in a
+        sum and n (k - 1) / k in a gather.
         """
         if ranks == 1:
             return 0.0
@@ -158,10 +159,10 @@ T = TypeVar("T")
 
 
 def named(table: dict[str, T], name: str, argument: str, *others: str) -> T:
-    """An entry of a table.
+    """Return an entry of a table.
 
     Args:
-        others: what the argument takes besides.
+        others: further values that the argument takes.
 
     Raises:
         ParallelError: there is none of that name.

@@ -32,16 +32,16 @@ _TITLES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a model would need and give.
+    """A forecast of a model's memory and speed.
 
     Attributes:
         model: its class.
         device: name of the device.
         hosts, gpus_per_host: how many there are.
         batch, length: sequences at a time, and tokens of each, prompt and answer together.
-        dtype: that it computes in.
+        dtype: data type of the computation.
         arrangements: ways to lay it out, those that fit first, the fastest of them first.
-        notes: what there is to say of them, in sentences.
+        notes: remarks on them, in sentences.
     """
 
     model: str
@@ -56,15 +56,17 @@ class Forecast:
 
     @property
     def best(self) -> Arrangement | None:
-        """The one to take; None where none fits."""
+        """The one to take; None if none fits."""
         return self.arrangements[0] if self.arrangements[0].memory.fits else None
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data: bytes, seconds."""
-        given = {name: getattr(self, name) for name in ("model", "device", "hosts", "gpus_per_host", "batch", "length")}
+        arguments = {
+            name: getattr(self, name) for name in ("model", "device", "hosts", "gpus_per_host", "batch", "length")
+        }
         ways = [each.as_dict() for each in self.arrangements]
         fits = self.best is not None
-        return {**given, "dtype": self.dtype, "fits": fits, "arrangements": ways, "notes": self.notes}
+        return {**arguments, "dtype": self.dtype, "fits": fits, "arrangements": ways, "notes": self.notes}
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)} with {self.gpus_per_host} {self.device} each"
@@ -94,7 +96,7 @@ def forecast(
     custom_policies: CustomPolicies = None,
     quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> Forecast:
-    """What `model` would need and give on devices that may not be here. A model on `meta` will do.
+    """Forecast the memory and speed of `model` on devices that may not be here. A model on `meta` will do.
 
     A rank's share of the model runs on `meta`, once as a prompt and once as a decode step; what it does is timed by
     data sheets: docs/planning.md has the model, its sources, and how it compares with what was measured.
@@ -108,10 +110,10 @@ def forecast(
         batch: sequences that are decoded at a time, over all replicas.
         length: tokens of each, prompt and answer together; memory and speed are those at the end.
         network: between hosts: "infiniband-ndr", "ethernet-100g", ….
-        decode: as in `parallelize`: "eager", "cuda_graphs" or "compile"; "auto" is "cuda_graphs".
-        dtype: as in `parallelize`.
-        custom_policies: as in `parallelize`.
-        quantize: as in `parallelize`.
+        decode: decode mode of `parallelize`: "eager", "cuda_graphs" or "compile"; "auto" is "cuda_graphs".
+        dtype: same as in `parallelize`.
+        custom_policies: same as in `parallelize`.
+        quantize: same as in `parallelize`.
 
     Raises:
         ParallelError: an argument has a value that it does not take.
@@ -140,14 +142,14 @@ def forecast(
 
     search = Search(model, cluster_of, batch, length, planned, bits)
     steps = "cuda_graphs" if decode == "auto" else decode
-    found = sorted(
+    arrangements = sorted(
         search.arrangements(steps, computed), key=lambda each: (not each.memory.fits, -each.tokens_per_second)
     )
-    if not found:
+    if not arrangements:
         raise UnsupportedModelError("; ".join(search.refusals))
     name = str(computed).removeprefix("torch.")
-    notes = advice(found, search)
-    return Forecast(type(model).__name__, device, hosts, gpus_per_host, batch, length, name, found, notes)
+    notes = advice(arrangements, search)
+    return Forecast(type(model).__name__, device, hosts, gpus_per_host, batch, length, name, arrangements, notes)
 
 
 def _by_data_sheet(

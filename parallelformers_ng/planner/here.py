@@ -1,5 +1,4 @@
-"""This machine's CPU ranks as a device, measured in seconds: how fast they read, compute and exchange what they are
-given to, and what a step takes besides."""
+"""This machine's CPU ranks as a device, measured in seconds: reading, arithmetic, exchanges, and the rest of a step."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ _LAYERS, _TOKENS, _PROMPT, _ROUNDS = 17, 16, 128, 5
 
 @dataclass(frozen=True)
 class Probe:
-    """What so many ranks were measured to take, in seconds, bytes and operations a second of one rank.
+    """Measurements of a number of ranks, in seconds, bytes and operations a second of one rank.
 
     Attributes:
-        step: of a decode step without a layer.
-        layer: of a decoder layer that one call computes, its sums included, without bytes worth naming.
-        operator: of an operator of another layer.
+        step: seconds of a decode step without a layer.
+        layer: seconds of a decoder layer in one call, its sums included, with hardly any bytes.
+        operator: seconds of an operator of another layer.
         layer_bandwidth: bytes that such decoder layers read.
         bandwidth: bytes that other operators read.
         flops: operations.
@@ -55,32 +54,32 @@ def probe_here(ranks: int, dtype: torch.dtype) -> Probe:
         return probe(group, dtype)
 
 
-def as_cluster(found: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> Cluster:
-    """One host, with the figures of ranks that work at a time. A layer has two sums; what it takes longer than on one
-    rank alone is theirs.
+def as_cluster(measured: Probe, alone: Probe, devices: int, dtype: torch.dtype) -> Cluster:
+    """Return one host, with the figures of ranks that work at a time. A layer has two sums; what it takes longer than
+    on one rank alone is theirs.
 
     Args:
-        found: what they take.
-        alone: what one rank takes.
+        measured: measurements of the ranks.
+        alone: measurements of one rank.
         devices: ranks that there may be, between which the memory is shared out.
-        dtype: that they compute in.
+        dtype: data type of the computation.
     """
     device = Device(
         available_memory() / devices,
-        found.bandwidth,
-        {dtype: found.flops},
+        measured.bandwidth,
+        {dtype: measured.flops},
         "",
         "measured",
-        operator_seconds=found.operator,
+        operator_seconds=measured.operator,
         host_seconds=0.0,
         read_share=1.0,
         flops_share=1.0,
-        step_seconds=found.step,
+        step_seconds=measured.step,
         layer_seconds=alone.layer,
-        layer_bandwidth=found.layer_bandwidth,
+        layer_bandwidth=measured.layer_bandwidth,
     )
     # Ranks copy what they sum: each reads what the others wrote.
-    link = Link(found.bandwidth, 0.0, max(0.0, found.layer - alone.layer) / 2, "measured")
+    link = Link(measured.bandwidth, 0.0, max(0.0, measured.layer - alone.layer) / 2, "measured")
     return Cluster(device, 1, devices, link, link)
 
 
@@ -116,13 +115,13 @@ def probe(group: WorkerGroup, dtype: torch.dtype) -> Probe:
 
 
 def _plain(width: int, heads: int, layers: int) -> PreTrainedConfig:
-    """A model whose layers no single call computes."""
+    """Return a model whose layers no single call computes."""
     ends = {"bos_token_id": None, "eos_token_id": None}
     return GPT2Config(n_embd=width, n_head=heads, n_layer=layers, vocab_size=128, **ends)
 
 
 def _more(long: float, short: float) -> float:
-    """What something takes longer than a part of it. On a machine that others use it may be seen to take less."""
+    """Return the extra seconds of a whole over its part; at least 0, as other programs disturb the measurements."""
     return max(long - short, 1e-9)
 
 
@@ -132,7 +131,7 @@ def _step_of(group: WorkerGroup, config: PreTrainedConfig, dtype: torch.dtype) -
 
 
 def step_seconds(model: Any, prompt: int, tokens: int) -> float:
-    """Seconds of a decode step: a call with many tokens, less one with one."""
+    """Return seconds of a decode step: a call with many tokens, less one with one."""
     _seconds(model, prompt, 2)
     rounds = [_seconds(model, prompt, tokens + 1) - _seconds(model, prompt, 1) for _ in range(_ROUNDS)]
     return statistics.median(rounds) / tokens

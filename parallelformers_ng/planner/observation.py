@@ -1,4 +1,4 @@
-"""Runs one rank's share of a model on `meta`, where nothing is computed, and notes what it would do: the operators with
+"""Runs one rank's share of a model on `meta`, if nothing is computed, and notes what it would do: the operators with
 their arithmetic and the bytes that they move, the exchanges with other ranks, the caches, the memory in between."""
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Pass:
     """One forward.
 
     Attributes:
-        work: what it does, in order.
+        work: operations, in order.
         peak: bytes of what is neither weights nor caches, at most.
-        given: bytes of what each unit gives, in their order.
+        sizes: bytes of the output of each unit, in their order.
     """
 
     work: list[Work]
     peak: int
-    given: list[int]
+    sizes: list[int]
 
     @property
     def exchanges(self) -> int:
@@ -81,12 +81,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a rank does with sequences of some length.
+    """The work of a rank for sequences of some length.
 
     Attributes:
         batch, length: sequences, and tokens of each.
         prompt: all tokens but the last, at once.
-        step: the last one, with the others in the caches.
+        step: work for the last token, with the others in the caches.
         caches: unit → bytes of its caches at the end.
     """
 
@@ -135,7 +135,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
                 )
             caches = output[name]
             second, output = recorder.record(lambda: share(**token, use_cache=True, **{name: caches}))
-            held = recorder.caches(output.get(name, caches))
+            cache_bytes = recorder.caches(output.get(name, caches))
     except UnsupportedModelError:
         raise
     except Exception as error:  # whatever modelling code raises where a number is missing
@@ -145,15 +145,15 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
         ) from error
     finally:
         look_ups.forget()
-    return Observation(batch, length, first, second, held)
+    return Observation(batch, length, first, second, cache_bytes)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model without its weights."""
+    """Return a copy of a model without its weights."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty_like(tensor, device="meta")
-        empty[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+        bare = torch.empty_like(tensor, device="meta")
+        empty[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(model, empty)
 
 
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         self.work: list[Work] = []
         self._units = [""]
         self._native: set[str] = set()
-        self._given: list[int] = []
+        self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
         self._made_in: dict[int, str] = {}
         self._lives: list[tuple[int, int]] = []
@@ -185,11 +185,11 @@ class _Recorder(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._units.pop()
-        self._given.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
+        self._sizes.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
 
     def record(self, forward: Callable[[], Any]) -> tuple[Pass, Any]:
-        """What a forward does, and what it gives."""
-        self.work, self._lives, self._given = [], [], []
+        """Run a forward; return its work and its output."""
+        self.work, self._lives, self._sizes = [], [], []
         with self:
             output = forward()
         caches = _caches_of(output)
@@ -198,15 +198,15 @@ class _Recorder(TorchDispatchMode):
         for number, size in self._lives:
             level += 0 if number in self._held else size
             peak = max(peak, level)
-        return Pass(self.work, peak, self._given), output
+        return Pass(self.work, peak, self._sizes), output
 
-    def caches(self, held: Any) -> dict[str, int]:
+    def caches(self, cache: Any) -> dict[str, int]:
         """Unit → bytes that it made of what caches hold."""
-        found: dict[str, int] = {}
-        for tensor in tensors_in(held):
+        cache_bytes: dict[str, int] = {}
+        for tensor in tensors_in(cache):
             unit = self._made_in.get(self._number(tensor), "")
-            found[unit] = found.get(unit, 0) + tensor.nbytes
-        return found
+            cache_bytes[unit] = cache_bytes.get(unit, 0) + tensor.nbytes
+        return cache_bytes
 
     def note(self, **work: Any) -> None:
         unit = self._units[-1]
@@ -221,10 +221,10 @@ class _Recorder(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)  # what it is made of is noted instead
             if parts is not NotImplemented:
                 return parts
-        given = tree_leaves((args, kwargs))
-        before = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        before = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
         known = {self._number(tensor) for tensor in before}
-        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in given))
+        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in leaves))
         form = self._forms.get(key)
         output = func(*args, **kwargs) if form is None else torch.empty_strided(*form[:2], dtype=form[2], device="meta")
         after = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
@@ -290,8 +290,8 @@ class _Peers(Communicator):
 
 
 def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Have stacked experts note what they read and compute, in the place of doing so, as the router's numbers would say
-    which of them are asked.
+    """Have stacked experts note their reads and operations instead of computing: the router's numbers, absent here,
+    would choose the experts.
 
     Of `E` experts, `n` tokens that choose `k` each, all as likely, meet E (1 - (1 - k / E) ** n) different ones.
     """
@@ -316,12 +316,12 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What there is of a tensor in memory: of one that repeats itself, each number once."""
+    """Return the bytes of a tensor in memory; a repeated number counts once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Every tensor that an object holds, at whatever depth, once."""
+    """Yield every tensor that an object holds, at whatever depth, once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return

@@ -30,7 +30,7 @@ class Search:
         sequences: over all replicas.
         length: tokens of each.
         plan: number of ranks that share a layer, quantization → plan.
-        quantize: which weights are held in few bits.
+        quantize: weights to quantize, and how.
 
     Attributes:
         refusals: why some numbers of ranks cannot share a layer.
@@ -57,8 +57,8 @@ class Search:
         self._observe = functools.cache(self._observed)
 
     def arrangements(self, decode: str, dtype: torch.dtype) -> Iterator[Arrangement]:
-        """One for each number of ranks that may share a layer: with as few stages as it fits in, as these work one
-        after another, and as many replicas as there are devices for, and sequences."""
+        """Yield one for each number of ranks that may share a layer: with as few stages as it fits in, as these work
+        one after another, and as many replicas as there are devices for, and sequences."""
         for tensor in self.widths():
             try:
                 pipeline, memory, seen = self.laid_out(tensor, self._total // tensor)
@@ -70,14 +70,14 @@ class Search:
             yield arrangement(cluster, seen, memory, dtype, decode, (tensor, pipeline, replicas), self.sequences)
 
     def widths(self) -> list[int]:
-        """How many ranks may share a layer: so many that they lie within one host, or take whole hosts."""
+        """Return how many ranks may share a layer: so many that they lie within one host, or take whole hosts."""
         each = self.cluster.devices
         most = min(self._total, MOST_RANKS)
         counts = {1, 2, 4, 8, 16, each}
         return sorted(n for n in counts if n <= most and (each % n == 0 or n % each == 0))
 
     def laid_out(self, tensor: int, most: int) -> tuple[int, Memory, Observation]:
-        """The fewest stages in which it fits, else as many as there may be; the memory of its fullest device."""
+        """Return the fewest stages in which it fits, else as many as there may be; the memory of its fullest device."""
         plan, room = self.plan(tensor, self.quantize), self.cluster.device.usable
         pipeline = min(most, max(1, math.floor(max(plan.bytes_per_rank) / room)))
         while True:
@@ -93,12 +93,13 @@ class Search:
             pipeline += 1
 
     def with_weights_in(self, bits: QuantizeOptions, best: Arrangement) -> Memory:
-        """The memory of the fullest device of an arrangement, had the weights been quantized so."""
+        """Return the memory of the fullest device of an arrangement, had the weights been quantized so."""
         plan, seen = self.plan(best.tensor, bits), self._observe(best.tensor, best.batch)
         return memory_of(self.model, plan, seen, best.pipeline, best.memory.room)
 
     def _replicas(self, devices: int) -> int:
-        """How many models of so many devices each serve all sequences; none has more of them than the fullest must."""
+        """Return how many models of so many devices each serve all sequences; none has more of them than the fullest
+        must."""
         most = max(1, min(self._total // devices, self.sequences))
         return math.ceil(self.sequences / math.ceil(self.sequences / most))
 

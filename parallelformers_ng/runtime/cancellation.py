@@ -32,7 +32,7 @@ class Cancellation:
 
 
 def cancellation_error() -> RequestCancelledError:
-    """What a request raises that its caller wants no more."""
+    """Ends a request that its caller has cancelled."""
     return RequestCancelledError("the request was cancelled by its caller")
 
 
@@ -40,7 +40,7 @@ _of_thread: ContextVar[Cancellation | None] = ContextVar("parallelformers_ng_can
 
 
 def cancellation_of_thread() -> Cancellation:
-    """What may cancel the requests of this thread."""
+    """Return a switch that cancels the requests of this thread."""
     return _of_thread.get() or Cancellation()
 
 

@@ -1,4 +1,4 @@
-"""Which CPUs this process may use, and which of them each rank gets."""
+"""Divides the CPUs of this process among the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def usable_cpus() -> int:
-    """How many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is less.
+    """Return how many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is
+    less.
 
     A container with `--cpus=4` on a machine of 64 sees all 64; with a thread on each, it would be stopped for most of
     every period.
@@ -22,14 +23,14 @@ def usable_cpus() -> int:
 
 
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
-    """The CPUs of each rank, or None where the scheduler should place them.
+    """Return the CPUs of each rank, or None if the scheduler should place them.
 
     Ranks are pinned only where all of them together take every CPU that there is to have: a rank that leaves CPUs to
     others could find them on its own. Neighbours in the list share a NUMA node wherever the counts allow.
 
     Args:
         world_size: number of ranks.
-        threads: of each rank.
+        threads: number of threads of each rank.
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size
@@ -42,14 +43,14 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
 def numa_nodes(directory: Path) -> dict[int, int]:
     """CPU → its NUMA node; empty where the system tells of none, or where this process may open no more files."""
-    found: dict[int, int] = {}
+    node_of: dict[int, int] = {}
     try:
         lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]
     except OSError:
-        return found
+        return node_of
     for node, text in lists:
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
             if first:
-                found.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
-    return found
+                node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
+    return node_of

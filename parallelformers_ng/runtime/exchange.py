@@ -68,7 +68,7 @@ class Request:
         return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:
-        """Tell the caller: an event; or at last the answers, why there are none, or None if the group is over."""
+        """Tell the caller an event. The last one is the answers, an error, or None if the group is over."""
         self._inbox.put(news)
         if self.given_up:
             self.discard()

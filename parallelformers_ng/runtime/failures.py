@@ -16,7 +16,7 @@ _ARGUMENT_TYPES = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Description:
-    """An exception in words. `args` is None where they are not all plain values; `aborted` says that it came of a
+    """An exception in words. `args` is None if they are not all plain values; `aborted` says that it came of a
     collective that was given up, usually for what another rank raised."""
 
     module: str
@@ -28,7 +28,7 @@ class Description:
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
-    """What a worker sends about an exception.
+    """Return a worker's description of an exception.
 
     Args:
         error: the exception, with its traceback.
@@ -44,11 +44,11 @@ def describe(error: BaseException, is_consequence: bool = False) -> Description:
 
 
 def rebuild(rank: int, description: Any) -> WorkerError:
-    """The exception to raise in the caller: a WorkerError, and where possible of the original type as well.
+    """Return the exception to raise in the caller: a WorkerError, and if possible of the original type as well.
 
     Args:
         rank: the rank that raised it.
-        description: what `describe` made of it.
+        description: result of `describe`.
 
     Raises:
         ProtocolError: the description is not one.
@@ -66,10 +66,10 @@ def rebuild(rank: int, description: Any) -> WorkerError:
 
 
 def most_informative(descriptions: dict[int, Any]) -> int:
-    """The rank whose exception explains the others: not one that only says that a peer gave up.
+    """Return the rank whose exception explains the others: not one that only says that a peer gave up.
 
     Args:
-        descriptions: what each rank that raised sent, by rank.
+        descriptions: description from each rank that raised, by rank.
     """
     return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
 
@@ -82,10 +82,10 @@ def _message(error: BaseException) -> str:
 
 
 def _find(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+    owner: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found
+        owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+    return owner
 
 
 def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:

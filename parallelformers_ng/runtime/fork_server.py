@@ -1,9 +1,9 @@
 """A process that has imported all that ranks need, and forks them: N ranks import once, and later ones not at all.
 
-It has one thread and touches no device, so a fork of it is as good as a fresh process, and is there in
-milliseconds. It is started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`:
-REQUESTS is the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends,
-of which `forks.py` tells, and MODULE what it imports.
+It has one thread and touches no device, so a fork of it equals a fresh process, and starts in milliseconds. It is
+started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`: REQUESTS is the
+descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends (see `forks.py`),
+and MODULE the module to import.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Server:
     """The loop of the server.
 
     Args:
-        requests: where the caller asks for ranks.
+        requests: socket on which the caller asks for ranks.
         lifeline: the reading end of the pipe that the kernel watches.
         watched: pidfds of the caller and of this process, which ranks watch.
     """
@@ -156,7 +156,7 @@ class _Server:
 
 
 def _renew_state() -> None:
-    """What a fresh process starts with, and a fork would have of the server. `random` sees to itself."""
+    """Reset in a fork the state of the server that a fresh process would not have. `random` sees to itself."""
     import numpy as np
     import torch
 

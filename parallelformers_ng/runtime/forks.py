@@ -74,7 +74,7 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """As `Process` says; False where the server is gone."""
+        """Same as in `Process`; False if the server is gone."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -91,14 +91,14 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """As `Process` says; None also where the server is gone, which alone could tell."""
+        """Same as in `Process`; None also if the server is gone, as it alone could tell."""
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
             self._code = fork_server.NUMBER.unpack(message)[0] if message else None
         return self._code
 
     def close(self) -> None:
-        """As `Process` says. A rank that was asked for and is not there yet ends with its lifeline."""
+        """Same as in `Process`. A requested rank that is not there yet ends with its lifeline."""
         self._report.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -112,7 +112,7 @@ class ForkServer:
     """A server, from the caller's side. It ends when neither this process nor a rank of it has any use for it.
 
     Args:
-        inheritance: what its forks have of this process as it is.
+        inheritance: state of this process that its forks inherit.
         imports: name of the module that it imports before it forks.
 
     Attributes:
@@ -142,8 +142,8 @@ class ForkServer:
         _all.add(self)
 
     def exit_code(self) -> int | None:
-        """Its code as subprocess counts them, once it has ended: negative where it was killed, positive where it has
-        found that it must not fork."""
+        """Return its code as subprocess counts them, once it has ended: negative where it was killed, positive where
+        it has found that it must not fork."""
         return self._process.exit_code(0.0)
 
     def request_traceback(self) -> None:
@@ -151,7 +151,7 @@ class ForkServer:
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
-        """What it has written to its log since this was last asked."""
+        """Return the text that it has written to its log since the last call."""
         start, self._shown = self._shown, self.link.log_size()
         return self.link.log_tail(start)
 
@@ -168,8 +168,8 @@ _newest: ForkServer | None = None
 
 
 def running(imports: str | None = None) -> ForkServer | None:
-    """The server to ask for ranks, started where there is none whose forks would be like fresh processes; None where
-    ranks have to be started as fresh processes.
+    """Return the server to ask for ranks, started if there is none whose forks would be like fresh processes; None
+    where ranks have to be started as fresh processes.
 
     Args:
         imports: name of the module that the server is to import; by default any server will do.
@@ -194,8 +194,9 @@ def running(imports: str | None = None) -> ForkServer | None:
 
 
 def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request may
-    be in flight, in a thread that must not wake up to an error; then it ends with this process, as the ranks do."""
+    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request
+    may be in flight in a daemon thread, which must not see an error; the server then ends with this process, like
+    the ranks."""
     if forks:
         return
     link.close()
@@ -215,7 +216,7 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _inheritance() -> tuple[object, ...]:
-    """What a process that this thread starts has of it, apart from what every request hands over."""
+    """Return the state that a process started by this thread inherits, apart from the values in every request."""
     status = _proc("status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],

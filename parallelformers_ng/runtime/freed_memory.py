@@ -12,8 +12,8 @@ TRIM_EVERY = 64 << 20
 
 
 def give_back_freed() -> None:
-    """Hand freed memory back: heap pages to the system, which glibc may keep after the model's small tensors, and
-    device memory to the ranks, of which torch keeps all for this process."""
+    """Hand freed memory back. glibc may keep heap pages after the model's small tensors: they go to the system.
+    torch keeps device memory for this process: it goes to the ranks."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim_heap()

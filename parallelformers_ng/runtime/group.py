@@ -29,7 +29,7 @@ OnEvent = Callable[[Any], object]
 
 
 class WorkerGroup:
-    """`world_size` processes, each with one object, on all of which the same methods run in the same order.
+    """`world_size` processes with one object each. All of them run the same methods in the same order.
 
     The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. Calls from many
     threads are served in the order in which they came. The workers end with `close`, at interpreter exit, and when the
@@ -39,22 +39,22 @@ class WorkerGroup:
         world_size: number of workers.
         device: `"cpu"` or `"cuda"`.
         target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
-        imports: name of the module that the process imports which forks the workers, once for all; by default torch, or
-            what such a process has imported for another group.
+        imports: name of a module for the process that forks the workers, imported once for all; by default
+            torch, or the module of an earlier group's process.
         device_ids: CUDA device of each rank; by default 0, 1, 2, ….
-        backend: of the collectives; `"auto"` picks by device.
+        backend: backend of the collectives; `"auto"` picks by device.
         timeout: seconds that a request may take, unless the call says otherwise.
         start_timeout: seconds until every worker must be ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        among: which of how many groups, alike, that share the CPUs.
-        hosts: makes what starts the ranks, where they are not to be started by this process, on this machine.
+        among: number of this group, and number of equal groups, that share the CPUs.
+        hosts: makes the starter of the ranks, if this process does not start them on this machine.
         wait: False returns at once, so that the caller can work while the workers import torch;
             `wait_until_ready` has to come before the first call.
 
     Attributes:
         device, device_names: "cpu" or "cuda"; the device of each rank: "cpu:0", "cuda:3", ….
         owner: id of the process that started the group; in any other it is of no use.
-        hosts: those of the ranks, where others than this process start them.
+        hosts: starter of the ranks, if this process does not start them.
         user: a weak reference to whom the group serves: see `in_use`.
 
     Raises:
@@ -119,10 +119,10 @@ class WorkerGroup:
         self.close()
 
     def wait_until_ready(self) -> None:
-        """Wait for workers that were started with `wait=False`. Where they are ready, it does nothing.
+        """Wait for workers that were started with `wait=False`. If they are ready, it does nothing.
 
         Raises:
-            StartupError: as the constructor does.
+            StartupError: see the constructor.
         """
         if self._wait is not None:
             try:
@@ -160,8 +160,8 @@ class WorkerGroup:
         return self._processes.ended or self._processes.why_over is not None or os.getpid() != self.owner
 
     def deadline(self, timeout: float | None = None) -> float:
-        """When a call must be done that begins now and may take `timeout` seconds, by default the group's; on the clock
-        of `time.monotonic`. The `deadline` of the calling thread counts, where that is earlier."""
+        """Return the deadline of a call that begins now and may take `timeout` seconds, by default the group's; on
+        the clock of `time.monotonic`. The `deadline` of the calling thread counts if it is earlier."""
         seconds = self.timeout if timeout is None else checked_seconds(timeout, "timeout")
         return min(thread_deadline.get(), time.monotonic() + seconds)
 
@@ -245,11 +245,11 @@ class WorkerGroup:
         self._loop.submit(request)
 
     def do_later(self, function: Callable[[], object]) -> None:
-        """As `RequestLoop.do_later`."""
+        """Call a function in the group's thread; see `RequestLoop.do_later`."""
         self._loop.do_later(function)
 
     def error(self) -> GroupError:
-        """Why the group has ended, as an error for whoever waits."""
+        """Return why the group has ended, as an error for whoever waits."""
         why = self._processes.why_over
         return GroupClosedError("the worker group has ended") if why is None else why()
 

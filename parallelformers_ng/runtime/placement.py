@@ -1,4 +1,4 @@
-"""Where the workers go: how many, on which devices, and whether this system can run them."""
+"""The number of workers and their devices, and the check that this system can run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("parallelformers_ng")
 def placement(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
 ) -> tuple[int, str]:
-    """Number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
+    """Return number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
 
     Returns:
         (world size, "cpu" or "cuda").
@@ -41,20 +41,20 @@ def placement(
         if device_ids is not None:
             raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
         return count, kind
-    asked = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
+    request = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
     ids = list(device_ids) if device_ids is not None else list(range(count * replicas))
     if len(ids) != count * replicas:
-        raise PlacementError(f"{asked}, but device_ids names {len(ids)} devices: {ids}")
+        raise PlacementError(f"{request}, but device_ids names {len(ids)} devices: {ids}")
     missing = [index for index in ids if not 0 <= index < available]
     if missing:
-        raise PlacementError(f"{asked}, but only {available} CUDA devices are visible (no device {missing})")
+        raise PlacementError(f"{request}, but only {available} CUDA devices are visible (no device {missing})")
     return count, kind
 
 
 def placement_elsewhere(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, devices: int
 ) -> tuple[int, str]:
-    """As `placement`, for ranks that this process does not start.
+    """Do the same as `placement`, for ranks that this process does not start.
 
     Args:
         devices: how many CUDA devices there are where they will be, as far as that is known.
@@ -104,7 +104,7 @@ def check_platform() -> None:
 
 
 def _patched_by_gevent() -> list[str]:
-    """The modules that gevent has patched and that threads, processes and sockets depend on."""
+    """Return the modules that gevent has patched and that threads, processes and sockets depend on."""
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]

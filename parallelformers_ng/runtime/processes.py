@@ -50,7 +50,7 @@ class Worker(Protocol):
 
 
 class Steering(Protocol):
-    """What the parent can do to collectives that are under way: `Arena` says what is what."""
+    """The parent's control of running collectives; see `Arena`."""
 
     @property
     def aborted(self) -> bool: ...
@@ -65,12 +65,12 @@ class Steering(Protocol):
 
 
 class RankStarter(Steering, Protocol):
-    """What starts and steers ranks that are not started by this process.
+    """Starts and steers ranks that are not children of this process.
 
     Attributes:
-        names, counts: of the hosts, and of the ranks of each, once these are ready.
+        names, counts: names of the hosts, and number of ranks of each, once these are ready.
         are_here: whether all ranks are on one host, and it is this machine.
-        launch: as `startup.launch`, without an arena.
+        launch: same as `startup.launch`, without an arena.
     """
 
     @property
@@ -91,7 +91,7 @@ class Processes:
 
     Args:
         arena: the collectives' shared memory, or what stands for that of several hosts.
-        device_names: of each rank, for messages.
+        device_names: device of each rank, for messages.
 
     Attributes:
         owner: id of the process that started them; in any other they are of no use.
@@ -134,7 +134,7 @@ class Processes:
         """Have callers get an error from here on. The first reason stays.
 
         Args:
-            cause: what they are told; a WorkerGoneError becomes the WorkerDiedError of its worker.
+            cause: error for the callers; a WorkerGoneError becomes the WorkerDiedError of its worker.
         """
         if isinstance(cause, WorkerGoneError):
             why: Why = self.workers[cause.rank].death(self._device_names[cause.rank])

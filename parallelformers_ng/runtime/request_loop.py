@@ -157,7 +157,7 @@ class RequestLoop:
 
 
 def expired(request: Request) -> DeadlineExpiredError:
-    """The error of a request that did not get its turn."""
+    """Return the error of a request that did not get its turn."""
     return DeadlineExpiredError(
         f"{request.method!r} did not get its turn within {request.seconds:.3g} s; other calls keep the workers"
     )

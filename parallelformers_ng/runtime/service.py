@@ -1,4 +1,4 @@
-"""What a worker does for its group: join it, then receive, run, answer."""
+"""The life of a worker: join the group, then receive, run, answer."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Service:
     device: torch.device
 
     def serve(self) -> None:
-        """The loop of a worker."""
+        """Serve requests until the group ends."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
-                self.communicator.reset()  # where it fails the process ends, which frees the peers that wait for it
+                self.communicator.reset()  # if it fails the process ends, and that frees the peers that wait for it
             try:
                 value = self._run(frame)
                 if void := self.communicator.why_void():
@@ -90,7 +90,7 @@ class Service:
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
-        """The next request; None where the parent says goodbye."""
+        """Return the next request; None if the parent says goodbye."""
         if self.spins:  # an answer is often followed by the next request
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1

@@ -18,7 +18,7 @@ _TAIL_BYTES = 8192
 
 
 class ChildLink:
-    """What joins a child to its parent: a socket, a lifeline and a log.
+    """The link between a child and its parent: a socket, a lifeline and a log.
 
     Attributes:
         connection: the parent's end of the socket.
@@ -48,11 +48,11 @@ class ChildLink:
         self.theirs = ()
 
     def log_size(self) -> int:
-        """How many bytes the child has written to its log."""
+        """Return how many bytes the child has written to its log."""
         return os.fstat(self.log).st_size
 
     def log_tail(self, start: int = 0) -> str:
-        """The end of what the child has written to its log from byte `start` on."""
+        """Return the end of what the child has written to its log from byte `start` on."""
         size = self.log_size()
         start = max(start, size - _TAIL_BYTES)
         return os.pread(self.log, size - start, start).decode(errors="replace")
@@ -79,7 +79,7 @@ class Process(Protocol):
         """-1 until `await_start`."""
 
     def await_start(self, deadline: float) -> bool:
-        """Whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
+        """Return whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
 
         Raises:
             RequestTimeoutError: it is not known yet.
@@ -87,7 +87,8 @@ class Process(Protocol):
         """
 
     def exit_code(self, seconds: float) -> int | None:
-        """Its code as subprocess counts them; None where it does not end within `seconds`, or nobody knows the code."""
+        """Return its code as subprocess counts them; None if it does not end within `seconds`, or nobody knows
+        the code."""
 
     def close(self) -> None:
         """Close what this process has open for it. Does nothing the second time."""
@@ -96,8 +97,7 @@ class Process(Protocol):
 class Spawned:
     """A fresh interpreter, a `Process` that is there at once.
 
-    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, where the first two are descriptors of the
-    link.
+    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, the first two are descriptors of the link.
 
     Args:
         module: its full name.
@@ -149,7 +149,7 @@ class Spawned:
 
 
 def environment_of_worker(threads: int) -> dict[str, str]:
-    """The environment of a worker: this process's, which stays as it is, with what is read when libraries load.
+    """Return the environment of a worker: a copy of this process's, with variables that libraries read when they load.
 
     Args:
         threads: for its OpenMP and BLAS libraries.
@@ -176,7 +176,7 @@ def module_path() -> list[str]:
 
 
 def current_folder() -> str:
-    """Where children of this process begin: in its current folder, or in "/" if that was deleted."""
+    """Return the working folder for children of this process: its current folder, or "/" if that was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -185,7 +185,8 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Whether something can be read, waiting for that up to `seconds`; of a pidfd: whether the process has ended."""
+    """Return whether something can be read, waiting for that up to `seconds`; of a pidfd: whether the process has
+    ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(seconds, 0.0) * 1000))

@@ -31,11 +31,11 @@ from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKi
 
 _FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
-_LATE_SECONDS = 1.0  # to read what the workers said, where the caller was busy until the deadline
+_LATE_SECONDS = 1.0  # to read the workers' messages if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
-    """The collectives' shared memory.
+    """Return the collectives' shared memory.
 
     Raises:
         SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
@@ -69,13 +69,13 @@ def launch(
         target: `"module:Class"`.
         imports: name of the module that the process imports which forks the workers, see `forks.running`.
         device_names: torch device of each rank.
-        backend: of the collectives.
-        timeout: of the collectives, in seconds.
+        backend: backend of the collectives.
+        timeout: timeout of the collectives, in seconds.
         start_timeout: seconds until all must be ready.
-        threads: of each worker; None shares the CPUs out.
+        threads: threads of each worker; None divides the CPUs.
         among: the first rank's place among how many ranks that share the CPUs.
-        spans: for each of them, where there are ranks on other hosts, what it is to know of those: see `connect`, and
-            `caller`, the socket and the keys of its connection to the group's caller.
+        spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
+            socket and the keys of its connection to the group's caller.
 
     Returns:
         What waits until all are ready: `await_ready` with its arguments.
@@ -129,7 +129,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """The descriptor of this process's standard error; of a program that has none, number 2 may be another file."""
+    """Return the descriptor of this process's standard error; of a program that has none, number 2 may be another
+    file."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -141,8 +142,8 @@ def await_ready(
     """Wait until all workers are ready. The caller ends the processes if this raises.
 
     Args:
-        workers: as `launch` started them.
-        server: who was to fork them.
+        workers: workers that `launch` started.
+        server: server that forks them.
         deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
         start_timeout: the seconds that this was, for the message.
 
@@ -195,14 +196,14 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
 
 
 def _place(worker: WorkerProcess) -> str:
-    """Where in the code a worker is that takes too long; "" where it does not say."""
+    """Return the code location of a worker that takes too long; "" if it does not answer."""
     before = len(worker.startup_log())
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
     while time.monotonic() < end and not worker.has_ended():
-        found = _PLACES.findall(worker.startup_log()[before:])
-        if found:
-            return f" ({found[0][0]}, line {found[0][1]})"
+        places = _PLACES.findall(worker.startup_log()[before:])
+        if places:
+            return f" ({places[0][0]}, line {places[0][1]})"
         time.sleep(0.02)
     return ""
 

@@ -75,7 +75,7 @@ class Supervisor:
         return self.current[0]
 
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
-        """The group to send a request to and its incarnation. While one is being started, wait for it.
+        """Return the group to send a request to and its incarnation. While one is being started, wait for it.
 
         Args:
             deadline: on the clock of `time.monotonic`, in seconds.
@@ -115,7 +115,7 @@ class Supervisor:
         """In the supervising thread: put a new group in the place of one that has ended.
 
         Returns:
-            Descriptors that become readable when a worker of the new group ends; none where there is no new group.
+            Descriptors that become readable when a worker of the new group ends; none if there is no new group.
         """
         assert self._revive is not None, "without it there is no supervising thread"
         ended, incarnation = self.current
@@ -183,7 +183,7 @@ def _stop_all() -> None:
 
 
 def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: list[int]) -> None:
-    """The supervising thread: wait for the end of a worker, replace the group, and again."""
+    """Wait for the end of a worker, replace the group, and again: the supervising thread."""
     while descriptors:
         poll = select.poll()
         for fd in (wakeup, *descriptors):
@@ -194,7 +194,7 @@ def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: lis
         if supervisor is None or supervisor._stopped:
             return
         descriptors = supervisor.replace()
-        del supervisor  # where its owner dropped it meanwhile, it ends here
+        del supervisor  # if its owner dropped it meanwhile, it ends here
 
 
 def _close(descriptors: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What `ps` and `htop` show of the processes that this package starts."""
+"""Titles for `ps` and `htop` of the processes that this package starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _caller = 0
 
 
 def begin(role: str, caller: int) -> None:
-    """Show what this process, and until they say otherwise those that it forks, are for.
+    """Set the title of this process; its forks have it until they set their own.
 
     Args:
         role: "fork server".

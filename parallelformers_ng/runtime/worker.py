@@ -60,9 +60,9 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
 def set_signals() -> None:
     """Leave Ctrl-C to the parent, and write a traceback when asked for one."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # where it is, in case the parent asks
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # writes its code location if the parent asks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, nobody could wait for a child
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, nobody could wait for a child
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
 
 
@@ -80,7 +80,7 @@ def end_with_lifeline(lifeline: int) -> None:
 
 
 def open_parent(parent: int) -> int:
-    """A pidfd of the parent. Where that has ended, this process does, too."""
+    """Return a pidfd of the parent. This process ends once the parent has ended."""
     try:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:

@@ -32,8 +32,8 @@ class WorkerProcess:
 
     Args:
         rank: its rank.
-        environment: of its process, where that is a fresh one.
-        server: forks it. Where there is none, or it cannot, the worker is a fresh process.
+        environment: environment of a fresh process.
+        server: server that forks it. Without one, or if it cannot, the worker is a fresh process.
 
     Raises:
         StartupError: the interpreter could not be started, or this process may open no more files.
@@ -65,7 +65,7 @@ class WorkerProcess:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:
-        """Wait until the worker has a process. Does nothing where it has.
+        """Wait until the worker has a process. Does nothing if it has.
 
         Args:
             deadline: on the clock of `time.monotonic`, in seconds.
@@ -104,7 +104,7 @@ class WorkerProcess:
         return self._process.pidfd
 
     def has_ended(self, timeout: float = 0.0) -> bool:
-        """True once the process is gone, or where there is none, waiting for that up to `timeout` seconds."""
+        """True once the process is gone, or if there is none, waiting for that up to `timeout` seconds."""
         pidfd = self.pidfd  # read once: another thread may be closing it
         return pidfd < 0 or is_readable(pidfd, timeout)
 
@@ -121,7 +121,7 @@ class WorkerProcess:
             self._server.request_traceback()
 
     def exit_status(self) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a worker that ended: one of them None, or both where nobody can tell. One that lingers
+        """(signal, exit code) of a worker that ended: one of them None, or both if nobody can tell. One that lingers
         is killed."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
@@ -129,11 +129,11 @@ class WorkerProcess:
         return (-code, None) if code is not None and code < 0 else (None, code)
 
     def reap(self) -> int | None:
-        """Collect a killed process. Returns its code as subprocess counts them, or None where it still hangs."""
+        """Collect a killed process. Returns its code as subprocess counts them, or None if it still hangs."""
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """What to raise, once or often, about a worker that ended."""
+        """Return the error, raised once or often, about a worker that ended."""
         number, code = self.exit_status()
         manner = manner_of_end(number, code)
         hint = "; the kernel's memory killer sends signal 9, see dmesg" if number == 9 else ""
@@ -144,7 +144,7 @@ class WorkerProcess:
         return functools.partial(WorkerDiedError, text, self.rank, number, code)
 
     def startup_log(self) -> str:
-        """The end of what the worker, or the server that is to fork it, wrote to standard error before it was ready."""
+        """Return the end of the standard error of the worker, or of the server that forks it, before it was ready."""
         return self.link.log_tail() if self._server is None or self._has_process else self._server.link.log_tail()
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class WorkerProcess:
 
 
 def manner_of_end(number: int | None, code: int | None) -> str:
-    """How a process ended, in words, given its signal or its exit code."""
+    """Return how a process ended, in words, given its signal or its exit code."""
     if number:
         return f"signal {number}"
     return "with its fork server" if code is None else f"exit code {code}"

@@ -17,14 +17,14 @@ from parallelformers_ng.serving.tools import AnswerReader, Read
 
 @dataclass
 class Piece:
-    """What is new of an answer.
+    """A new piece of an answer.
 
     Attributes:
-        index: of the answer within its request.
+        index: number of the answer within its request.
         read: its text, reasoning and tool calls.
         tokens: how many tokens it has.
-        likelihoods: of each of them, where these were asked for.
-        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None where it goes on.
+        likelihoods: likelihood of each token, if the request asks for them.
+        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None if it goes on.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Form:
     """How the tokens of a request's answers become pieces.
 
     Attributes:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
         stops: strings that an answer ends before.
         reader: makes what takes reasoning and tool calls out, or None.
     """
@@ -49,19 +49,19 @@ class Form:
     reader: Callable[[], AnswerReader | BareReader | None]
 
 
-async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGenerator[Piece, None]:
-    """One answer, piece by piece. The last says why it ended."""
+async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGenerator[Piece, None]:
+    """Yield one answer, piece by piece. The last says why it ended."""
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(form.stops)
-    ends = engine.ends if asked.ends is None else asked.ends
+    ends = engine.ends if job.ends is None else job.ends
     finish, called, count = "length", False, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
         nonlocal called, count
         count += len(tokens)
         new = text.add([token for token in tokens if token not in engine.ends], last)
-        shown = new if 0 < count <= asked.min_tokens else stopper.add(new, last)
+        shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
         read = Read(text=shown) if reader is None else reader.add(shown)
         if reader is not None and (last or stopper.stopped):
             end = reader.end()
@@ -69,7 +69,7 @@ async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGe
         called = called or bool(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 
-    async with contextlib.aclosing(engine.generate(asked)) as steps:
+    async with contextlib.aclosing(engine.generate(job)) as steps:
         async for step in steps:
             apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
             for tokens, likelihoods in apart:
@@ -85,20 +85,20 @@ async def write(engine: Engine, form: Form, index: int, asked: Asked) -> AsyncGe
     yield end
 
 
-async def write_all(engine: Engine, form: Form, asked: Sequence[Asked]) -> AsyncGenerator[Piece, None]:
+async def write_all(engine: Engine, form: Form, jobs: Sequence[Asked]) -> AsyncGenerator[Piece, None]:
     """Several answers at once, their pieces as they come. An error in one ends all."""
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, one: Asked) -> None:
         try:
-            async with contextlib.aclosing(write(engine, form, index, one)) as found:
-                async for piece in found:
+            async with contextlib.aclosing(write(engine, form, index, one)) as stream:
+                async for piece in stream:
                     pieces.put_nowait(piece)
             pieces.put_nowait(None)
         except Exception as error:
             pieces.put_nowait(error)
 
-    tasks = [asyncio.create_task(run(index, one)) for index, one in enumerate(asked)]
+    tasks = [asyncio.create_task(run(index, one)) for index, one in enumerate(jobs)]
     try:
         left = len(tasks)
         while left:

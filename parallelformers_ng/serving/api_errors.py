@@ -20,10 +20,10 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer.
+    """An error answer for a client.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: in words.
         param: the field of the request that it is about.
         code: for programs.
@@ -51,7 +51,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """Return the error answer for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # of a rank
@@ -64,7 +64,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, f"{str(error).partition('; ')[0]}; ask again later", code="overloaded")
     if isinstance(error, TimeoutError):  # ours, or the library's
         return ApiError(503, "the request did not complete in its time; ask for less, or later", code="timeout")
-    if isinstance(error, ParallelError):  # of the workers: they are started again, where they can be
+    if isinstance(error, ParallelError):  # of the workers: they are started again if possible
         log.error("%s: %s", type(error).__name__, error)
         return ApiError(503, "the model cannot answer at the moment; ask again", code=type(error).__name__)
     log.error("a request failed", exc_info=error)

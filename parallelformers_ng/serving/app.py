@@ -57,7 +57,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         model: a parallelized model, with `batching` where its calls are to share batches.
         tokenizer: its tokenizer, or the processor that has it if the model reads pictures or sound.
         options: the limits, and what clients call it.
-        kind: what it is served as; by default text, or embeddings pooled by the normalized mean.
+        kind: kind of model; by default text, or embeddings pooled by the normalized mean.
 
     Returns:
         An ASGI application.

@@ -17,10 +17,10 @@ from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_te
 
 
 class Chat:
-    """What a tokenizer does for a server.
+    """The tokenizer's work for a server.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
         template: a chat template in the place of its own.
         most: tokens that a prompt may have.
         processor: the model's, if it reads pictures; its chat template counts.
@@ -70,8 +70,8 @@ class Chat:
             text: the text.
             special: whether the tokens come first that the model's prompts begin with.
         """
-        found: list[int] = self.encoding(text, special)["input_ids"]
-        return found
+        token_ids: list[int] = self.encoding(text, special)["input_ids"]
+        return token_ids
 
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
         """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""
@@ -136,7 +136,7 @@ class Chat:
         return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
-        """Return what takes reasoning and tool calls out of an answer, None if all of it is text.
+        """Return the reader of reasoning and tool calls in an answer, None if all of it is text.
 
         Args:
             prompt: text that the answer continues.
@@ -151,7 +151,7 @@ class Chat:
 
 
 def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
-    """A message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
+    """Return a message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     if message.pictures and message.role != "user":
         raise bad_request(f"a message of role {message.role!r} has a picture; messages of the user may", "messages")

@@ -82,7 +82,7 @@ def _lower_case(tokenizer: Any) -> None:
 
 
 def _written(vector: torch.Tensor, form: str) -> list[float] | str:
-    """As a list, or as little-endian floats of 4 bytes in base64."""
+    """Return the vector in the requested form: a list, or little-endian floats of 4 bytes in base64."""
     if form == "float":
         return vector.tolist()
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

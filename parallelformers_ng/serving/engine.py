@@ -44,10 +44,10 @@ class Asked:
 
     Attributes:
         ids: the prompt.
-        settings: of `GenerationConfig`, where they differ from the model's own.
-        seed: of its random stream.
-        processors: that change the scores of its tokens.
-        alternatives: how many of the likeliest tokens are told beside each, None where no probabilities are.
+        settings: values of `GenerationConfig` that differ from the model's own.
+        seed: seed of its random stream.
+        processors: processors of its scores.
+        alternatives: how many of the likeliest tokens are told beside each, None if no probabilities are.
         ends: tokens that end it; None for those of the model.
         min_tokens: tokens that come before it may end.
         places: places of its request; None if none are counted.
@@ -171,27 +171,27 @@ class Engine:
         """
         return 1 if self.model.config.is_encoder_decoder else len(ids)
 
-    async def generate(self, asked: Asked) -> AsyncGenerator[NewTokens, None]:
-        """The tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
-        config = self._config(asked)
+    async def generate(self, job: Asked) -> AsyncGenerator[NewTokens, None]:
+        """Yield the tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
+        config = self._config(job)
         arguments: dict[str, Any] = {
-            "input_ids": torch.tensor([asked.ids]),
-            "attention_mask": torch.ones(1, len(asked.ids), dtype=torch.long),
+            "input_ids": torch.tensor([job.ids]),
+            "attention_mask": torch.ones(1, len(job.ids), dtype=torch.long),
             "generation_config": config,
-            "seed": asked.seed,
+            "seed": job.seed,
             "timeout": self.options.timeout + _CANCEL_SECONDS,
-            **self._adapter(asked.model),
-            **asked.inputs,
+            **self._adapter(job.model),
+            **job.inputs,
         }
-        recorder = None if asked.alternatives is None else Recorder(asked.alternatives)
-        processors = [each for each in (asked.penalties, recorder, *asked.processors) if each is not None]
+        recorder = None if job.alternatives is None else Recorder(job.alternatives)
+        processors = [each for each in (job.penalties, recorder, *job.processors) if each is not None]
         if processors:
             arguments["logits_processor"] = LogitsProcessorList(processors)
         news: asyncio.Queue[NewTokens | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
-        with self.metrics.answering(len(asked.ids)) as answer:
-            self._begin(asked.places)
+        with self.metrics.answering(len(job.ids)) as answer:
+            self._begin(job.places)
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
             call.add_done_callback(lambda _: news.put_nowait(None))
             try:
@@ -214,7 +214,7 @@ class Engine:
         return {"adapter_names": [self._adapters[name or self.options.name]]} if self._adapters else {}
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
-        """How likely each token of a prompt was, from the second on."""
+        """Return how likely each token of a prompt was, from the second on."""
         most = _LOGITS_BYTES // (4 * self.vocabulary)
         if len(ids) > most:
             raise bad_request(
@@ -232,8 +232,8 @@ class Engine:
         ]
 
     async def ready(self, seconds: float) -> str:
-        """Why the ranks do not answer, "" where each of them has, to the others: within so many seconds, or with a
-        token since."""
+        """Return why the ranks do not answer, "" if each of them has, to the others: within so many seconds, or
+        with a token since."""
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
         begun = time.monotonic()
@@ -243,33 +243,33 @@ class Engine:
         error = self._ping.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
 
-    def _config(self, asked: Asked) -> GenerationConfig:
+    def _config(self, job: Asked) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)
-        room = self.positions - len(asked.ids)
-        settings = {**asked.settings, "max_new_tokens": min(asked.settings["max_new_tokens"], room)}
+        room = self.positions - len(job.ids)
+        settings = {**job.settings, "max_new_tokens": min(job.settings["max_new_tokens"], room)}
         if "min_new_tokens" in settings:
             settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
         config.update(max_length=None, **settings)
-        if asked.ends is not None:
-            config.eos_token_id = sorted(asked.ends)
+        if job.ends is not None:
+            config.eos_token_id = sorted(job.ends)
         if config.pad_token_id is None:
             config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers asks for one
         return config
 
 
 def draw_seed() -> int:
-    """A seed for who gives none: with one, calls that sample may share a batch."""
+    """Return a seed for who gives none: with one, calls that sample may share a batch."""
     return secrets.randbelow(1 << 63)
 
 
 class _Tokens(BaseStreamer):
-    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods where there are any:
+    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods if there are any:
     a call that runs alone tells these at its end.
 
     Args:
-        loop: that serves.
-        news: where it takes tokens from.
-        recorder: of the call, or None.
+        loop: event loop of the server.
+        news: queue of new tokens.
+        recorder: recorder of the call's likelihoods, or None.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class _Tokens(BaseStreamer):
             self._loop.call_soon_threadsafe(self._news.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:
-        """The tokens that are not told yet, None where there are none."""
+        """Return the tokens that are not told yet, None if there are none."""
         tokens, begin = self._held, self._told
         self._held, self._told = [], begin + len(tokens)
         if not tokens:

@@ -182,4 +182,4 @@ NOTES = {
     "use_activation": "false: the logit itself",
     "top_logprobs": "with `logprobs`",
 }
-"""What acting fields do, where the name does not tell."""
+"""Effects of acting fields whose name does not tell."""

@@ -25,7 +25,7 @@ def run_rows(
     Args:
         engine: the model.
         tokenizer: its tokenizer, which pads.
-        rows: what the tokenizer made of each text.
+        rows: the tokenizer's output for each text.
         longest: most tokens of a text.
         read: maps an output and the mask `[rows, tokens]` of its inputs to rows.
 
@@ -37,7 +37,7 @@ def run_rows(
     for row in rows:
         engine.check_prompt(row["input_ids"], longest)
     order = sorted(range(len(rows)), key=lambda index: sizes[index])
-    found: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
     # A decoder with a head for classes finds the last token of a row by its padding.
     most_rows = len(rows) if engine.model.config.get_text_config().pad_token_id is not None else 1
     more = {"use_cache": False} if "use_cache" in inputs else {}
@@ -49,5 +49,5 @@ def run_rows(
             padding_side="right",
             return_tensors="pt",
         )
-        found.update(zip(batch, read(engine.model(**padded, **more), padded["attention_mask"]), strict=True))
-    return torch.stack([found[index] for index in range(len(rows))]), sum(sizes)
+        outputs.update(zip(batch, read(engine.model(**padded, **more), padded["attention_mask"]), strict=True))
+    return torch.stack([outputs[index] for index in range(len(rows))]), sum(sizes)

@@ -157,16 +157,16 @@ class Generation:
         places: Places,
         forced: Constraint | None = None,
     ) -> Response:
-        asked = await self._asked(request, prompts, places, forced)
+        jobs = await self._asked(request, prompts, places, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), asked)
+        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), jobs)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     shape.add(piece)
             return JSONResponse(shape.whole())
-        # What goes wrong before the first piece is told with a status of its own.
+        # An error before the first piece has a status of its own.
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
@@ -183,7 +183,7 @@ class Generation:
         for prompt in prompts:
             self._engine.check_prompt(prompt.ids)
         grammar = None if constraint is None else await self._schemas.read(constraint)
-        asked = []
+        jobs = []
         for prompt in prompts:
             for number in range(request.n or 1):
                 processors: list[Any] = (
@@ -192,7 +192,7 @@ class Generation:
                 penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
                 # The answers to one request differ, and are the same whenever its seed is.
                 own = (seed + number) % (1 << 63)
-                asked.append(
+                jobs.append(
                     Asked(
                         prompt.ids,
                         settings,
@@ -207,7 +207,7 @@ class Generation:
                         prompt.inputs,
                     )
                 )
-        return asked
+        return jobs
 
     def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
         """Return the penalties of an answer.
@@ -223,7 +223,7 @@ class Generation:
         return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
-        """What the request says of `GenerationConfig`; the model's own settings hold where it says nothing."""
+        """Return the request's values of `GenerationConfig`; the model's own settings hold for the rest."""
         settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
         own = self._engine.model.generation_config
         temperature = request.temperature

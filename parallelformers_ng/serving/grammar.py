@@ -17,7 +17,7 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """A tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
+    """Return a tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
 
     Args:
         packed: its JSON, compressed.
@@ -30,11 +30,11 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """What reads an answer by a grammar; in an error state where the grammar is none, or takes too much.
+    """Return a matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
 
     Args:
-        grammar: of llguidance.
-        tokenizer: of `grammar_tokenizer`.
+        grammar: grammar of llguidance.
+        tokenizer: result of `grammar_tokenizer`.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -48,16 +48,16 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
     llguidance reads rules that refer to each other by recursion. A chain of 3,000 rules outgrows the stack of an
     ordinary thread, which ends the process; this one has room for as many as fit into `MOST_CHARACTERS`.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread = threading.Thread(target=lambda: found.append(make()))
+            thread = threading.Thread(target=lambda: results.append(make()))
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    return found[0]
+    return results[0]
 
 
 _stack_size = threading.Lock()
@@ -72,11 +72,11 @@ _WORK = 50_000
 MOST_CHARACTERS = 128 << 10
 """Of a grammar that is read at all: to find out that one is too large takes memory and time as well."""
 LARGE_CHARACTERS = 8 << 10
-"""A grammar of so many leaves megabytes of freed memory behind, of which the allocator would keep most."""
+"""A grammar of so many leaves frees megabytes, and the allocator would keep most of them."""
 
 
 class GrammarError(ValueError):
-    """A grammar takes more than it may, or has come to where nothing goes on."""
+    """A grammar is too expensive, or allows no next token."""
 
 
 class Grammar(LogitsProcessor):
@@ -85,8 +85,8 @@ class Grammar(LogitsProcessor):
     What it needs crosses to the ranks; how far it has read stays where it reads.
 
     Args:
-        grammar: of llguidance.
-        packed, words, ends: as in `grammar_tokenizer`.
+        grammar: grammar of llguidance.
+        packed, words, ends: same as in `grammar_tokenizer`.
         prompt: how many tokens there are before the answer.
     """
 
@@ -125,4 +125,4 @@ class Grammar(LogitsProcessor):
 
 
 _read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDictionary()
-"""Where a grammar stands, and how many tokens it has taken in."""
+"""The position in a grammar, and the number of tokens taken in."""

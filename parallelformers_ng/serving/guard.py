@@ -1,4 +1,4 @@
-"""What stands before every request: who may come in, how much they may send and how slowly, and when they have gone."""
+"""The guard in front of every request: keys, limits of size and time, and clients that have gone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Pace:
         self._free = 0.0  # from when the next may pass, on the loop's clock
 
     def wait(self) -> float:
-        """Seconds until the next may pass."""
+        """Return seconds until the next may pass."""
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
@@ -58,9 +58,9 @@ class _Pace:
 class AccessGuard:
     """Serves an application to those who may use it.
 
-    A request is read whole, within its limits of bytes and seconds, before the application sees it. From then on the
-    client has nothing to say but that it is gone, which cancels what is done for it. So many bytes of large bodies are
-    read in a second, and so many requests refused: who sends such leaves the processor to the others.
+    A request is read whole, within its limits of bytes and seconds, before the application sees it. After that the
+    client can only go, which cancels its work. Bytes of large bodies, and refusals, are limited per second: so a flood
+    of them leaves the processor to other clients.
 
     Args:
         app: the application.
@@ -146,7 +146,7 @@ class AccessGuard:
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
-        """Large bodies leave much freed memory behind, of which the allocator would keep more with each."""
+        """Large bodies leave much freed memory behind, and the allocator would keep more with each."""
         await asyncio.sleep(_CALM_SECONDS)
         await asyncio.to_thread(give_back_freed)
 
@@ -163,17 +163,18 @@ class AccessGuard:
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks for."""
+        """Return whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks
+        for."""
         assert self._options.api_key is not None
-        kind, _, given = _header(scope, b"authorization").strip().partition(b" ")
+        kind, _, key = _header(scope, b"authorization").strip().partition(b" ")
         if kind.lower() == b"basic":
             try:
-                given = base64.b64decode(given).partition(b":")[2]
+                key = base64.b64decode(key).partition(b":")[2]
             except binascii.Error:
                 return False
         elif kind.lower() != b"bearer":
             return False
-        return hmac.compare_digest(given.strip(), self._options.api_key.encode())
+        return hmac.compare_digest(key.strip(), self._options.api_key.encode())
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error.response()
@@ -185,7 +186,7 @@ class AccessGuard:
             await app(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request, None where the client has gone."""
+        """Return the body of a request, None if the client has gone."""
         limit, parts, size = self._max_body_bytes, [], 0
         announced = _header(scope, b"content-length")
         if announced.isdigit() and int(announced) > limit:
@@ -228,7 +229,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _replay(body: bytes, gone: asyncio.Future[None]) -> Receive:
-    """A `receive` that brings a body, and then waits for the end."""
+    """Return a `receive` that brings a body, and then waits for the end."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -43,11 +43,11 @@ class Recorder(LogitsProcessor):
         return scores
 
     def knows(self, place: int) -> bool:
-        """Whether it was told of a place, counted from the first new token."""
+        """Return whether it was told of a place, counted from the first new token."""
         return place < len(self.top)
 
     def of(self, place: int, token: int) -> Likelihood:
-        """How likely the token at a place was."""
+        """Return how likely the token at a place was."""
         if place < len(self.chosen):
             return Likelihood(token, self.chosen[place], self.top[place])
         assert self.last is not None
@@ -55,10 +55,10 @@ class Recorder(LogitsProcessor):
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens, the first the likeliest.
+    """Return the likeliest tokens, the first the likeliest.
 
     Args:
-        logprobs: of each, `[vocabulary]`.
+        logprobs: log-probabilities of each, `[vocabulary]`.
     """
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

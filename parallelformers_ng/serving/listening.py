@@ -1,4 +1,4 @@
-"""What can be known to fail before torch is imported: the address, the folder of the model, the device."""
+"""Checks that can fail before torch is imported: the address, the folder of the model, the device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def bound(options: ServeOptions) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # By the named protocol asyncio knows a connection that shall not wait with small packets: 40 ms of each answer.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((options.host, options.port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
     except BaseException as error:
-        found.close()
+        listener.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ParallelError(
                 f"port {options.port} of {options.host} is in use; --port takes another, and 0 any that is free"
             ) from None
         raise
-    return found
+    return listener
 
 
 def check_at_once(options: ServeOptions) -> None:
@@ -48,5 +48,7 @@ def check_at_once(options: ServeOptions) -> None:
         raise ParallelError(f"there is no folder {options.model}; MODEL is a model folder or a name on the hub")
     if path.is_dir() and not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
         raise ParallelError(f"the folder {options.model} has no config.json: it is no model")
-    if options.device == "cuda" and not any(found for name in _DEVICES for found in Path("/dev").glob(name)):
+    if options.device == "cuda" and not any(
+        device_file for name in _DEVICES for device_file in Path("/dev").glob(name)
+    ):
         raise ParallelError("--device is cuda, and the machine shows no GPU; --device cpu runs on the processor")

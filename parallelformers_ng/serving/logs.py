@@ -1,4 +1,4 @@
-"""What the server logs: lines with time, level and the id of the request, as text or JSON. Prompts are never logged."""
+"""The server's log: lines with time, level and the id of the request, as text or JSON. Prompts are never logged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass
 class Record:
-    """What is known of a request.
+    """The record of a request.
 
     Attributes:
         id: its `X-Request-Id`, or an id of the server's.
@@ -42,13 +42,13 @@ current: ContextVar[Record] = ContextVar("current", default=_NONE)
 """The request that is being served."""
 
 
-def new_record(asked: bytes) -> Record:
+def new_record(request_id: bytes) -> Record:
     """Return the record of a new request.
 
     Args:
-        asked: `X-Request-Id` as the client sent it; one that is not 1 to 128 visible ASCII characters is replaced.
+        request_id: `X-Request-Id` as the client sent it; one that is not 1 to 128 visible ASCII characters is replaced.
     """
-    text = asked.decode("latin-1")
+    text = request_id.decode("latin-1")
     return Record(text if _ID.fullmatch(text) else secrets.token_hex(12))
 
 
@@ -56,9 +56,9 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
     """Log that a request was served.
 
     Args:
-        record: what is known of it.
-        method, path: as the client sent them.
-        status: of HTTP; 499 if the client went before the end.
+        record: record of the request.
+        method, path: method and path of the HTTP request.
+        status: HTTP status; 499 if the client went before the end.
     """
     now = time.monotonic()
     facts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What the server counts, under the names that vLLM gave them, so that its dashboards show them."""
+"""The server's metrics, under vLLM's names, so that its dashboards show them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Metrics:
     """Figures of one server.
 
     Args:
-        name: of the model, a label of each.
+        name: name of the model, a label of each.
         rows: answers that are decoded at a time; others wait in the order in which they came.
         cache_tokens: tokens that the caches of all rows may have.
 
@@ -117,7 +117,7 @@ class Metrics:
 
     @contextmanager
     def answering(self, prompt: int = 0) -> Iterator[AnswerMetrics]:
-        """Counts one answer, while it waits and while it is written.
+        """Count one answer, while it waits and while it is written.
 
         Args:
             prompt: tokens of its prompt.
@@ -145,7 +145,7 @@ class Metrics:
         """Count a request that was not answered with success.
 
         Args:
-            status: of HTTP; 499 if the client went before the end.
+            status: HTTP status; 499 if the client went before the end.
         """
         if status == CLIENT_WENT:
             self._cancelled.inc()
@@ -183,7 +183,7 @@ class Metrics:
         self._ended.labels(self._name, reason).inc()
 
     def page(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all of it, as Prometheus reads it."""
         return generate_latest(self._registry)
 
     def _note(self, answer: AnswerMetrics, tokens: int) -> None:
@@ -215,7 +215,7 @@ class AnswerMetrics:
     """One answer that is being counted.
 
     Args:
-        metrics: what counts it.
+        metrics: metrics that count it.
         prompt: tokens of its prompt.
     """
 

@@ -1,4 +1,4 @@
-"""What a model is served as, known from its configuration: text, embeddings, scores, or nothing."""
+"""The kind of a served model, known from its configuration: text, embeddings, scores, or nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SOUND = ("audio_config", "speech_config")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model is served as.
+    """The kind of a served model.
 
     Attributes:
         pooling: pooling of its embeddings; None if it gives none.
-        activation: what makes scores of a classifier's logits; None if it is none.
+        activation: function from a classifier's logits to scores; None for other models.
         reads_pictures: whether chats may have pictures.
         reads_sound: whether the model also reads sound, which the server refuses in chats.
         transcribes: whether it makes text of sound, and of nothing else.

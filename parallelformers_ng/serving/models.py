@@ -17,7 +17,7 @@ class Models:
 
     Attributes:
         name: name of the model itself.
-        cards: what `/v1/models` says of each, by its name.
+        cards: entry of each model in `/v1/models`, by its name.
     """
 
     def __init__(self, options: ServeOptions, created: int, positions: int) -> None:
@@ -30,7 +30,7 @@ class Models:
         """Return the name of the model that a request means.
 
         Args:
-            name: what the request says; None or "" for the model itself.
+            name: name in the request; None or "" for the model itself.
 
         Raises:
             ApiError: there is no such model, status 404.

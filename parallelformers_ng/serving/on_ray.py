@@ -1,5 +1,5 @@
-"""The server on Ray Serve: replicas behind one route. Serve asks the one with the fewest requests, has more or fewer as
-it is told, and replaces those that are not healthy."""
+"""The server on Ray Serve: replicas behind one route. Serve asks the replica with the fewest requests, scales by its
+settings, and replaces unhealthy replicas."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAME = "parallelformers_ng"
 
 
 class ServedReplica:
-    """One replica: the caller of its ranks, which lie on the cluster where there is room for them.
+    """One replica: the caller of its ranks, which lie on the cluster if there is room for them.
 
     Args:
-        options: of the server.
+        options: options of the server.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -43,7 +43,7 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """What `/ready` says: every rank has answered to the others."""
+        """Do the check of `/ready`: every rank has answered to the others."""
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:
@@ -64,7 +64,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
     with contextlib.closing(Connection(RayOptions(address=options.ray_address))):
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
         try:
-            made = serve.deployment(serve.ingress()(ServedReplica)).options(
+            deployment = serve.deployment(serve.ingress()(ServedReplica)).options(
                 **scale,
                 ray_actor_options={"num_cpus": 0},  # the ranks have bundles of their own
                 max_ongoing_requests=options.rows + options.waiting,
@@ -72,7 +72,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
                 graceful_shutdown_timeout_s=options.drain,
             )
             try:
-                serve.run(made.bind(options), name=_NAME, route_prefix="/")
+                serve.run(deployment.bind(options), name=_NAME, route_prefix="/")
             except RuntimeError as error:
                 raise StartupError(f"Ray Serve cannot start the server: {error}") from error
             yield f"http://{options.host}:{options.port}"
@@ -97,7 +97,7 @@ def serve_on_ray(options: ServeOptions) -> int:
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """How many replicas, in the words of Serve's."""
+    """Return how many replicas, in the words of Serve's."""
     if not options.autoscaling:
         return {"num_replicas": options.replicas}
     settings: dict[str, float] = {}

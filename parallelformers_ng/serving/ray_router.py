@@ -1,4 +1,5 @@
-"""Which replica Ray Serve asks. Serve's proxies import this, so it imports nothing else of this package."""
+"""Chooses the replica for a request on Ray Serve. Serve's proxies import this, so it imports nothing else of this
+package."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ class FewestRequests(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
-        """The one to ask, and the others for the case that it is full."""
-        self._asked = {request: asked for request, asked in self._asked.items() if not asked[1].cancelled()}
+        """Return the one to ask, and the others for the case that it is full."""
+        self._asked = {request: sent_to for request, sent_to in self._asked.items() if not sent_to[1].cancelled()}
         counts = Counter(replica for replica, _ in self._asked.values())
         first, *others = sorted(
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # where all are full
+            pending_request.routing_context.should_backoff = True  # all are full
             self._asked[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """A replica has taken it, which is another where the first was full."""
+        """Note the replica that has taken the request; another one if the first was full."""
         request = pending_request.metadata.internal_request_id
         if request in self._asked:  # else it has been answered by now
             self._asked[request] = replica_id, pending_request.future

@@ -1,4 +1,4 @@
-"""What clients send: the fields of OpenAI's and vLLM's requests that act here. `fields.py` has all others."""
+"""The requests of clients: the fields of OpenAI's and vLLM's requests that act here. `fields.py` has all others."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sampling(ApiRequest):
 
 
 class GenerationRequest(Sampling, GuidedFields):
-    """What chats and completions have in common."""
+    """The common fields of chats and completions."""
 
     max_tokens: Count | None = None
     n: Count | None = None
@@ -95,7 +95,7 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told beside each, None where no probabilities are."""
+        """How many of the likeliest tokens are told beside each, None if no probabilities are."""
         raise NotImplementedError
 
     @property

@@ -73,9 +73,9 @@ class ResponsesRequest(Sampling):
         Raises:
             ApiError: the input has an item that no message can be made of.
         """
-        asked = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
+        fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
         tells_logprobs = _LOGPROBS in self.include
-        asked |= {
+        fields |= {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.of_chat() for tool in self.tools],
@@ -87,9 +87,9 @@ class ResponsesRequest(Sampling):
         }
         if self.text.format is not None:
             written = {"name": self.text.format.name, "schema": self.text.format.schema_}
-            asked["response_format"] = {"type": self.text.format.type, "json_schema": written}
+            fields["response_format"] = {"type": self.text.format.type, "json_schema": written}
         try:
-            chat = ChatRequest.model_validate(asked)
+            chat = ChatRequest.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             raise bad_request(

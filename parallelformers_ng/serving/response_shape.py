@@ -18,7 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Of `/v1/responses`. An answer that is told whole runs through the same events, which nobody reads.
+    """The shape of `/v1/responses`. A whole answer runs through the same events, unread.
 
     Args:
         name: name of the model.
@@ -34,7 +34,7 @@ class ResponseShape(Shape):
         self._asked = request
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._spaces = ""  # before the text of a message, of which no message is made yet
+        self._spaces = ""  # before the text of a message; spaces alone make no message
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
         self._reasoning_tokens = 0
         self._status = "in_progress"

@@ -38,11 +38,11 @@ _LEAVE_SECONDS = 2  # that connections have to close once all requests are serve
 class Server(uvicorn.Server):
     """Serves until it is told to end.
 
-    The first SIGTERM or Ctrl-C has it refuse new requests at once, with status 503, and end when those in flight are
-    complete, or their time is over. The second ends it now.
+    After the first SIGTERM or Ctrl-C it refuses new requests with status 503, and ends once the running ones are
+    complete or out of time. The second one ends it at once.
 
     Args:
-        app: what it serves.
+        app: application to serve.
         options: address and limits.
         say: is told of what happens, a line at a time.
         abandon: ends the calls of requests that are not waited for any longer.
@@ -137,9 +137,9 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
 
     Args:
         options: the model, and where its ranks are.
-        kind: what it is served as; by default it has the class that its configuration names.
+        kind: kind of model; by default the class in its configuration decides.
     """
-    found: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
+    arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
     if is_gguf(options.model):
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
@@ -153,9 +153,9 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
                 f"lora_modules is for models that write text; {options.model} is served as {kind}"
             )
         names = peft_names(options)
-        found["adapters"] = {names[name]: path for name, path in options.adapters.items()}
+        arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
     if kind is not None and kind.model_class is not None:
-        found["model_class"] = kind.model_class
+        arguments["model_class"] = kind.model_class
     model = parallelize(
         source,
         options.num_gpus,
@@ -169,7 +169,7 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
             "replicas": options.replicas if options.launcher == "local" else 1,
         },
         batching=options.batching,
-        **found,
+        **arguments,
     )
     return model, tokenizer
 
@@ -242,7 +242,7 @@ def warm_up(model: Any) -> None:
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """Return the line that says what is served, where, on what and within which limits."""
+    """Return the first line of the log: model, address, devices and limits."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"

@@ -26,7 +26,7 @@ class Schemas:
     """Makes processors of constraints.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
         words: size of the model's vocabulary.
         ends: tokens that end an answer.
     """
@@ -50,10 +50,10 @@ class Schemas:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
-        """What keeps an answer to a grammar.
+        """Keeps an answer to a grammar.
 
         Args:
-            grammar: of `grammar`.
+            grammar: result of `grammar`.
             prompt: how many tokens there are before the answer.
         """
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)

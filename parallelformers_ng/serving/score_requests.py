@@ -43,10 +43,10 @@ class ScoreRequest(ApiRequest):
         return list(zip(first, second, strict=True))
 
     def _texts(self, names: tuple[str, ...]) -> list[str]:
-        given = [value for name in names if (value := getattr(self, name)) is not None]
-        if len(given) != 1:
-            raise bad_request(f"the request has {len(given)} of {', '.join(names)}; send one", names[0])
-        return [given[0]] if isinstance(given[0], str) else given[0]
+        values = [value for name in names if (value := getattr(self, name)) is not None]
+        if len(values) != 1:
+            raise bad_request(f"the request has {len(values)} of {', '.join(names)}; send one", names[0])
+        return [values[0]] if isinstance(values[0], str) else values[0]
 
 
 class Document(Fields):

@@ -43,7 +43,7 @@ class Scores:
         engine: the model.
         chat: its tokenizer.
         options: the limits.
-        activation: what makes a score of a logit; None if the model is no classifier.
+        activation: function from a logit to a score; None if the model is no classifier.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, activation: torch.nn.Module | None) -> None:

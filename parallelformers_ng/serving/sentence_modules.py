@@ -52,7 +52,7 @@ class SentenceFiles:
         self._revision = revision
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file, None if the model has no such file.
+        """Return the path of a file, None if the model lacks it.
 
         Raises:
             UnsupportedModelError: the hub cannot be asked, and its cache does not tell.
@@ -74,7 +74,7 @@ class SentenceFiles:
             return None
 
     def json(self, file: str) -> Any:
-        """Return the content of a JSON file, None if the model has no such file."""
+        """Return the content of a JSON file, None if the model lacks it."""
         path = self.find(file)
         return None if path is None else json.loads(path.read_text())
 
@@ -148,7 +148,7 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
     """Return whether texts are lower-cased, and the most tokens of a text."""
     configs = (files.json(file) for file in _TRANSFORMER_FILES)
-    config: dict[str, Any] = next((found for found in configs if found is not None), {})
+    config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():
         if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:
             continue

@@ -1,4 +1,4 @@
-"""What a server can be told: by flags, by a file, or by both, where the flags count."""
+"""Options of a server: from flags, from a file, or from both; flags win."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServeOptions:
     """
 
     model: Annotated[str, "a model folder, a GGUF file or a name on the Hugging Face hub"] = ""
-    num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks where there is none"] = None
+    num_gpus: Annotated[int | None, "number of ranks; by default all GPUs, or 2 CPU ranks if there is none"] = None
     replicas: Annotated[int, "groups of so many ranks; a request goes to the one with the least to do"] = 1
     revision: Annotated[str | None, "branch, tag or commit of a model on the hub"] = None
     dtype: Annotated[str | None, "float32, bfloat16 or float16; by default the model's"] = None
@@ -119,7 +119,7 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """Return the clients' name of the model."""
         return self.served_model_name or self.model
 
     @property

@@ -18,15 +18,15 @@ from parallelformers_ng.serving.token_bytes import TokenBytes
 
 
 class Shape:
-    """What answers of all routes have in common.
+    """The common shape of answers on all routes.
 
     Args:
-        name: of the model.
-        tokenizer: of transformers.
-        request: that is answered.
+        name: name of the model.
+        tokenizer: tokenizer of transformers.
+        request: request to answer.
 
     Attributes:
-        prompt_tokens: of all prompts.
+        prompt_tokens: tokens of all prompts.
         end: text after the last event of a stream.
     """
 
@@ -53,7 +53,7 @@ class Shape:
         self._pieces.setdefault(piece.index, []).append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """The answers, complete."""
+        """Return the answers, complete."""
         choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -62,7 +62,7 @@ class Shape:
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """A piece as chunks of a stream."""
+        """Yield a piece as chunks of a stream."""
         self._tokens += piece.tokens
         for choice in self._deltas(piece):
             yield self._chunk([choice])
@@ -104,7 +104,7 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """Of `/v1/chat/completions`."""
+    """The shape of `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _request: ChatRequest
@@ -155,14 +155,14 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class CompletionShape(Shape):
-    """Of `/v1/completions`.
+    """The shape of `/v1/completions`.
 
     Args:
-        name, tokenizer, request: as above.
-        prompts: as tokens.
+        name, tokenizer, request: same as in `Shape`.
+        prompts: prompts in tokens.
 
     Attributes:
-        before: for each prompt, how likely each of its tokens was from the second on, where they are echoed with that.
+        before: likelihoods of each prompt's tokens from the second on, if they are echoed.
     """
 
     kind = chunk_kind = "text_completion"
@@ -202,25 +202,25 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._offsets:
             first = self._prompts[prompt][0]
-            self._note(found, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
+            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
             for each in self.before[prompt]:
-                self._note_likelihood(found, index, each, self._token_bytes.bytes(each.token))
+                self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
             special = each.token in self._special
-            self._note_likelihood(found, index, each, b"" if special else self._token_bytes.bytes(each.token))
-        return found
+            self._note_likelihood(logprobs, index, each, b"" if special else self._token_bytes.bytes(each.token))
+        return logprobs
 
-    def _note_likelihood(self, found: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
+    def _note_likelihood(self, logprobs: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
         top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
-        self._note(found, index, each.token, max(each.logprob, _LEAST), top, shown)
+        self._note(logprobs, index, each.token, max(each.logprob, _LEAST), top, shown)
 
     def _note(
         self,
-        found: dict[str, list[Any]],
+        logprobs: dict[str, list[Any]],
         index: int,
         token: int,
         logprob: float | None,
@@ -237,7 +237,7 @@ class CompletionShape(Shape):
             ("top_logprobs", top),
             ("text_offset", self._offsets[index].add(shown)),
         ):
-            found[name].append(value)
+            logprobs[name].append(value)
 
 
 class _Offset:
@@ -248,7 +248,7 @@ class _Offset:
         self._characters = 0
 
     def add(self, raw: bytes) -> int:
-        """Take in a token. Returns where it begins: for a part of a character, where the character does."""
+        """Take in a token. Return its beginning in the text; for a part of a character, the character's beginning."""
         begin = self._characters
         self._characters += len(self._decoder.decode(raw))
         return begin

@@ -49,7 +49,7 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
                 if frames > most:
                     raise too_long
                 parts.append(block.mean(1))
-            found = file.samplerate
+            file_rate = file.samplerate
     except soundfile.SoundFileError as error:
         raise bad_request(f"the file cannot be read: {error}", "file") from None
     if not parts:
@@ -57,4 +57,4 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
     samples = np.concatenate(parts)
     if not np.isfinite(samples).all():
         raise bad_request("the file has samples that are no numbers", "file")
-    return samples if found == rate else soxr.resample(samples, found, rate, quality="HQ")
+    return samples if file_rate == rate else soxr.resample(samples, file_rate, rate, quality="HQ")

@@ -1,4 +1,4 @@
-"""Whether the server lives, whether its ranks do, what it counts, and what its page shows of all that."""
+"""The state of the server and its ranks: health, readiness, metrics, and the figures of its page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Status:
     Args:
         engine: the model.
         chat: its tokenizer.
-        options: of the server.
+        options: options of the server.
 
     Attributes:
         began: when the server did, in seconds of Unix.
@@ -40,11 +40,11 @@ class Status:
         self._last_memory: dict[str, int] = {}
 
     async def health(self) -> Response:
-        """The process answers."""
+        """Return the process answers."""
         return PlainTextResponse("alive\n")
 
     async def ready(self) -> Response:
-        """Every rank has answered to the others."""
+        """Return every rank has answered to the others."""
         if why := await self._engine.ready(_READY_SECONDS):
             raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
         return PlainTextResponse("ready\n")
@@ -54,11 +54,11 @@ class Status:
         return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def plan(self) -> Response:
-        """How the model is cut: for each kind of tensor its bytes, whole and on each rank."""
+        """Return how the model is cut: for each kind of tensor its bytes, whole and on each rank."""
         return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
 
     async def status(self) -> Response:
-        """What changes from second to second."""
+        """Return the figures that change from second to second."""
         metrics = self._engine.metrics
         if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
             self._measured = time.monotonic()
@@ -84,7 +84,8 @@ class Status:
 
 
 def summary(model: Any) -> dict[str, Any]:
-    """A plan in short: tensors of one place of the model together, layers that differ only in their number too."""
+    """Return a plan in short: tensors of one place of the model together, layers that differ only in their number
+    too."""
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}
     for tensor in plan.stored():

@@ -49,7 +49,7 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return what an answer must meet, None if it may be any text."""
+        """Return the grammar of an answer, None if it may be any text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -84,8 +84,8 @@ class StructuredOutputs(Fields):
         if self.structural_tag is not None:
             raise bad_request("structural_tag does not act here: use a grammar", param, "unsupported_parameter")
         schema = {"type": "object"} if self.json_object else _schema(self.json_, param)
-        given = {"json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
-        kinds = [kind for kind, value in given.items() if value is not None]
+        choices = {"json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        kinds = [kind for kind, value in choices.items() if value is not None]
         if len(kinds) != 1 or (self.json_object and self.json_ is not None):
             raise bad_request(
                 f"{param} takes one of json, regex, choice, grammar and json_object, and has {len(kinds)}", param
@@ -93,7 +93,7 @@ class StructuredOutputs(Fields):
         if self.disable_additional_properties and schema is not None:
             schema = _closed(schema)
         whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
-        return Constraint(kinds[0], given[kinds[0]] if schema is None else schema, param, whitespace)
+        return Constraint(kinds[0], choices[kinds[0]] if schema is None else schema, param, whitespace)
 
 
 class GuidedFields(Fields):
@@ -108,7 +108,7 @@ class GuidedFields(Fields):
     guided_whitespace_pattern: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Return what the answer must meet, None if it may be any text.
+        """Return the constraint of the answer, None if it may be any text.
 
         Args:
             forced: constraint of an answer that must call a tool; it has no text for `response_format` to act on.
@@ -117,26 +117,26 @@ class GuidedFields(Fields):
             ApiError: the request has more than one constraint.
         """
         of_text = None if self.response_format is None else self.response_format.constraint()
-        found = [
+        guides = [
             of_text if forced is None else forced,
             None if self.structured_outputs is None else self.structured_outputs.constraint(),
         ]
         for kind in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 older: dict[str, Any] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
-                found.append(StructuredOutputs(**older).constraint(f"guided_{kind}"))
-        constraints = [each for each in found if each is not None]
+                guides.append(StructuredOutputs(**older).constraint(f"guided_{kind}"))
+        constraints = [each for each in guides if each is not None]
         if len(constraints) > 1:
             names = " and ".join(each.param for each in constraints)
             raise bad_request(f"an answer takes one constraint, and the request has {names}", constraints[1].param)
         return constraints[0] if constraints else None
 
 
-def _schema(given: str | dict[str, Any] | None, param: str) -> dict[str, Any] | None:
-    if not isinstance(given, str):
-        return given
+def _schema(value: str | dict[str, Any] | None, param: str) -> dict[str, Any] | None:
+    if not isinstance(value, str):
+        return value
     try:
-        schema = json.loads(given)
+        schema = json.loads(value)
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):

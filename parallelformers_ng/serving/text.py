@@ -26,7 +26,7 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that is complete with these tokens.
+        """Return the text that is complete with these tokens.
 
         Args:
             last: none follow, so that also what is unfinished is text.
@@ -57,7 +57,7 @@ class Stopper:
         self.stopped = False
 
     def add(self, text: str, last: bool = False) -> str:
-        """The text that may be shown now.
+        """Return the text that may be shown now.
 
         Args:
             last: none follows.
@@ -65,16 +65,16 @@ class Stopper:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
+        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(ends)]
         hold = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
 
 def _beginning(text: str, stop: str) -> int:
-    """How many characters at the end of `text` a stop string begins with."""
+    """Return how many characters at the end of `text` a stop string begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

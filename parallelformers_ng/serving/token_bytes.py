@@ -40,8 +40,8 @@ class TokenBytes:
         if '"ByteLevel"' in self._decoders:
             parts = (_OF_CHARACTER.get(each, each) for each in piece)
             return b"".join(bytes([part]) if isinstance(part, int) else part.encode() for part in parts)
-        if found := _BYTE.fullmatch(piece):
-            return bytes([int(found[1], 16)])
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
         if "▁" in piece and ("▁" in self._decoders or not self._decoders):
             return str(piece.replace("▁", " ")).encode()
         text: str = self._tokenizer.decode([token])

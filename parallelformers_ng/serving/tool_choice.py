@@ -1,4 +1,4 @@
-"""Which tools a request lets the model call, and whether it must."""
+"""The tools that a request lets the model call, and whether it must call one."""
 
 from __future__ import annotations
 

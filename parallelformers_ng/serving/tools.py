@@ -13,10 +13,10 @@ _NAME, _KEY, _VALUE = "probe_tool", "probe_argument", "probe value"
 
 @dataclass
 class Read:
-    """What a piece of an answer says.
+    """The content of a piece of an answer.
 
     Attributes:
-        text, reasoning: what is added to either.
+        text, reasoning: additions to either.
         calls: tool calls that are complete, in OpenAI's shape.
     """
 
@@ -29,10 +29,10 @@ class AnswerReader:
     """Reads an answer piece by piece.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: tokenizer of transformers.
         template: a response template, see `tokenizer.parse_response`.
         prompt: the text that the answer continues; its template may have begun the answer.
-        tools: that the model may call.
+        tools: tools that the model may call.
         most_calls: most calls that are told, as `parallel_tool_calls` says; None for any number.
     """
 
@@ -129,14 +129,14 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
     schema = {"type": "object", "properties": {_KEY: {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": schema}}]
     calls = [{"type": "function", "id": "probe0000", "function": function}]
-    asked = [{"role": "user", "content": "?"}]
-    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": calls}]
+    question = [{"role": "user", "content": "?"}]
+    answered = [*question, {"role": "assistant", "content": "", "tool_calls": calls}]
     try:
         before, after = (
             tokenizer.apply_chat_template(
                 messages, tools=tools, chat_template=chat_template, tokenize=False, add_generation_prompt=prompts
             )
-            for messages, prompts in ((asked, True), (answered, False))
+            for messages, prompts in ((question, True), (answered, False))
         )
     except Exception:  # whatever a template raises of what it does not know
         return None
@@ -146,7 +146,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """The response template of a call as it was written."""
+    """Return the response template of a call as it was written."""
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

@@ -67,19 +67,19 @@ class Transcription:
                 if name in form:
                     raise bad_request(f"{name} does not act here; leave it out", name, "unsupported_parameter")
             try:
-                asked = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
+                wanted = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 raise bad_request(f"{where}: {first['msg']}", where) from None
-            models.named(asked.model)
-            arguments = self._arguments(asked)
+            models.named(wanted.model)
+            arguments = self._arguments(wanted)
             with self._engine.counted():
                 async with self._turn:
                     inputs, seconds = await asyncio.to_thread(self._inputs, await file.read())
-                found = await self._engine.model.agenerate(**inputs, **arguments)
-        text = self._processor.tokenizer.decode(found[0], skip_special_tokens=True).strip()
-        if asked.response_format == "text":
+                output = await self._engine.model.agenerate(**inputs, **arguments)
+        text = self._processor.tokenizer.decode(output[0], skip_special_tokens=True).strip()
+        if wanted.response_format == "text":
             return PlainTextResponse(text + "\n")
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
 
@@ -89,7 +89,7 @@ class Transcription:
         if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
             raise ApiError(403, f"a page of {origin} sends forms only if --cors names it", code="origin")
 
-    def _arguments(self, asked: TranscriptionRequest) -> dict[str, Any]:
+    def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
         """Return arguments of `generate`.
 
         Raises:
@@ -99,20 +99,22 @@ class Transcription:
         arguments: dict[str, Any] = {"timeout": self._options.timeout}
         if getattr(config, "is_multilingual", False):
             arguments["task"] = "transcribe"
-        if asked.language:
+        if request.language:
             known = getattr(config, "lang_to_id", None) or {}
-            if f"<|{asked.language.lower()}|>" not in known:
+            if f"<|{request.language.lower()}|>" not in known:
                 codes = ", ".join(sorted(mark.strip("<|>") for mark in known))
-                raise bad_request(f"language is {asked.language!r}; the model knows {codes or 'one alone'}", "language")
-            arguments["language"] = asked.language.lower()
-        if asked.prompt:
+                raise bad_request(
+                    f"language is {request.language!r}; the model knows {codes or 'one alone'}", "language"
+                )
+            arguments["language"] = request.language.lower()
+        if request.prompt:
             try:
-                arguments["prompt_ids"] = self._processor.get_prompt_ids(asked.prompt, return_tensors="pt")
+                arguments["prompt_ids"] = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
             except ValueError as error:
                 raise bad_request(f"the prompt cannot be made tokens: {error}", "prompt") from None
-        if asked.temperature:
-            seed = draw_seed() if asked.seed is None else asked.seed % (1 << 63)
-            arguments |= {"temperature": asked.temperature, "seed": seed}
+        if request.temperature:
+            seed = draw_seed() if request.seed is None else request.seed % (1 << 63)
+            arguments |= {"temperature": request.temperature, "seed": seed}
         return arguments
 
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:

@@ -1,1 +1,1 @@
-"""What every model passes through: policies, the plan made of them, and the parallel layers that carry it out."""
+"""Policies, the plan made of them, and the parallel layers that carry it out: every model passes through here."""

@@ -1,4 +1,4 @@
-"""Which adapters of a model are active: read from the caller's modules for each call, set on those of the ranks."""
+"""Active adapters of a model: read from the caller's modules for each call, set on the modules of the ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SWITCHES = ("_active_adapter", "_disable_adapters")
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """What a call runs with.
+    """The adapters that a call runs with.
 
     Attributes:
-        settings: what layers have: the names of the active adapters, whether all are off, and by what each is scaled.
-        which: which of these each layer with adapters has, in the model's order.
+        settings: distinct settings of layers: names of the active adapters, whether all are off, and the
+            scale of each.
+        which: index into `settings` of each layer with adapters, in the model's order.
     """
 
     settings: tuple[tuple[tuple[str, ...], bool, tuple[tuple[str, float], ...]], ...]
@@ -26,7 +27,7 @@ class ActiveAdapters:
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:
-        """Those of some layers, as they are now."""
+        """Read the active adapters of some layers."""
         each = [
             (tuple(layer.active_adapters), layer.disable_adapters, tuple(getattr(layer, "scaling", {}).items()))
             for layer in layers
@@ -35,7 +36,7 @@ class ActiveAdapters:
         return cls(tuple(settings), tuple(settings[setting] for setting in each))
 
     def with_one(self, name: str | None) -> ActiveAdapters:
-        """The same with one adapter, or with none, unless all are off anyway."""
+        """Return the same with one adapter, or with none, unless all are off anyway."""
         settings = tuple((() if name is None else (name,), off, scaling) for _, off, scaling in self.settings)
         return replace(self, settings=settings)
 
@@ -48,5 +49,5 @@ class ActiveAdapters:
 
 
 def layers_with_adapters(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that have adapters, or copies of a layer, of which some are active."""
+    """Return the modules of a model that have switchable adapters or switchable copies of a layer."""
     return [module for module in model.modules() if "_active_adapter" in vars(module)]

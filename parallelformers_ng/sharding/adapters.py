@@ -47,7 +47,7 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """The model as it is without adapters, of the same tensors and single layers; itself where it has none.
+    """Return the model as it is without adapters, of the same tensors and single layers; itself if it has none.
 
     Raises:
         UnsupportedModelError: it has adapters that cannot be cut.
@@ -62,7 +62,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
+    """Return a model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
 
     Args:
         layers: by the paths that those have without adapters.
@@ -83,7 +83,7 @@ def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """What a copy of a model has in common with it, by id: tensors, and modules without others in them."""
+    """Pair a model with its copy, by id: shared tensors, and modules that hold no tensors and no modules."""
     modules = (module for module in model.modules() if not module._modules)
     return {id(each): each for each in (*model.parameters(), *model.buffers(), *modules)}
 
@@ -91,7 +91,7 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 def with_adapters(
     plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None, dequantize: bool = False
 ) -> ShardPlan:
-    """The plan of a model, made of that of the same without its adapters.
+    """Return the plan of a model, made of that of the same without its adapters.
 
     Args:
         plain: the model without.
@@ -130,12 +130,14 @@ def with_adapters(
     tensors: dict[str, TensorPlan] = {}
     holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
     for path, module in model.named_modules():
-        for short, held, is_buffer in owned_tensors(module):
+        for short, owned, is_buffer in owned_tensors(module):
             name = dotted(path, short)
             shards, rule = cuts[name]
-            cast = dtype if dtype is not None and held.is_floating_point() else held.dtype
-            storage = holders.setdefault((id(held), shards), name)
-            tensors[name] = TensorPlan(name, tuple(held.shape), types.get(name, cast), shards, storage, is_buffer, rule)
+            cast = dtype if dtype is not None and owned.is_floating_point() else owned.dtype
+            storage = holders.setdefault((id(owned), shards), name)
+            tensors[name] = TensorPlan(
+                name, tuple(owned.shape), types.get(name, cast), shards, storage, is_buffer, rule
+            )
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
     reasons = dict.fromkeys(sorted(added_to), "an adapter adds to its numbers")
     misfits = plan.misfits | reasons
@@ -151,7 +153,7 @@ def with_adapters(
         blocks=[new for block in plan.blocks for new in moved(block)],
         cuttable=frozenset(moved(name)[0] for name in plan.cuttable),
         settings={new: value for name, value in plan.settings.items() for new in moved(name)},
-        quantized={moved(name)[0]: how for name, how in plan.quantized.items() if name not in added_to},
+        quantized={moved(name)[0]: encoding for name, encoding in plan.quantized.items() if name not in added_to},
         misfits={moved(name)[0]: why for name, why in misfits.items()},
     )
 
@@ -161,7 +163,7 @@ class _Place:
     """A place in a model where a layer has adapters, or copies.
 
     Attributes:
-        path: of the place.
+        path: path of the place.
         layers: paths of the layer itself and of its copies.
         layer: the layer itself.
         adapters: the adapter layers by path; several lie within each other, each for a parameter of the layer.
@@ -173,40 +175,40 @@ class _Place:
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
-        """Where what has that name without adapters lies with them: of the layer itself, then of its copies."""
+        """Return the new path of a tensor once its layer has adapters: the layer's own, then those of its copies."""
         return [layer + name.removeprefix(self.path) for layer in self.layers]
 
     @property
     def parameters(self) -> list[str]:
         """Names of the layer's parameters whose numbers adapters add to; others add to what the layer gives."""
-        found = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
-        return [f"{self.path}.{name}" for name in found if name]
+        names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
+        return [f"{self.path}.{name}" for name in names if name]
 
     def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
-        """How the tensors of the adapters are cut, by name.
+        """Return how the tensors of the adapters are cut, by name.
 
         Args:
-            plan: of the model without adapters.
+            plan: plan of the model without adapters.
             is_cut: whether ranks compute with parts of the layer.
         """
-        found: dict[str, _Cut] = {}
+        cuts_by_name: dict[str, _Cut] = {}
         for path, adapter in self.adapters.items():
             weight = plan.tensors.get(f"{self.path}.{getattr(adapter, 'parameter_name', 'weight')}")
             counted = self._counted(weight, hasattr(adapter, "parameter_name")) if is_cut else ""
             for name, tensor in adapter.named_parameters(remove_duplicate=False):
                 if (counts := _COUNTS.get(name.partition(".")[0])) is not None:
-                    found[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
-        return found
+                    cuts_by_name[f"{path}.{name}"] = _cut(name, tensor, counts, weight, counted, plan.world_size)
+        return cuts_by_name
 
     def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
-        """Paths of the modules that take norms of the layer's outputs over inputs of which each rank has some."""
+        """Return the paths of modules that take norms of the layer's outputs over sharded inputs."""
         for path, adapter in self.adapters.items():
             for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
                 if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
                     yield f"{path}.lora_magnitude_vector.{name}"
 
     def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
-        """What the dimension counts in which the layer's weight is cut, "" where it is whole.
+        """Return the unit of the dimension in which the layer's weight is cut, "" if the weight is whole.
 
         Args:
             stacked: it may be that of several layers, which lies as transformers' interface of experts says.
@@ -231,12 +233,12 @@ class _Place:
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
 ) -> _Cut:
-    """How one of an adapter's tensors is cut.
+    """Return how one of an adapter's tensors is cut.
 
     Args:
-        counts: which of the layer's dimensions its own are.
-        weight: of the layer.
-        counted: which of those is cut.
+        counts: dimensions of the layer that the adapter's dimensions stand for.
+        weight: weight of the layer.
+        counted: dimension of `counts` that is cut.
     """
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""
@@ -248,7 +250,7 @@ def _cut(
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
-    """What becomes of what the injector does to a layer: where adapters add to what it gives, the sum is exchanged."""
+    """Adapt what the injector does to a layer: if adapters add to its output, the sum is exchanged."""
     if place is None or not place.adapters or layer.cls is StoredInParts:
         return [replace(layer, path=path) for path in moved(layer.path)]
     inner = place.layers[0].removeprefix(f"{place.path}.")
@@ -257,7 +259,7 @@ def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[Lay
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Where adapters are.
+    """Return the places of adapters.
 
     Raises:
         UnsupportedModelError: one is of a kind that cannot be cut.
@@ -281,9 +283,9 @@ def _place(path: str, module: Any) -> _Place:
     while "_active_adapter" in vars(layer) and "base_layer" in layer._modules:
         if layer.merged_adapters:
             raise UnsupportedModelError(f"the adapter of {path} is merged; call unmerge_adapter() before parallelize")
-        held = (*layer.named_parameters(), *layer.named_buffers())
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
         variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
-        if {name.partition(".")[0] for name, _ in held} - {"base_layer", *_COUNTS} or variants - _VARIANTS:
+        if {name.partition(".")[0] for name, _ in tensors} - {"base_layer", *_COUNTS} or variants - _VARIANTS:
             break
         adapters[inner], inner, layer = layer, f"{inner}.base_layer", layer.base_layer
     if "_active_adapter" in vars(layer):

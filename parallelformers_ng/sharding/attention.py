@@ -35,7 +35,8 @@ class NgramAttentionParallel(NarrowedHeadParallel):
         return self._own(super().get_predict_relative_pos_embeddings, 2, hidden, weights, *args)  # type: ignore[misc]
 
     def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
-        """This rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the shape."""
+        """Return this rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the
+        shape."""
         own, self.num_attn_heads = self.num_attn_heads, self.head_count
         sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
@@ -103,8 +104,8 @@ class WavLMAttentionParallel(HeadParallel):
         gate = σ(a) ⊙ (σ(b) cₙ − 1) + 2,   (a, b) = sums of four columns each of xₙ U
         zₙ   = softmax(qₙ kₙᵀ / √d + gate ⊙ Bₙ) vₙ
 
-    where xₙ are the columns of the whole hidden state that belong to head n. The modelling code hands the weights to
-    torch's `multi_head_attention_forward`, which takes square projections alone.
+    xₙ are the columns of the whole hidden state that belong to head n. The modelling code hands the weights to torch's
+    `multi_head_attention_forward`, which takes square projections alone.
 
     Attributes:
         head_indices: this rank's heads.
@@ -151,5 +152,5 @@ class WavLMAttentionParallel(HeadParallel):
 
 
 def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
-    """What transformers shows: the mean over the heads, once for each of them."""
+    """Return what transformers shows: the mean over the heads, repeated for each head."""
     return weights.mean(1, keepdim=True).expand_as(weights)

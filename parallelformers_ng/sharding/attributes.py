@@ -28,11 +28,11 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 def set_config(model: nn.Module, name: str, value: Any) -> None:
     """Change `name`, dotted from the model on, of a configuration, also in the copies that `set_attribute` made of it.
 
-    A copy whose value differs was given a value of its own, which stays.
+    A copy with another value was set on purpose, and stays.
     """
     owner, _, last = name.rpartition(".")
-    held = attrgetter(owner)(model)
-    whole = getattr(held, _COPY_OF, held)
+    target = attrgetter(owner)(model)
+    whole = getattr(target, _COPY_OF, target)
     before = getattr(whole, last, None)
     for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
         if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:

@@ -70,8 +70,8 @@ def build_plan(
             cut_leftovers(builder.draft, exhaustive)
         return builder.finish(selection, dtype, quantize)
 
-    def fullest(made: ShardPlan) -> float:
-        return max(map(truediv, made.bytes_per_rank, parts or [1.0] * world_size))
+    def fullest(shard_plan: ShardPlan) -> float:
+        return max(map(truediv, shard_plan.bytes_per_rank, parts or [1.0] * world_size))
 
     plain = build(parts)
     shares = even_out(plain.bytes_per_rank, _flexible_bytes(plain, parts), parts)
@@ -79,17 +79,19 @@ def build_plan(
 
 
 def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
-    """Bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
-    found = 0
+    """Return bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
+    flexible = 0
     for tensor in plan.stored():
-        held = list(map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size))
-        if not tensor.is_replicated and max(held) <= _ABOUT_THE_SAME * min(held):
-            found += tensor.bytes_whole
-    return found
+        bytes_per_rank = list(
+            map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size)
+        )
+        if not tensor.is_replicated and max(bytes_per_rank) <= _ABOUT_THE_SAME * min(bytes_per_rank):
+            flexible += tensor.bytes_whole
+    return flexible
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Why a policy does not fit a model, or "" where it does."""
+    """Return why a policy does not fit a model, or "" if it does."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:
@@ -148,7 +150,7 @@ class _Builder:
         return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
 
     def _not_stock(self, policy: type[Policy], unit: CutUnit, block: str) -> str:
-        """Why the rules of a unit cannot be applied to a block; "" if they can."""
+        """Return why the rules of a unit cannot be applied to a block; "" if they can."""
         key = policy, unit, block
         if key not in self._reasons:
             layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
@@ -189,17 +191,17 @@ class _Builder:
             if reason := self._not_stock(policy, unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
                 return {
-                    path for path, found in targets.items() if any(target in self.draft.modules for target in found)
+                    path for path, layers in targets.items() if any(target in self.draft.modules for target in layers)
                 }
         before = self.draft.notes()
         matched: set[str] = set()
         try:
-            for rule_path, found in targets.items():
+            for rule_path, layers in targets.items():
                 rule = policy.plan[rule_path]
                 above = getattr(rule, "heads", None)
                 above = _nearest(rule_path, heads) if above is None else above
                 self.draft.counter = self.draft.modules.get(dotted(block, above))
-                for target in found:
+                for target in layers:
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
                     if rule.finds(self.draft, target):
                         rule.apply(self.draft, target, heads.get(above, []))
@@ -214,7 +216,7 @@ class _Builder:
         return matched
 
     def _targets(self, path: str) -> list[str]:
-        """The places that a rule names: one, or all that its `*` stand for."""
+        """Return the places that a rule names: one, or all that its `*` stand for."""
         if "*" not in path:
             return [path]
         pattern = re.compile(re.escape(path).replace(r"\*", "[^.]+"))
@@ -288,7 +290,7 @@ class _Builder:
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
-    """The closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
+    """Return the closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
     above = [prefix for prefix in heads if is_within(path, prefix)]
     return max(above, key=len, default="?")
 

@@ -1,8 +1,8 @@
 """The data types of a model after `dtype=`: those that `from_pretrained(dtype=…)` would have given it.
 
 `from_pretrained` does not cast every tensor. It builds the class with another default type: tensors whose type the
-modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, also buffers that no
-checkpoint holds. A copy of the class, built in the same way on `meta`, shows which is which.
+modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, including buffers outside
+checkpoints. A copy of the class, built likewise on `meta`, tells them apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The data type that `fp16` and `dtype` of `parallelize` ask for, None for none.
+    """Return the data type asked for by `fp16` and `dtype` of `parallelize`, or None.
 
     Raises:
         ParallelError: they contradict each other, or name none.
@@ -56,14 +56,14 @@ class CastRule:
         self.dtype = dtype
         self._model = model
         self._made = None if dtype is None else _made_in(model, dtype)
-        made = {} if self._made is None else all_tensors(self._made)
-        self._types = {name: tensor.dtype for name, tensor in made.items()}
+        built = {} if self._made is None else all_tensors(self._made)
+        self._types = {name: tensor.dtype for name, tensor in built.items()}
         planned = self._made._get_dtype_plan(dtype) if self._made is not None and dtype is not None else {}
         # As transformers reads them: anywhere in a name, the first that matches counts.
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
     def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
-        """The data type of a parameter or buffer after the cast.
+        """Return the data type of a parameter or buffer after the cast.
 
         Args:
             persistent: whether checkpoints hold it.
@@ -82,25 +82,27 @@ class CastRule:
         of the configuration and its parts."""
         if self._made is None:
             return {}
-        named, made = dict(_data_types(self._model)), dict(_data_types(self._made))
-        return {name: made[name] for name, kind in named.items() if made.get(name, kind) != kind}
+        named, built = dict(_data_types(self._model)), dict(_data_types(self._made))
+        return {name: built[name] for name, kind in named.items() if built.get(name, kind) != kind}
 
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
-    """Whether the weights of a model are plain numbers, of the names and shapes that its class has unquantized:
-    transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
-    held = all_tensors(model)
-    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in held.values()):
+    """Return whether the weights of a model are plain numbers, of the names and shapes that its class has
+    unquantized: transformers marks a model of a GGUF file as quantized also where it unpacked the file."""
+    tensors = all_tensors(model)
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
         return False
-    made = _made_in(model, model.dtype)
-    plain = {} if made is None else all_tensors(made)
+    built = _made_in(model, model.dtype)
+    plain = {} if built is None else all_tensors(built)
     wanted = {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in plain.items()}
-    found = {name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in held.items()}
-    return found == wanted
+    shapes = {
+        name: (tensor.shape, tensor.is_floating_point() and tensor.itemsize > 1) for name, tensor in tensors.items()
+    }
+    return shapes == wanted
 
 
 def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
-    """The same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None where that cannot be told."""
+    """Return the same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None if that cannot be told."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:

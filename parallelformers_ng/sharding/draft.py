@@ -1,4 +1,4 @@
-"""What a plan is drafted in: the cuts and layers noted so far, and how widths and attributes are shared out."""
+"""The draft of a plan: the cuts and layers noted so far, and how widths and attributes are divided."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Draft:
 
     Attributes:
         world_size: number of ranks.
-        parts: what part of all each rank is to have, 1 in all; none where all are to have the same.
-        shares: what part each rank is to have of what is not counted in heads, as for `spread`.
+        parts: fraction of the whole for each rank, 1 in all; empty for equal fractions.
+        shares: fraction for each rank of widths that are not counted in heads, as for `spread`.
         group: how much of that is to stay together, as for `spread_columns`.
         modules: dotted path → module.
         foreign: dotted path of a module that runs code of the program's → what it is; none if a proof has run it.
         cuts: tensor name → one shard per rank, and the rule that made them.
-        layers: what the injector will do, each once.
+        layers: jobs of the injector, each once.
         who: the policy, rule and place that is being applied, for errors.
-        counter: the module that counts the heads for it; None where none does.
+        counter: the module that counts the heads for it; None if none does.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Draft:
         self.counter: nn.Module | None = None
 
     def notes(self) -> tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]:
-        """What is noted so far, for `restore`."""
+        """Return a snapshot of the draft for `restore`."""
         return dict(self.cuts), dict(self.layers)
 
     def restore(self, notes: tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]) -> None:
@@ -69,11 +69,11 @@ class Draft:
         """Cut a tensor along `dim`.
 
         Args:
-            ranges: what each rank holds.
+            ranges: ranges held by each rank.
             zero: for each rank, whether it holds zeros instead; none does by default.
         """
         zeros = zero or [False] * self.world_size
-        self._note(name, [Shard(dim, held, off) for held, off in zip(ranges, zeros, strict=True)], rule)
+        self._note(name, [Shard(dim, rank_ranges, off) for rank_ranges, off in zip(ranges, zeros, strict=True)], rule)
 
     def cut_on_first_rank(self, name: str) -> None:
         self._note(name, [WHOLE] + [ZERO] * (self.world_size - 1))
@@ -108,7 +108,7 @@ class Draft:
         heads: list[HeadShare],
         interleaved: bool = False,
     ) -> list[tuple[Range, ...]]:
-        """What each rank holds of a dimension of `size`, made of parts that lie side by side, or `interleaved`
+        """Return the ranges of each rank in a dimension of `size`, made of adjacent parts, or of parts `interleaved`
         within the group of each key/value head."""
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
@@ -122,7 +122,7 @@ class Draft:
             raise PolicyError(f"{self.who}: {error}") from None
 
     def _parts(self, parts: Sequence[Unit | Part], default: Unit) -> tuple[list[Unit], list[int]]:
-        """The unit of each part, and the width of its heads where parts have their own."""
+        """Return the unit of each part, and the width of its heads where parts have their own."""
         units = [(part.unit if isinstance(part, Part) else part) or default for part in parts]
         named = [part.width for part in parts if isinstance(part, Part)]
         if named and len(named) < len(parts):
@@ -131,13 +131,13 @@ class Draft:
         return units, widths
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The parameter or buffer of that name; None where the model has none."""
+        """Return the parameter or buffer of that name; None if the model has none."""
         path, _, short = name.rpartition(".")
         owner = self.modules.get(path)
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """An attribute of the module that counts the heads."""
+        """Return an attribute of the module that counts the heads."""
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:

@@ -2,8 +2,8 @@
 
     w ≈ q · s          q: small numbers, s: a scale for each block of them along one dimension
 
-Symmetric, as torchao's weight-only schemes are: what a cut weight is made of is, bit for bit, the slices of what
-torchao makes of the whole one.
+Symmetric, like torchao's weight-only schemes: slices of the quantized whole weight are, bit for bit, the quantized
+slices.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the small numbers are.
+    """The format of the small numbers.
 
     Attributes:
         dtype: the data type in which they are held.
         largest: how many scales the largest number of a block is from zero.
         per_byte: how many there are in an element of that type, the first one in its lowest bits.
-        own_scales: scales are fp32 and at least so large; None where they have the data type of the weight.
+        own_scales: scales are fp32 and at least so large; None if they have the data type of the weight.
     """
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Encoding:
     """How one weight is held.
 
     Attributes:
-        kind: what the small numbers are: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
+        kind: format of the small numbers: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
         dim: the dimension along which numbers share a scale, that of the inputs, counted from the last one, -1.
         block: how many of them share one. The plan cuts between blocks, or shares the only one.
     """
@@ -66,7 +66,7 @@ class Encoding:
         return _KINDS[self.kind].per_byte
 
     def fits_kernels(self, scales: int) -> bool:
-        """Whether the kernels read a matrix that is held so as it is.
+        """Return whether the kernels read a matrix that is held so as it is.
 
         Args:
             scales: how many an output has.
@@ -76,17 +76,17 @@ class Encoding:
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def has_scale_per_output(self, scales: Tensor) -> bool:
-        """Whether the numbers, one in a byte, may be multiplied before they are scaled."""
+        """Return whether the numbers, one in a byte, may be multiplied before they are scaled."""
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the weight, given that of its small numbers."""
+        """Return the shape of the weight, given that of its small numbers."""
         shape = list(numbers)
         shape[self.dim] *= self.per_byte
         return tuple(shape)
 
     def misfit(self, tensor: TensorPlan) -> str:
-        """Why a tensor cannot be held so, or not be cut as its plan says; "" where it can."""
+        """Return why a tensor cannot be held so, or not be cut as its plan says; "" if it can."""
         size, border = tensor.shape[self.dim], self.per_byte
         if tensor.dtype not in HIGH_PRECISION or not size:
             return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -95,18 +95,18 @@ class Encoding:
         if size % border:
             return f"{size} inputs are no multiple of {border}"
         cuts = [shard.ranges for shard in tensor.shards if shard.dim == self.dim % len(tensor.shape)]
-        if any(end % border for cut in cuts for held in cut for end in held):
+        if any(end % border for cut in cuts for span in cut for end in span):
             return f"ranks have parts of its {size} inputs that are no multiple of {border}"
         return ""
 
     def parts(self, tensor: TensorPlan) -> tuple[TensorPlan, TensorPlan]:
-        """What ranks hold in the place of a tensor: small numbers and scales."""
+        """Small numbers and scales that ranks hold in the place of a tensor."""
         kind, dim = _KINDS[self.kind], self.dim % len(tensor.shape)
         numbers = replace(_divided(tensor, dim, kind.per_byte), dtype=kind.dtype)
         dtype = tensor.dtype if kind.own_scales is None else torch.float32
         name, storage = tensor.name + SCALE, tensor.storage + SCALE
         scales = replace(_divided(tensor, dim, self.block), name=name, storage=storage, dtype=dtype)
-        if scales.shape[dim] == 1:  # that of a whole row, of which a rank may have a part
+        if scales.shape[dim] == 1:  # one scale for a whole row; a rank may hold a part of that row
             shards = (replace(s, dim=None, ranges=(), zero=False) if s.dim == dim else s for s in scales.shards)
             scales = replace(scales, shards=tuple(shards))
         return numbers, scales
@@ -117,7 +117,7 @@ class Encoding:
         return self.numbers(weight, scales), scales
 
     def scales(self, weight: Tensor) -> Tensor:
-        """The scale of each block."""
+        """Return the scale of each block."""
         kind = _KINDS[self.kind]
         scales = weight.unflatten(self.dim, (-1, self.block)).abs().amax(self.dim) / kind.largest
         if kind.own_scales is None:
@@ -125,7 +125,7 @@ class Encoding:
         return scales.float().clamp(min=kind.own_scales)
 
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """The nearest small numbers, ties to even."""
+        """Return the nearest small numbers, ties to even."""
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:
             return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
@@ -137,7 +137,7 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight, or the part of it that the numbers and scales are of."""
+        """Return the weight, or the part of it that the numbers and scales are of."""
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():
@@ -163,14 +163,15 @@ class Encoding:
         return out
 
     def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
-        """Scales as they are to be multiplied with numbers of `shape`, of which they are."""
+        """Broadcast scales to `shape`, the shape of the numbers that they multiply."""
         if scales.shape[self.dim] in (1, shape[self.dim]):
             return scales
         return scales.repeat_interleave(self.block, self.dim)
 
 
 def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
-    """A tensor of which one element stands for so many along a dimension, cut at the same places."""
+    """Cut the small tensor at the places of the large one; each of its elements stands for several along a
+    dimension."""
     shape = list(tensor.shape)
     shape[dim] //= by
     shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)
@@ -178,5 +179,5 @@ def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
 
 
 def divided(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
-    """Ranges in units of so many, of which each has whole ones."""
+    """Return ranges in units of so many, of which each has whole ones."""
     return tuple((start // by, stop // by) for start, stop in ranges)

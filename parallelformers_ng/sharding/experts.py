@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.policy import Rule
 
 
 def has_experts_interface(module: nn.Module) -> bool:
-    """Whether a module stacks experts and has the forward of transformers' experts interface."""
+    """Return whether a module stacks experts and has the forward of transformers' experts interface."""
     names = {name: p.ndim for name, p in module._parameters.items() if p is not None}
     stacked = names.get("down_proj") == 3 and 3 in (names.get("gate_up_proj"), names.get("up_proj"))
     return stacked and {"hidden_states", "top_k_index", "top_k_weights"} <= set(
@@ -27,8 +27,8 @@ def has_experts_interface(module: nn.Module) -> bool:
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
-    """Whether a module stacks experts, and can be told to compute them one after another, each with its own matrices:
-    transformers' interface of experts leaves on a module which way the stacked matrices lie."""
+    """Return whether a module stacks experts, and can be told to compute them one after another, each with its own
+    matrices: transformers' interface of experts leaves on a module which way the stacked matrices lie."""
     return hasattr(module, "is_transposed") and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
@@ -60,7 +60,7 @@ class Experts(Rule):
     interface.
 
     Args:
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
     """
 
     reduce: bool = True
@@ -82,21 +82,21 @@ class Experts(Rule):
             raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
         # A rank without columns holds a few of zeros, as the grouped matrix products take no empty operand.
         if has_groups(width, draft.world_size, draft.group):
-            held = spread_aligned(width, draft.world_size, math.lcm(draft.group, 8), draft.shares)
+            rank_ranges = spread_aligned(width, draft.world_size, math.lcm(draft.group, 8), draft.shares)
         else:
-            held = spread_aligned(width, draft.world_size, shares=draft.shares)
-        idle = [start == stop for start, stop in held]
-        held = [held[0] if off else bounds for bounds, off in zip(held, idle, strict=True)]
+            rank_ranges = spread_aligned(width, draft.world_size, shares=draft.shares)
+        idle = [start == stop for start, stop in rank_ranges]
+        rank_ranges = [rank_ranges[0] if off else bounds for bounds, off in zip(rank_ranges, idle, strict=True)]
         if not fused:
-            up_held: list[tuple[Range, ...]] = [((start, stop),) for start, stop in held]
+            up_held: list[tuple[Range, ...]] = [((start, stop),) for start, stop in rank_ranges]
         elif getattr(module, "is_concatenated", True):
-            up_held = [join([(start, stop), (width + start, width + stop)]) for start, stop in held]
+            up_held = [join([(start, stop), (width + start, width + stop)]) for start, stop in rank_ranges]
         else:
-            up_held = [((2 * start, 2 * stop),) for start, stop in held]
+            up_held = [((2 * start, 2 * stop),) for start, stop in rank_ranges]
         for name, dim, ranges in (
             (up_name, out_dim, up_held),
             (f"{up_name}_bias", 1, up_held),
-            ("down_proj", in_dim, [(bounds,) for bounds in held]),
+            ("down_proj", in_dim, [(bounds,) for bounds in rank_ranges]),
         ):
             if name in names:
                 draft.cut(f"{path}.{name}", dim, ranges, idle)
@@ -106,7 +106,9 @@ class Experts(Rule):
         scaled = [name for name in counts if getattr(module, name, None) == width]
         normed = isinstance(getattr(module, "post_expert_norm", None), nn.Module)
         sums = self.reduce and not normed
-        draft.layer(path, Reduced if sums else None, [dict.fromkeys(scaled, stop - start) for start, stop in held])
+        draft.layer(
+            path, Reduced if sums else None, [dict.fromkeys(scaled, stop - start) for start, stop in rank_ranges]
+        )
         if normed:  # what an expert gives is summed before its norm, expert by expert, in the same order on all ranks
             draft.layer(f"{path}.post_expert_norm", ReducedInput)
         if isinstance(getattr(module, "identity_expert", None), nn.Identity):

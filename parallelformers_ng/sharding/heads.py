@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.partition import HeadShare
 from parallelformers_ng.sharding.policy import Rule
 
 Place = int | str
-"""Where a tensor is among the outputs of a module: an index in a tuple or a key in a dictionary."""
+"""Place of a tensor among the outputs of a module: an index in a tuple or a key in a dictionary."""
 
 
 class HeadParallel(ParallelLayer):
@@ -43,7 +43,7 @@ class HeadParallel(ParallelLayer):
         return output
 
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """What others get for the weights of this rank's heads: all heads' when they look.
+        """Return the weights of all heads to callers that look at attention weights.
 
         Args:
             weights: four or more dimensions; a tensor of another shape has no heads in it.
@@ -62,14 +62,15 @@ class HeadParallel(ParallelLayer):
         return OwnHeads(weights, dim, self.head_sizes, gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
-        """The weights of all heads; a rank without heads of its own has computed some of a copied one, which it leaves
-        out."""
+        """Gather the weights of all heads. A rank without heads computes some of a copied head, and contributes
+        none."""
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
         return self.communicator.all_gather(own, dim, self.head_sizes)
 
 
 def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """These heads, consecutive, of what there is for all along a dimension: a view, which no device has to be told."""
+    """Return these heads, consecutive, of what there is for all along a dimension: a view, which no device has to be
+    told."""
     return whole.narrow(dim, indices[0], len(indices))
 
 
@@ -144,11 +145,11 @@ class Heads(Rule):
         query: attribute that holds the number of query heads.
         key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
             of query heads.
-        groups: attribute that holds query heads per key/value head, "" where the module has none.
+        groups: attribute that holds query heads per key/value head, "" if the module has none.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
         scaled_key: the same for attributes proportional to the key/value heads.
         weights: place of the attention weights among the module's outputs: an index, a key, or several one after
-            another; None where it gives none of its own.
+            another; None if it gives none of its own.
         weights_dim: their dimension of heads.
         more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
         biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
@@ -227,7 +228,7 @@ class RenewedAttention(ParallelLayer):
     """A module that changes between full and sparse attention by making a new one around the same layers.
 
     Attributes:
-        carried: what the new one takes over from the old: its counts of heads and what `HeadParallel` needs.
+        carried: state that the new one takes over: its counts of heads, and the needs of `HeadParallel`.
     """
 
     carried: Sequence[str]
@@ -244,30 +245,31 @@ class RenewedAttention(ParallelLayer):
 
 
 def own_part(value: Any) -> Any:
-    """What this rank has of the weights of all heads, which is what attention reads; anything else as it is."""
+    """Return this rank's part of the weights of all heads, which attention reads; return any other value unchanged."""
     return value.own if type(value) is OwnHeads else value
 
 
 def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same outputs with the tensor at `place` changed; as they are, where there is none."""
+    """Return the outputs with the tensor at `place` changed; unchanged if there is none."""
     step: Any
     step, *rest = place
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
     if not known:
         return output
-    before = found = output[step]
+    before = part = output[step]
     if rest:
-        found = replaced(found, rest, change)
-    elif isinstance(found, torch.Tensor):
-        found = change(found)
-    if found is before:
+        part = replaced(part, rest, change)
+    elif isinstance(part, torch.Tensor):
+        part = change(part)
+    if part is before:
         return output
     if isinstance(output, dict):
-        return {**output, step: found}
-    items = [*output[:step], found, *output[step + 1 :]]
+        return {**output, step: part}
+    items = [*output[:step], part, *output[step + 1 :]]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """The attributes to set per rank. A count in the configuration is set only where the policy lists it as scaled."""
+    """Return the attributes to set per rank. A count in the configuration is set only where the policy lists it as
+    scaled."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

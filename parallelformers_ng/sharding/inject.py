@@ -40,7 +40,7 @@ def settle(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
-    """A copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
+    """Return a copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
 
     For proofs and tests in one process; workers build theirs from a skeleton instead.
     """
@@ -48,14 +48,14 @@ def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator
     share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
     quantize_modules(share, plan)
     inject(share, plan, rank, communicator)
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor_plan in plan.tensors.items():
         parts = plan.parts(name)
-        if parts[0].storage not in held:
+        if parts[0].storage not in tensors:
             whole = get_tensor(model, name, tensor_plan.is_buffer).detach().to(tensor_plan.dtype)
             encoding = plan.quantized.get(name)
             for part, values in zip(parts, (whole,) if encoding is None else encoding.encode(whole), strict=True):
-                held[part.storage] = part.shards[rank].of(values).clone().contiguous()
+                tensors[part.storage] = part.shards[rank].of(values).clone().contiguous()
         for part in parts:
-            set_tensor(share, part.name, held[part.storage], part.is_buffer)
+            set_tensor(share, part.name, tensors[part.storage], part.is_buffer)
     return share

@@ -1,4 +1,4 @@
-"""What the parallel layers share. Each is the layer it replaces plus an exchange between the ranks.
+"""The base of the parallel layers. Each is the layer it replaces plus an exchange between the ranks.
 
 `inject.py` gives a module the class of its parallel layer in front of its own, so that whatever else the module carries
 (hooks, attributes, a subclass's own forward) stays as it was.
@@ -21,10 +21,10 @@ class ParallelLayer(nn.Module):
     """Base of the parallel layers.
 
     Attributes:
-        takes_part, gives_part: whether its inputs, its outputs differ from rank to rank: they are one rank's columns,
-            heads or partial sums. Where they do not, all ranks have the same.
+        takes_part, gives_part: whether its inputs, its outputs differ between ranks: columns,
+            heads or partial sums of one rank. If not, all ranks have the same.
         renews: whether its forward stands for the layer's own, which it does not call.
-        communicator: what this rank's layers exchange through: all ranks, or those of its stage.
+        communicator: communicator of this rank's layers: all ranks, or the ranks of its stage.
     """
 
     takes_part: ClassVar[bool] = True
@@ -36,8 +36,8 @@ class ParallelLayer(nn.Module):
         """Called by the injector.
 
         Args:
-            everyone: what all ranks exchange through.
-            width: ranks of a stage, beside each other; all where there are no stages.
+            everyone: communicator of all ranks.
+            width: ranks of a stage, beside each other; all if there are no stages.
         """
         self.communicator = everyone.within(width)
 
@@ -48,19 +48,19 @@ class ParallelLayer(nn.Module):
 
 @cache
 def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once. That of a model keeps the model's name, under
-    which transformers knows which outputs it records."""
+    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once. The class of a model keeps the model's
+    name: transformers looks up recorded outputs by it."""
     name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
     return type(name, (kind, layer), {"__module__": layer.__module__})
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What the injector does to one module.
+    """The injector's job for one module.
 
     Attributes:
         path: its dotted path.
-        cls: the parallel layer that it becomes; None where only attributes change, as of a layer cut by its outputs.
+        cls: the parallel layer that it becomes; None if only attributes change, as of a layer cut by its outputs.
         attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
     """
 

@@ -45,7 +45,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
 
     Args:
-        draft: what the policies cut.
+        draft: draft with the cuts of the policies.
         exhaustive: cut whatever can be cut, as a proof does; otherwise stop once the ranks hold about the same.
     """
     where = places(draft.model)
@@ -65,7 +65,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
 
 
 def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
-    """What could be cut, by kind; the bytes that are whole so far, and all bytes."""
+    """Return cuttable layers by kind, the bytes that are whole so far, and all bytes."""
     used = uses(draft.model)
     kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
     whole = total = 0
@@ -87,7 +87,7 @@ def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftov
 
 
 def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
-    """Cut one parameter; False where it is too small for this many ranks."""
+    """Cut one parameter; False if it is too small for this many ranks."""
     path, module = leftover.path, draft.modules[leftover.path]
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
@@ -106,17 +106,17 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
 
 
 def _owner_is_foreign(draft: Draft, path: str) -> bool:
-    """Whether code of the program's may read the weight at `path` itself."""
+    """Return whether code of the program's may read the weight at `path` itself."""
     return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
 
 
 def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
-    """Paths of blocks and models within which ranks compute different things."""
+    """Return paths of blocks and models within which ranks compute different things."""
     return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
-    """Paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
+    """Yield paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
     while True:
         path = _instance(path, where)
         yield path
@@ -128,5 +128,5 @@ def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterat
 
 
 def _instance(path: str, where: dict[str, Place]) -> str:
-    """Path of the block, or the model, that a module's place is relative to."""
+    """Return path of the block, or the model, that a module's place is relative to."""
     return path.removesuffix(where[path].path).removesuffix(".")

@@ -31,19 +31,19 @@ class Column(Rule):
     """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
 
     Args:
-        unit: what the outputs are counted in; "key" marks key and value projections of a model with fewer key/value
-            than query heads.
+        unit: unit of the outputs; "key" marks key and value projections of a model with fewer key/value than
+            query heads.
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
             Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
             *per head* (Bloom) are one part: a head is contiguous.
         interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
             group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
+        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
         gather: put the cut outputs together again, for a layer whose reader needs all of them.
         gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
-        widths: attributes of the module that holds the layer that are as large as its outputs are many (`conv_dim`),
-            where the forward reads them.
+        widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
+            its forward.
     """
 
     unit: Unit = ""
@@ -69,16 +69,20 @@ class Column(Rule):
         draft.cut(f"{path}.weight", dim, ranges)
         if getattr(module, "bias", None) is not None:
             draft.cut(f"{path}.bias", 0, ranges)
-        widths = [width_of(held) for held in ranges]
+        widths = [width_of(rank_ranges) for rank_ranges in ranges]
         if getattr(module, "groups", 1) > 1 and not _is_depthwise(module):
-            draft.layer(path, GroupedColumnParallel, [{"pieces": _pieces(module, held)} for held in ranges])
+            draft.layer(
+                path, GroupedColumnParallel, [{"pieces": _pieces(module, rank_ranges)} for rank_ranges in ranges]
+            )
         if self.gather_inputs:
             if not heads:
                 raise PolicyError(
                     f"{draft.who}: gathers inputs that are counted in heads, but no rule above it says Heads(...)"
                 )
             own = draft.ranges(module.weight.shape[1 - dim], self.unit, 1, heads)
-            sizes = tuple(0 if share.idle else width_of(held) for share, held in zip(heads, own, strict=True))
+            sizes = tuple(
+                0 if share.idle else width_of(rank_ranges) for share, rank_ranges in zip(heads, own, strict=True)
+            )
             draft.layer(path, GatheredInput, [{"input_sizes": sizes}] * draft.world_size)
         attributes: list[dict[str, Any]] = [dict.fromkeys(size_names, width) for width in widths]
         if self.gather:
@@ -97,10 +101,10 @@ class Row(Rule):
     """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
 
     Args:
-        unit: what the inputs are counted in, as in `Column`.
+        unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
-        heads: path of the `Heads` rule that counts this layer, where it is not the nearest one above.
-        reduce: sum the partial outputs here. False where a later rule (`Reduce`) sums for several layers at once.
+        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
+        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
     """
 
     unit: Unit = ""
@@ -118,7 +122,9 @@ class Row(Rule):
         draft.cut(f"{path}.weight", dim, ranges, idle)
         if getattr(module, "bias", None) is not None:
             draft.cut_on_first_rank(f"{path}.bias")
-        draft.layer(path, RowParallel if self.reduce else None, [{size_name: width_of(held)} for held in ranges])
+        draft.layer(
+            path, RowParallel if self.reduce else None, [{size_name: width_of(rank_ranges)} for rank_ranges in ranges]
+        )
 
 
 @dataclass(frozen=True)
@@ -127,10 +133,10 @@ class Slice(Rule):
 
     Args:
         dim: the dimension to cut.
-        unit: what that dimension is counted in, as in `Column`.
+        unit: unit of that dimension, as in `Column`.
         fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
             `Heads` rule.
-        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        heads: path of the `Heads` rule that counts it; by default the nearest above.
         partial: its products are summed over the ranks, so a rank without heads holds zeros.
     """
 
@@ -220,7 +226,7 @@ class GatheredColumnParallel(ParallelLayer):
 
 
 class GatheredInput(ParallelLayer):
-    """Puts its inputs together, of which each rank has some, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+    """Gathers its sharded inputs, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
 
     Attributes:
         input_sizes: inputs that each rank has to give, 0 for a rank with nothing but a copy.
@@ -234,7 +240,7 @@ class GatheredInput(ParallelLayer):
 
 
 class GroupedColumnParallel(ParallelLayer):
-    """A convolution in groups of channels of which this rank computes some outputs, each from its own group's inputs.
+    """A grouped convolution. A rank computes some of the output channels, each from the inputs of its own group.
 
     Attributes:
         pieces: for each group that has outputs here, the range of its input channels and how many outputs they are.
@@ -265,19 +271,22 @@ def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: s
         draft.cut(f"{path}.bias", 0, biases)
     else:
         draft.cut_on_first_rank(f"{path}.bias")
-    sizes = [{size_name: width_of(held) * module.num_groups, group_name: width_of(held)} for held in ranges]
+    sizes = [
+        {size_name: width_of(rank_ranges) * module.num_groups, group_name: width_of(rank_ranges)}
+        for rank_ranges in ranges
+    ]
     draft.layer(path, None if dim == 2 else RowParallel, sizes)
 
 
-def _pieces(module: nn.Conv1d, held: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
-    """What of each group's outputs lies in the ranges held, with the group's input channels."""
+def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
+    """Return the outputs of each group within the ranges of a rank, with the group's input channels."""
     inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
-    found = []
-    for start, stop in held:
+    pieces = []
+    for start, stop in rank_ranges:
         for group in range(start // outputs, (stop - 1) // outputs + 1):
             count = min(stop, (group + 1) * outputs) - max(start, group * outputs)
-            found.append((group * inputs, (group + 1) * inputs, count))
-    return tuple(found)
+            pieces.append((group * inputs, (group + 1) * inputs, count))
+    return tuple(pieces)
 
 
 def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]:
@@ -297,7 +306,7 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]
 
 
 def _output_dim(module: nn.Module) -> int:
-    """Where a layer's outputs have their columns, or channels."""
+    """Return the dimension of a layer's output that has its columns or channels."""
     return -module.weight.ndim + 1 if isinstance(module, CONVOLUTIONS) else -1
 
 
@@ -319,18 +328,18 @@ def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
+    """Return whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
 
 
 def _stacks_linears(module: nn.Module) -> bool:
-    """Whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    """Return whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
-def cannot_cut(who: str, module: nn.Module, how: str) -> str:
+def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
     if hasattr(module, "base_layer"):
         return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
-    return f"{who}: a {type(module).__name__} cannot be cut by {how}"
+    return f"{who}: a {type(module).__name__} cannot be cut by {cut}"

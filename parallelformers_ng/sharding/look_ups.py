@@ -1,8 +1,8 @@
-"""Ids that are looked up on a device, where one beyond the table would be the end of the process.
+"""Safe look-ups of ids on a device, where an id beyond the table would end the process.
 
-A CUDA kernel that meets such an id asserts, after which nothing works in its process. So ids are put into range before
-the look-up, what they were is noted on the device, and the request that brought them is refused at its end. Nothing
-waits for the device meanwhile.
+A CUDA kernel that meets such an id asserts; then nothing works in its process. So ids are clamped before the look-up,
+the smallest and largest are recorded on the device, and a request with a bad id is refused at its end. Nothing waits
+for the device meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _look_up = functional.embedding
 
 
 def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """The ids, those beyond a table of so many rows put at its ends and noted. For ids on a device."""
+    """Clamp ids on a device to the table; record the smallest and the largest."""
     if not ids.numel() or not rows:
         return ids
     key = ids.device, rows
@@ -81,12 +81,13 @@ def hold() -> None:
 
 def take_back() -> None:
     """Have the notes be what they were at the last `hold`."""
-    for key, held in _held.items():
-        _seen[key].copy_(held)
+    for key, bounds in _held.items():
+        _seen[key].copy_(bounds)
 
 
 def _forgive() -> None:
-    """Have the notes be as before the first look-up. Their memory stays: recorded look-ups write there."""
+    """Reset the record of ids to its state before the first look-up. Their memory stays: recorded look-ups write
+    there."""
     for (_, rows), seen in _seen.items():
         seen[:1].fill_(0)
         seen[1:].fill_(rows - 1)

@@ -1,4 +1,4 @@
-"""Layers that need a figure of all columns, of which a rank has some: norms, and choices by mean and deviation."""
+"""Sharded layers that need a figure of all columns: norms, and choices by mean and deviation."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Norm(Rule):
     A norm per head needs no rule: its width is not cut.
 
     Args:
-        unit: what the width is counted in, as in `Column`.
-        heads: path of the `Heads` rule that counts it, where it is not the nearest one above.
+        unit: unit of the width, as in `Column`.
+        heads: path of the `Heads` rule that counts it; by default the nearest above.
     """
 
     unit: Unit = ""

@@ -21,7 +21,7 @@ class OwnHeads(Tensor):
     """A tensor with the shape of all heads. Whatever is computed from it is computed from all heads.
 
     Attributes:
-        own: what this rank has, as the attention of this rank reads it.
+        own: attention weights of this rank, as its attention reads them.
         head_dim, head_sizes: the dimension of heads, and how many of them each rank has.
     """
 
@@ -35,7 +35,7 @@ class OwnHeads(Tensor):
     def __new__(cls, own: Tensor, dim: int, sizes: Sequence[int], gather: Callable[[], Tensor]) -> OwnHeads:
         """
         Args:
-            own: what this rank has.
+            own: attention weights of this rank.
             dim: its dimension of heads.
             sizes: heads of each rank.
             gather: gives the tensor of all heads; a collective.
@@ -57,7 +57,7 @@ class OwnHeads(Tensor):
         return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """The tensor of all heads; gathered at the first call, which all ranks make."""
+        """Return the tensor of all heads; gathered at the first call, which all ranks make."""
         if self._whole is None:
             assert self._gather is not None
             self._whole, self._gather = self._gather(), None
@@ -68,19 +68,19 @@ class OwnHeads(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParallelError(
-            f"attention weights of shape {tuple(self.shape)} lie in an object that is not looked into, and one rank has"
-            " those of its own heads alone. Return them in a tuple, list, dict or model output"
+            f"attention weights of shape {tuple(self.shape)} lie in an object of another kind. A rank has only its own"
+            " heads, and gathers the others from a tuple, list, dict or model output; return them in one"
         )
 
 
 def gathered(value: Any) -> Any:
-    """A tensor of all heads in the place of one of a rank's own; anything else as it is."""
+    """Return a tensor of all heads in the place of one of a rank's own; anything else as it is."""
     return value.whole() if type(value) is OwnHeads else value
 
 
 @dataclass(frozen=True)
 class AllHeads:
-    """An `OwnHeads` on its way to the ranks of other stages, of which each takes the heads that are its own there."""
+    """An `OwnHeads` on its way to the ranks of other stages. Each takes its own heads of it."""
 
     whole: Tensor
     dim: int
@@ -88,10 +88,10 @@ class AllHeads:
 
     @classmethod
     def of(cls, heads: OwnHeads) -> AllHeads:
-        """A collective of the ranks of a stage."""
+        """Return a collective of the ranks of a stage."""
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """What rank `rank` of a stage has; one without heads of its own computes some of a copied one."""
+        """Return the heads of rank `rank` of a stage; a rank without heads computes some of a copied one."""
         own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
         return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)

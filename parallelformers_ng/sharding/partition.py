@@ -23,8 +23,8 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
     """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
 
     Args:
-        shares: what part of the whole each rank is to have, 1 in all; none where all are to have the same. While there
-            are items enough, each rank has one at least; where there are not, the first ranks have one each.
+        shares: fraction of the whole for each rank, 1 in all; empty for equal fractions. Each rank gets at
+            least one item if there are enough; otherwise the first ranks get one each.
 
     >>> spread(12, 5)
     [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
@@ -46,7 +46,7 @@ def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), gr
     """Like `spread`; by shares in whole cache lines, as long as that moves no border by more than a hundredth.
 
     Args:
-        group: where the width has whole groups of so many columns, one for each rank at least, none is cut.
+        group: width of a group that is not cut, if there are as many whole groups as ranks.
 
     >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
     [(0, 192), (192, 576), (576, 960)]
@@ -71,12 +71,12 @@ def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequen
 
 
 def has_groups(width: int, world_size: int, group: int) -> bool:
-    """Whether some columns are whole groups, and enough of them for every rank to have one."""
+    """Return whether some columns are whole groups, and enough of them for every rank to have one."""
     return group > 1 and width % group == 0 and width // group >= world_size
 
 
 def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
-    """What part each rank is to have of what can be shared out freely, so that no rank has far too much in all.
+    """Divide freely divisible columns so that no rank is far over its limit.
 
     A rank with more heads than others is given less of the rest only where it would hold over `_TOO_MUCH` of an even
     share: the ranks wait for each other within every layer, so that even layers are faster than even ranks. A ratio
@@ -85,10 +85,10 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
     Args:
         loads: bytes on each rank while all share that by their parts.
         flexible: how many of them, in all, can be shared out freely.
-        parts: what part of all bytes each rank is to have, 1 in all; none where all are to have the same.
+        parts: fraction of all bytes for each rank, 1 in all; empty for equal fractions.
 
     Returns:
-        One number per rank, 1 in all; none where the loads will do.
+        One number per rank, 1 in all; none if the loads will do.
     """
     slack = _OFF_RATIO if parts else _TOO_MUCH
     parts = parts or [1 / len(loads)] * len(loads)
@@ -123,14 +123,14 @@ class HeadShare:
 def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
     """Give each rank whole query heads and the key/value heads that they read.
 
-    Where the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1
-    read k0, q2 reads k1), grouped attention has no number to express it; the rank then holds its key/value heads once
-    per query head, and its groups are 1. Of that and of whole groups for each rank (q0–q3 with k0 k1, q4 q5 with k2)
-    the one is taken whose largest rank has fewer rows of weights: 9 query and 3 key/value heads on 2 ranks are cut in
-    6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
+    If the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1 read
+    k0, q2 reads k1), grouped attention has no number to express it; the rank then holds its key/value heads once per
+    query head, and its groups are 1. Whole groups for each rank (q0–q3 with k0 k1, q4 q5 with k2) are the alternative.
+    The choice is the one whose largest rank has fewer rows of weights: 9 query and 3 key/value heads on 2 ranks are cut
+    in 6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
 
     Args:
-        shares: what part of the heads each rank is to have, 1 in all; none where all are to have the same.
+        shares: fraction of the heads for each rank, 1 in all; empty for equal fractions.
 
     Raises:
         PolicyError: the query heads are not a multiple of the key/value heads.
@@ -193,9 +193,9 @@ def cut_width(
     Args:
         size: length of the dimension.
         parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
-        heads: the head shares of the surrounding attention, empty where there is none.
-        head_widths: columns of one head in each part; none where all heads are equally wide.
-        shares: what part of the columns each rank is to have, as for `spread`.
+        heads: the head shares of the surrounding attention, empty if there is none.
+        head_widths: columns of one head in each part; none if all heads are equally wide.
+        shares: fraction of the columns for each rank, as for `spread`.
         group: how many columns are to stay together, as for `spread_columns`.
 
     Returns:
@@ -243,7 +243,7 @@ def cut_interleaved(
         size: length of the dimension.
         parts: the parts of one group: "query" stands for all its query heads, "key" for one key or value head.
         heads: the head shares of the surrounding attention.
-        head_widths: columns of one head in each part; none where all heads are equally wide.
+        head_widths: columns of one head in each part; none if all heads are equally wide.
 
     Returns:
         For each rank the ranges it holds, in order.
@@ -272,7 +272,7 @@ def cut_interleaved(
 
 
 def _head_width(size: int, heads: int, parts: int) -> int:
-    """Columns of one head where all heads of all packed parts are equally wide."""
+    """Return columns of one head where all heads of all packed parts are equally wide."""
     if size % heads:
         counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
         raise PolicyError(f"its width {size} is not a multiple of {counted}")
@@ -280,8 +280,8 @@ def _head_width(size: int, heads: int, parts: int) -> int:
 
 
 def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tuple[tuple[int, int, int, bool], ...]]:
-    """The columns of each rank in runs, each of which lies in one group of `group_width` and is counted throughout or
-    not at all: a column counts on the first that holds it.
+    """Return the columns of each rank in runs. Each run lies in one group of `group_width`, and all or none of it is
+    counted: a column counts on the first rank that holds it.
 
     Returns:
         `(start, stop, group, is counted)` for each run, in the rank's own columns.
@@ -290,7 +290,7 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
     [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]
     """
     seen: set[int] = set()
-    found = []
+    by_rank = []
     for ranges in per_rank:
         kinds = []
         for column in chain.from_iterable(starmap(range, ranges)):
@@ -301,12 +301,12 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
             stop = start + len(list(same))
             runs.append((start, stop, *kind))
             start = stop
-        found.append(tuple(runs))
-    return found
+        by_rank.append(tuple(runs))
+    return by_rank
 
 
 def width_of(ranges: Sequence[Range]) -> int:
-    """Columns that some ranges hold in all."""
+    """Return columns that some ranges hold in all."""
     return sum(stop - start for start, stop in ranges)
 
 

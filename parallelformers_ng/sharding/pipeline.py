@@ -28,10 +28,10 @@ def in_stages(
     Args:
         plan: for the ranks of one stage.
         model: the model, on any device.
-        shares: what part of the model each stage is to hold, 1 in all.
-        merged: of blocks that follow one another in a stage, only the last one's result goes to the others.
-        plain: the model without adapters, where it has any: they go with the part that they are in. A part of a module
-            that has trained copies is on all ranks.
+        shares: fraction of the model for each stage, 1 in all.
+        merged: whether, of consecutive blocks of a stage, only the last result goes to the other stages.
+        plain: the model without adapters, if it has any: they go with their part. A part of a module that has
+            trained copies is on all ranks.
 
     Returns:
         The plan for all ranks, those of a stage beside each other.
@@ -42,14 +42,14 @@ def in_stages(
     modules = dict(model.named_modules())
     parts = [unit for unit in _parts(plain or model) if unit in modules]
     names = {unit: list(tensors_of(model, unit)) for unit in parts}
-    placed = {name for held in names.values() for name in held}
+    placed = {name for stage_names in names.values() for name in stage_names}
     sizes: list[Mapping[Hashable, float]] = [
-        {plan.tensors[name].storage: plan.bytes_held(name) for name in held} for held in names.values()
+        {plan.tensors[name].storage: plan.bytes_held(name) for name in stage_names} for stage_names in names.values()
     ]
     everywhere = sum(plan.bytes_held(tensor.name) for tensor in plan.stored() if tensor.name not in placed)
     bounds = find_stages(sizes, shares, everywhere)
     stage_of = {unit: stage for stage, (start, stop) in enumerate(bounds) for unit in parts[start:stop]}
-    of_tensor = {name: stage_of[unit] for unit, held in names.items() for name in held}
+    of_tensor = {name: stage_of[unit] for unit, stage_names in names.items() for name in stage_names}
     width, stages = plan.world_size, len(shares)
 
     tensors: dict[str, TensorPlan] = {}
@@ -77,22 +77,23 @@ def in_stages(
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """The units that can be computed on one rank for all: blocks, and layers that the modelling code only calls."""
+    """Return the units that can be computed on one rank for all: blocks, and layers that the modelling code only
+    calls."""
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     modules = dict(model.named_modules())
-    found = []
+    parts = []
     for unit in units(model):
         module = modules.get(unit)
         if module is None or not any(parameter.ndim > 1 for parameter in module.parameters()):
             continue  # a bare parameter, a norm: small, and every rank has it
         if any(True for _ in module.children()) or unit in vocabulary or is_only_called(model, unit):
-            found.append(unit)
-    return found
+            parts.append(unit)
+    return parts
 
 
 def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
-    """Which modules become placed ones, and which run blocks one after another."""
-    found = []
+    """Return the modules that become placed ones, and the modules that run blocks one after another."""
+    layers = []
     lists: dict[str, list[str]] = {}
     order = list(stage_of)
     for unit, before, after in zip(order, ["", *order], [*order[1:], ""], strict=False):
@@ -106,14 +107,15 @@ def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int,
         cached = tuple(sorted(number for number in numbers if isinstance(number, int) and number >= 0))
         ranks = tuple(range(stage * width, (stage + 1) * width))
         stop = Stop(ranks, stack if is_stacked else None, begins, ends, cached)
-        found.append(LayerPlan(unit, Placed, ({"stop": stop},) * (width * stages)))
+        layers.append(LayerPlan(unit, Placed, ({"stop": stop},) * (width * stages)))
     stacks = [
         LayerPlan(path, Stack, ({"stack_path": path, "stack_lists": tuple(names)},) * (width * stages))
         for path, names in lists.items()
     ]
-    return [*found, *stacks]
+    return [*layers, *stacks]
 
 
 def _held(shard: Shard, rows: int) -> Shard:
-    """A shard as a rank of the stage holds it: what it holds whole is a range, too, as the others hold none of it."""
+    """Return a shard as a rank of the stage holds it. A whole tensor becomes a range, since other stages hold none
+    of it."""
     return Shard(0, ((0, rows),)) if shard.dim is None and not shard.zero else shard

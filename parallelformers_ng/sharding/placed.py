@@ -32,11 +32,11 @@ from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
 @dataclass(frozen=True)
 class Stop:
-    """Where a module is computed.
+    """The stage that computes a module.
 
     Attributes:
         holders: ranks that have its weights. The result of the first is what the others get.
-        stack: path of the module that runs it and others one after another; None where it stands alone.
+        stack: path of the module that runs it and others one after another; None if it stands alone.
         begins, ends: whether it is the first, the last of those that follow one another there on the same ranks.
         cache_layers: the layers of a cache that it writes to.
     """
@@ -60,10 +60,10 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 class _OverStages(ParallelLayer):
-    """What is done by all ranks, whatever its own layers exchange within their stage.
+    """Exchanges among all ranks, whatever the module's own layers exchange within their stage.
 
     Attributes:
-        everyone: what all ranks exchange through.
+        everyone: communicator of all ranks.
     """
 
     takes_part = False
@@ -78,7 +78,7 @@ class Placed(_OverStages):
     """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
 
     Attributes:
-        stop: where.
+        stop: first rank after the stage.
     """
 
     stop: Stop
@@ -113,7 +113,7 @@ class Placed(_OverStages):
         return run.output
 
     def _shared(self, args: Any, kwargs: Any, collector: dict[str, Any] | None = None) -> Any:
-        """The output on all ranks; and in `collector` what was noted beneath the module, for a caller who asked."""
+        """Send the output to all ranks; collect what was noted beneath the module if the caller asked for it."""
         notes = {name: items for name, items in (collector or {}).items() if isinstance(items, list)}
 
         def compute() -> Any:
@@ -169,8 +169,8 @@ class Stack(_OverStages):
 
     def _is_watched(self, kwargs: dict[str, Any]) -> bool:
         config = getattr(self, "config", None)
-        asked = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
-        return any(asked) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
+        flags = (kwargs.get(name, getattr(config, name, False)) for name in _LOOKS)
+        return any(flags) or any(_has_hooks(block) for name in self.stack_lists for block in getattr(self, name))
 
 
 _LOOKS = ("output_hidden_states", "output_attentions")
@@ -178,7 +178,7 @@ _LOOKS = ("output_hidden_states", "output_attentions")
 
 
 def _has_hooks(block: nn.Module) -> bool:
-    """Whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
+    """Return whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
     known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)
@@ -190,8 +190,8 @@ def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
         cache = cache.self_attention_cache
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if hasattr(layer, "has_previous_state"):  # a state, as convolutions and linear attention keep it
-        held = layer.has_previous_state
-        layer.has_previous_state = dict.fromkeys(held, True) if isinstance(held, dict) else True
+        had_state = layer.has_previous_state
+        layer.has_previous_state = dict.fromkeys(had_state, True) if isinstance(had_state, dict) else True
     if layer is None or hasattr(layer, "get_seq_length"):
         keys = getattr(layer, "keys", None)
         heads, width = (1, 1) if keys is None or keys.ndim < 4 else (keys.shape[1], keys.shape[3])

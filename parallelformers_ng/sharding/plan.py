@@ -30,11 +30,11 @@ class ShardPlan:
         model_class: name of the model's class.
         world_size: number of ranks.
         tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
-        layers: what the injector does, in order.
+        layers: jobs of the injector, in order.
         blocks: paths of the modules that the policies apply to, or that lie in one stage; what lies beneath one may
             hold only part of a result, or nothing.
         policy: names of the policies that apply.
-        source: where they came from, as in `Selection`.
+        source: origin of the policies, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
         settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
@@ -45,8 +45,8 @@ class ShardPlan:
         misfits: name of one that was to be quantized and stays in high precision → why.
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
-        why: why that strategy was taken, where it was left open.
-        tiers: where weights lie that have no room on the devices; None where all have.
+        why: reason for the strategy, if it was left open.
+        tiers: places of weights that have no room on the devices; None if all have room.
     """
 
     model_class: str
@@ -84,12 +84,12 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """What ranks hold of a tensor: itself, or its integers and its scales."""
+        """Return the tensors that ranks hold for a tensor: itself, or its integers and its scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
     def bytes_held(self, name: str) -> int:
-        """Bytes of a tensor, as ranks hold it."""
+        """Return bytes of a tensor, as ranks hold it."""
         return sum(part.bytes_whole for part in self.parts(name))
 
     @property
@@ -99,15 +99,15 @@ class ShardPlan:
         return dict(sorted(left.items(), key=lambda item: -item[1]))
 
     def stored(self) -> Iterator[TensorPlan]:
-        """Every tensor once, tied ones under the name that holds the bytes."""
+        """Yield every tensor once, tied ones under the name that holds the bytes."""
         return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
 
     def aliases(self) -> dict[str, list[str]]:
         """Storage name → every name whose bytes are held under it."""
-        found: dict[str, list[str]] = {}
+        names_by_storage: dict[str, list[str]] = {}
         for name, tensor in self.tensors.items():
-            found.setdefault(tensor.storage, []).append(name)
-        return found
+            names_by_storage.setdefault(tensor.storage, []).append(name)
+        return names_by_storage
 
     @property
     def bytes_whole(self) -> int:
@@ -121,16 +121,16 @@ class ShardPlan:
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     def bytes_in(self, place: Place, rank: int) -> int:
-        """Bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
+        """Return bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
         tiers, total = self.tiers, self.bytes_per_rank[rank]
         if tiers is None:
             return total if place == "device" else 0
         return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
 
     def bytes_moved(self, rank: int) -> int:
-        """Bytes that come to a rank each time that all layers run, a token of a decoder."""
-        held, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
-        return sum(held[name].bytes_on(rank) for _, names in moved for name in names)
+        """Return bytes that come to a rank each time that all layers run, a token of a decoder."""
+        tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
+        return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 
     @property
     def replicated(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """What the program's own code keeps whole, for people; "" if nothing."""
+        """Describe, for people, the modules that the program's own code keeps whole; "" if there are none."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}
@@ -167,7 +167,7 @@ class ShardPlan:
 
     @property
     def cut_share(self) -> float:
-        """Share of the cuttable bytes that are cut, between 0 and 1; 1 where there are none.
+        """Share of the cuttable bytes that are cut, between 0 and 1; 1 if there are none.
 
         Cuttable are all parameters of two and more dimensions, those of convolutions aside.
         """
@@ -176,7 +176,7 @@ class ShardPlan:
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
+        """Return the plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
         tensors = [
             {
                 "name": tensor.name,
@@ -207,7 +207,7 @@ class ShardPlan:
         }
 
     def table(self) -> str:
-        """The plan for people: what there is in all, and one line for each kind of tensor."""
+        """Return the plan for people: what there is in all, and one line for each kind of tensor."""
         per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
         lines = [
             f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})",
@@ -224,14 +224,14 @@ class ShardPlan:
         return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
 
     def _tiers_in_words(self) -> Iterator[str]:
-        """Lines about where the weights of each rank lie; none if all of them are on the devices."""
+        """Yield lines about where the weights of each rank lie; none if all of them are on the devices."""
         for rank in range(self.world_size) if self.tiers else ():
             device, ram, disk = (human_bytes(self.bytes_in(place, rank)) for place in get_args(Place))
             moved = human_bytes(self.bytes_moved(rank))
             yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
 
     def _quantization_in_words(self) -> Iterator[str]:
-        """Lines about what is quantized, what of the cuttable is not, and why if it was to be."""
+        """Return lines about quantized weights, and about cuttable weights that are not quantized, with reasons."""
         if not self.quantized and not self.misfits:
             return
         kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()})) or "quantized"

@@ -25,18 +25,18 @@ from parallelformers_ng.sharding.policy_words import Word
 
 @dataclass(frozen=True)
 class Rule(Word):
-    """What becomes of the layer that a policy names. A rule is declared beside the parallel layer that it makes."""
+    """The treatment of a layer that a policy names. A rule is declared beside the parallel layer that it makes."""
 
     def mistake(self) -> str:
-        """Why its arguments contradict each other, in words; "" where they do not."""
+        """Return why its arguments contradict each other, in words; "" if they do not."""
         return ""
 
     def finds(self, draft: Draft, path: str) -> bool:
-        """Whether a model has at `path` what the rule is for."""
+        """Return whether a model has at `path` what the rule is for."""
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
-        """Note in the draft which slices of the tensors at `path` each rank holds, and which parallel layer it becomes.
+        """Note in the draft the slices of the tensors at `path` for each rank, and the parallel layer that replaces it.
 
         Args:
             heads: each rank's heads of the attention around it; none outside of attention.
@@ -86,7 +86,7 @@ class Selection:
             where only leftovers are cut.
         vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
         leftovers: whether what the policies leave whole is cut where it is large.
-        customs: those of them that are the caller's, who answers for the code that they cut.
+        customs: policies of the caller, who answers for the code that they cut.
         proven: whether the others were proven on the code that this model runs. If not, they cut the libraries' own
             code alone.
     """
@@ -100,8 +100,8 @@ class Selection:
 
 
 def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
-    """A plan for blocks that hold a module under another name: what it says of `path`, and of all that lies beneath,
-    it says of `to`; "" is the block itself. The other rules stay."""
+    """Return a plan for blocks that hold a module under another name: what it says of `path`, and of all that lies
+    beneath, it says of `to`; "" is the block itself. The other rules stay."""
 
     def place(name: str) -> str:
         inner = name.removeprefix(f"{path}.")
@@ -117,7 +117,7 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
 
 
 def block_names(module: nn.Module) -> set[str]:
-    """The names by which a policy may call a module: those of its classes, alone and behind their package."""
+    """Return the names by which a policy may call a module: those of its classes, alone and behind their package."""
     names = set()
     for cls in type(module).__mro__:
         package = cls.__module__.rpartition(".")[0].rpartition(".")[2]
@@ -126,6 +126,7 @@ def block_names(module: nn.Module) -> set[str]:
 
 
 def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Whether `module` is a block of `policy`, by class name, a subclass included, and by the layers it must hold."""
+    """Return whether `module` is a block of `policy`, by class name, a subclass included, and by the layers it must
+    hold."""
     named = not block_names(module).isdisjoint(policy.blocks())
     return named and (not policy.holds or set(policy.holds) <= {name for name, _ in module.named_modules()})

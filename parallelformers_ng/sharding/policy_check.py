@@ -114,12 +114,12 @@ def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> Non
 
 
 def _rules() -> list[str]:
-    found = ((name, getattr(rules, name)) for name in rules.__all__)
-    return [name for name, cls in found if isinstance(cls, type) and issubclass(cls, Rule) and cls is not Rule]
+    members = ((name, getattr(rules, name)) for name in rules.__all__)
+    return [name for name, cls in members if isinstance(cls, type) and issubclass(cls, Rule) and cls is not Rule]
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
+    """Return whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
@@ -137,7 +137,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> Iterator[str]:
-    """What fits a declared type, in words, one after another."""
+    """Yield, in words, everything that fits a declared type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         yield from (repr(choice) for choice in arguments if choice)

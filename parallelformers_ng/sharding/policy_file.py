@@ -10,7 +10,7 @@ from parallelformers_ng.sharding.policy import Policy
 
 
 def policies_of_file(path: str) -> list[type[Policy]]:
-    """Every policy that a Python file defines, in its order; one that it imports is not its own.
+    """Return every policy that a Python file defines, in its order; one that it imports is not its own.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -22,8 +22,8 @@ def policies_of_file(path: str) -> list[type[Policy]]:
         defined = runpy.run_path(path, run_name="policies")
     except Exception as error:  # whatever the file does
         raise PolicyError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    found = [value for value in defined.values() if isinstance(value, type) and issubclass(value, Policy)]
-    own = [policy for policy in found if policy.__module__ == "policies"]
+    policies = [value for value in defined.values() if isinstance(value, type) and issubclass(value, Policy)]
+    own = [policy for policy in policies if policy.__module__ == "policies"]
     if not own:
         raise PolicyError(f"{path} defines no policy: a class of its own that inherits from Policy (POLICY.md)")
     return own

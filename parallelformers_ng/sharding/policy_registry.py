@@ -27,8 +27,8 @@ _LEFT_AT_MOST = 0.1
 def known_policies(
     model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
 ) -> tuple[Selection, list[str]]:
-    """The caller's and the written policies for a model, and why others of the written ones do not fit its
-    configuration, which is not asked where `world_size` is None."""
+    """Return the caller's and the written policies for a model, and why other written ones do not fit its
+    configuration. If `world_size` is None, configurations are not checked."""
     customs = check_custom(custom)
     class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:
@@ -50,25 +50,25 @@ def known_policies(
 
 @cache
 def written_policies() -> tuple[type[Policy], ...]:
-    """All policies of `parallelformers_ng.policies`, in the order of their files.
+    """Return all policies of `parallelformers_ng.policies`, in the order of their files.
 
     Raises:
         PolicyError: two of them claim one block, unless each says by other layers which of its layouts it is for.
     """
     package = importlib.import_module("parallelformers_ng.policies")
-    found: dict[str, list[type[Policy]]] = {}
+    by_block: dict[str, list[type[Policy]]] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for value in vars(module).values():
             if not (isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module.__name__):
                 continue
             for block in value.blocks():
-                others = found.setdefault(block, [])
+                others = by_block.setdefault(block, [])
                 for other in others:
                     if not (value.holds and other.holds) or set(value.holds) == set(other.holds):
                         raise PolicyError(f"{value.__name__} and {other.__name__} both claim block {block!r}")
                 others.append(value)
-    return tuple(dict.fromkeys(policy for policies in found.values() for policy in policies))
+    return tuple(dict.fromkeys(policy for policies in by_block.values() for policy in policies))
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -78,7 +78,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
-    """The caller's policies, one or several, as a tuple.
+    """Return the caller's policies, one or several, as a tuple.
 
     Raises:
         PolicyError: one is no Policy class, or says what no rule can mean.
@@ -96,20 +96,21 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they name."""
-    found: set[str] = set()
+    """Return paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they
+    name."""
+    places: set[str] = set()
     for path, module in model.named_modules():
         for policy in policies:
             if is_block(module, policy):
                 if path and not any(hasattr(child, "config_class") for child in module.children()):
-                    found.add(path)
+                    places.add(path)
                 else:
-                    found.update(f"{path}.{rule.partition('*')[0]}".strip(".") for rule in policy.plan)
-    return found
+                    places.update(f"{path}.{rule.partition('*')[0]}".strip(".") for rule in policy.plan)
+    return places
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Whether the policies answer for nearly all of what could be cut, tables of positions aside."""
+    """Return whether the policies answer for nearly all of what could be cut, tables of positions aside."""
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0

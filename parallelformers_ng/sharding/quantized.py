@@ -20,13 +20,13 @@ class Quantized(nn.Module):
     then and let go afterwards.
 
     Attributes:
-        encodings: name of a parameter → how it is held, and the data type that it has for those who read it.
+        encodings: name of a parameter → its encoding, and the data type that readers see.
     """
 
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]
 
     def __getattr__(self, name: str) -> Any:
-        value: Any = super().__getattr__(name)  # where torch looks up parameters
+        value: Any = super().__getattr__(name)  # torch looks parameters up there
         if name not in self.__dict__.get("encodings", ()):
             return value
         stack = ExpertStack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
@@ -66,7 +66,7 @@ class QuantizedEmbedding(Quantized):
 
 
 def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
-    """Make the modules of a rank, still without weights, such as hold what the plan says."""
+    """Change the modules of a rank, still without weights, into the quantized ones of the plan."""
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
         numbers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))

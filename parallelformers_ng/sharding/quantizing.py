@@ -1,4 +1,4 @@
-"""Which weights of a model are held in few bits: what the caller asked for, as far as layers and cuts allow."""
+"""The choice of weights to quantize: the caller's options, as far as layers and cuts allow."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from parallelformers_ng.sharding.wording import pattern_of
 def choose_encodings(
     model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
 ) -> tuple[dict[str, Encoding], dict[str, str]]:
-    """How each weight that is to be quantized is held, by name; and those that stay in high precision all the same,
-    with the reason.
+    """Return how each weight that is to be quantized is held, by name; and those that stay in high precision all the
+    same, with the reason.
 
     Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
     that several modules share is only if it is for each of them. Without a scheme, what is stored quantized stays so.
@@ -36,7 +36,8 @@ def choose_encodings(
 
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
-        UnsupportedModelError: what is stored quantized would be in high precision, which nobody allowed.
+        UnsupportedModelError: a weight that is stored quantized would become high precision, and
+            the caller did not allow that.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
@@ -47,8 +48,8 @@ def choose_encodings(
             f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
             " or add 'dequantize': True, by which they are quantized anew"
         )
-    asked = _ParameterOptions(model, options, blocks) if options is not None else None
-    found: dict[int, dict[str, Encoding | None]] = {}
+    wanted_options = _ParameterOptions(model, options, blocks) if options is not None else None
+    encodings: dict[int, dict[str, Encoding | None]] = {}
     misfits: dict[str, str] = {}
     for path, module in model.named_modules():
         for short, parameter in module._parameters.items():
@@ -56,23 +57,23 @@ def choose_encodings(
                 continue
             name, dim = dotted(path, short), _input_dim(module, short, parameter.ndim)
             encoding: Encoding | None = (
-                stored.get(id(parameter)) if asked is None else asked.encoding(path, parameter, dim)
+                stored.get(id(parameter)) if wanted_options is None else wanted_options.encoding(path, parameter, dim)
             )
             why = "" if encoding is None else encoding.misfit(tensors[name])
             if encoding is not None and encoding.dim != dim:
                 why = "its module is none that computes with it"
-            elif encoding is None and asked is None and id(parameter) in stored:
+            elif encoding is None and wanted_options is None and id(parameter) in stored:
                 why = "it is put together of what is stored in a way that scales do not go with"
             if why:
                 misfits[name] = why
-            found.setdefault(id(parameter), {})[name] = None if why else encoding
+            encodings.setdefault(id(parameter), {})[name] = None if why else encoding
     chosen: dict[str, Encoding] = {}
-    for names in found.values():
+    for names in encodings.values():
         if len(set(names.values())) == 1:
             chosen |= {name: encoding for name, encoding in names.items() if encoding is not None}
-        elif asked is None:
+        elif wanted_options is None:
             misfits |= {name: "not all modules that share it compute with it" for name in names if name not in misfits}
-    if asked is None and misfits and not dequantize:
+    if wanted_options is None and misfits and not dequantize:
         refuse_high_precision(type(model).__name__, misfits)
     return chosen, misfits
 
@@ -91,28 +92,28 @@ def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
-    """Of how many inputs a rank is to have whole multiples, so that those that share a scale stay together."""
+    """Return the unit of inputs that a rank gets whole multiples of, so that inputs with one scale stay together."""
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)
-    held = [(encoding, p.shape) for p in model.parameters() if (encoding := stored.get(id(p))) is not None]
-    return math.lcm(*{encoding.block for encoding, shape in held if encoding.block < shape[encoding.dim]})
+    encoded = [(encoding, p.shape) for p in model.parameters() if (encoding := stored.get(id(p))) is not None]
+    return math.lcm(*{encoding.block for encoding, shape in encoded if encoding.block < shape[encoding.dim]})
 
 
 def is_stored_quantized(parameter: nn.Parameter) -> bool:
-    """Whether a parameter that has not been read is made of what is stored as small numbers and scales."""
+    """Return whether a parameter that has not been read is made of what is stored as small numbers and scales."""
     return getattr(parameter, "is_quantized_within", False)
 
 
 def _stored(model: nn.Module) -> dict[int, Encoding | None]:
-    """How those parameters are held that are stored quantized, by their ids; None where they are put together of such
-    in a way that only their numbers in high precision can be."""
+    """Return the encodings of parameters that are stored quantized, by their ids. None marks a parameter that is
+    assembled from others in a way that only high precision allows."""
     stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
     return {id(tensor): tensor.encoding for tensor in stored}
 
 
 class _ParameterOptions:
-    """What the options say of each parameter."""
+    """The options for each parameter."""
 
     def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:
         paths = {id(module): path for path, module in model.named_modules()}
@@ -123,15 +124,15 @@ class _ParameterOptions:
         self._scheme, self._block = str(options.scheme), options.block
 
     def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
-        """How a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
+        """Return how a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
         if dim is None or path in self._left:
             return None
         return Encoding(self._scheme, dim, self._block or parameter.shape[dim])
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
-    """The dimension of a parameter that counts inputs, from the last one, where it is a matrix that multiplies them, or
-    several, or a table of rows that are looked up; None where it is something else."""
+    """Return the dimension of a parameter that counts inputs, from the last one. None if the parameter is neither a
+    matrix (or several) that multiplies them nor a table of rows."""
     if takes_experts_one_by_one(module):
         return (-2 if module.is_transposed else -1) if ndim == 3 else None
     if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):
@@ -146,7 +147,7 @@ def _embeddings(model: nn.Module) -> set[str]:
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
-    """The paths that patterns name, and all beneath them."""
+    """Return the paths that patterns name, and all beneath them."""
     starts = [re.escape(f"{block}.") for block in blocks if block]
     above = f"({'|'.join(starts)})?"
     skipped: set[str] = set()

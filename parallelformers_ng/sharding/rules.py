@@ -1,4 +1,4 @@
-"""The rules of which policies are made, each declared beside the parallel layer that it makes."""
+"""All rules of policies. Each is declared beside the parallel layer that it makes."""
 
 from parallelformers_ng.sharding.experts import Experts
 from parallelformers_ng.sharding.heads import Heads, Renewed

@@ -1,5 +1,5 @@
-"""Which parts of a model cannot be divided between devices, and how they go into stages: runs of parts that follow one
-another, as many as there are devices. `balanced_device_map` and the pipeline find theirs here."""
+"""Division of a model into stages: runs of indivisible parts, one run for each device. `balanced_device_map` and the
+pipeline use it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
-    """Paths of what stays together, in the model's order: repeated blocks, the classes that `_no_split_modules` names,
-    single layers, and parameters that belong to a module with further modules in it. Every tensor lies in one."""
+    """Return paths of what stays together, in the model's order: repeated blocks, the classes that
+    `_no_split_modules` names, single layers, and parameters that belong to a module with further modules in it.
+    Every tensor lies in one."""
     atomic = set(getattr(model, "_no_split_modules", None) or ())
     seen: set[int] = set()
 
@@ -41,7 +42,7 @@ def units(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a unit, by their names in the model."""
+    """Return the parameters and buffers of a unit, by their names in the model."""
     path, _, name = unit.rpartition(".")
     own = dict(_own(model.get_submodule(path)))
     if name in own:
@@ -55,8 +56,8 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     beside its share; of the ways to do so the one whose stages are most alike. Exact.
 
     Args:
-        parts: what each holds, in order.
-        shares: what part of the whole each device is to have, 1 in all.
+        parts: parts of each stage, in order.
+        shares: fraction of the whole for each device, 1 in all.
         everywhere: bytes that every device holds besides.
 
     Returns:
@@ -75,12 +76,12 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
         raise PlacementError(f"{stages} stages need as many parts, and the model has {count} that cannot be divided")
 
     def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
-        """Where a stage that begins at `start` may end, and how full it then is beside its share."""
-        held: set[Hashable] = set()
+        """Return the possible ends of a stage that begins at `start`, and how full it then is relative to its share."""
+        seen_tensors: set[Hashable] = set()
         size = everywhere
         for stop in range(start, count):
-            size += sum(size for key, size in parts[stop].items() if key not in held)
-            held |= parts[stop].keys()
+            size += sum(size for key, size in parts[stop].items() if key not in seen_tensors)
+            seen_tensors |= parts[stop].keys()
             if size / share > most:
                 return
             yield stop + 1, size / share
@@ -103,15 +104,15 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     # Of all the ways that keep to it: the least sum of squares, from the last stage to the first.
     best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
     for share in reversed(shares):
-        later, found = best[-1], dict[int, tuple[float, int]]()
+        later, ends = best[-1], dict[int, tuple[float, int]]()
         for start in range(count):
             ways = [(later[stop][0] + full**2, stop) for stop, full in runs(start, high, share) if stop in later]
             if ways:
-                found[start] = min(ways)
-        best.append(found)
+                ends[start] = min(ways)
+        best.append(ends)
     bounds = [0]
-    for found in reversed(best[1:]):
-        bounds.append(found[bounds[-1]][1])
+    for ends in reversed(best[1:]):
+        bounds.append(ends[bounds[-1]][1])
     return list(pairwise(bounds))
 
 

@@ -59,7 +59,7 @@ class StoredInParts(ParallelLayer):
 
     @property
     def _flat_weights(self) -> list[torch.Tensor]:
-        """What torch's recurrent layers take for their parameters; they keep a list of them besides."""
+        """Parameters for torch's recurrent layers, which keep a list of them besides."""
         return [getattr(self, name) for name in self._flat_weights_names]
 
     @_flat_weights.setter
@@ -67,7 +67,7 @@ class StoredInParts(ParallelLayer):
         """The list that torch makes is left aside: it has the parts."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # where torch looks up parameters
+        value = super().__getattr__(name)  # torch looks parameters up there
         if name not in self.__dict__.get("stored", ()):
             return value
         dim, sizes = self.stored[name]

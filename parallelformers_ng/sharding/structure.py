@@ -1,4 +1,4 @@
-"""The structure of a model: where its modules are in the repeated blocks, and which layers one run of it calls."""
+"""The structure of a model: the places of its modules in the repeated blocks, and the layers that one run calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Layer:
     """A Linear, Conv1D or Embedding that was called, and whose weight counts.
 
     Attributes:
-        place: where it is.
+        place: place of the module.
         name: dotted path in the model.
         inputs, outputs: its widths.
         order: when it was first called.
@@ -49,12 +49,12 @@ class Layer:
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Where every module is: in its innermost repeated block, else in its innermost `PreTrainedModel`."""
-    found: dict[str, Place] = {}
+    """Map every module to its innermost repeated block, or else to its innermost `PreTrainedModel`."""
+    place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
         path = name[len(start) :].removeprefix(".")
-        found[name] = Place(block, path)
+        place_of[name] = Place(block, path)
         repeats = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
         for key, child in module.named_children():
             inner = dotted(name, key)
@@ -65,7 +65,7 @@ def places(model: nn.Module) -> dict[str, Place]:
                 visit(child, inner, block, start)
 
     visit(model, "", type(model).__name__, "")
-    return found
+    return place_of
 
 
 def uses(model: nn.Module) -> Counter[int]:
@@ -98,14 +98,14 @@ class Trace:
 
 
 def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
-    """The layers that could be cut, in the order of their calls.
+    """Return the layers that could be cut, in the order of their calls.
 
     Args:
         calls: name → order, from `Trace`.
         live: names of the parameters that the outputs depend on.
     """
     where = places(model)
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if name not in calls or f"{name}.weight" not in live:
             continue
@@ -117,12 +117,12 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
             widths = (module.num_embeddings, module.embedding_dim)
         else:
             continue
-        found.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
-    return sorted(found, key=lambda layer: layer.order)
+        layers.append(Layer(where[name], name, *widths, calls[name], isinstance(module, nn.Embedding)))
+    return sorted(layers, key=lambda layer: layer.order)
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
+    """Yield every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):

@@ -10,15 +10,15 @@ from parallelformers_ng.sharding.wording import pattern_of
 
 
 def tensor_table(plans: Iterable[TensorPlan]) -> str:
-    """One line for each kind of tensor; layers that differ only in their number share a line."""
+    """Return one line for each kind of tensor; layers that differ only in their number share a line."""
     rows: dict[tuple[str, ...], list[TensorPlan]] = {}
     for tensor in plans:
         rows.setdefault((pattern_of(tensor.name), str(tensor.shape), tensor.rule), []).append(tensor)
     lines = [("tensor", "count", "whole", "rule", "each rank")]
     for (pattern, shape, rule), tensors in rows.items():
         shapes = [list(shard.shape(tensors[0].shape)) for shard in tensors[0].shards]
-        held = (str(shape) if math.prod(shape) else "–" for shape in shapes)
-        ranks = "whole" if tensors[0].is_replicated else " ".join(held)
+        rank_shapes = (str(shape) if math.prod(shape) else "–" for shape in shapes)
+        ranks = "whole" if tensors[0].is_replicated else " ".join(rank_shapes)
         lines.append(
             (pattern, str(len(tensors)), shape.replace("(", "[").replace(",)", "]").replace(")", "]"), rule, ranks)
         )

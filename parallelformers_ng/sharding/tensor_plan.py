@@ -1,4 +1,4 @@
-"""What becomes of one tensor: which slices of it each rank holds, and their bytes. Pure data."""
+"""The plan of one tensor: the slices for each rank, and their bytes. Pure data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Shard:
     """One rank's part of one tensor.
 
     Attributes:
-        dim: the dimension that is cut, or None where the rank holds the whole tensor.
+        dim: the dimension that is cut, or None if the rank holds the whole tensor.
         ranges: the ranges held along `dim`, in the order in which they are laid side by side. They may repeat.
         zero: the rank holds zeros of that shape instead of the values: a bias that another rank adds, the output rows
             of a rank without heads.
@@ -31,7 +31,7 @@ class Shard:
         return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
+        """Return this rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
         if self.zero:
             return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
         if self.dim is None:
@@ -50,7 +50,7 @@ ZERO = Shard(zero=True)
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of one parameter or buffer.
+    """The plan of one parameter or buffer.
 
     Attributes:
         name: its dotted name in the model.
@@ -59,7 +59,7 @@ class TensorPlan:
         shards: one `Shard` per rank.
         storage: name under which its bytes are held; tied tensors that are cut alike share one.
         is_buffer: a buffer rather than a parameter.
-        rule: the policy rule that cut it, for people; "" where it stays whole.
+        rule: the policy rule that cut it, for people; "" if it stays whole.
     """
 
     name: str
@@ -83,5 +83,5 @@ class TensorPlan:
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor."""
+    """Return bytes of a tensor."""
     return math.prod(shape) * dtype.itemsize

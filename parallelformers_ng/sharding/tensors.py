@@ -10,23 +10,23 @@ from torch import nn
 
 
 def dotted(path: str, name: str) -> str:
-    """A name beneath a path; either may be empty."""
+    """Return a name beneath a path; either may be empty."""
     return f"{path}.{name}".strip(".")
 
 
 def is_within(path: str, other: str) -> bool:
-    """Whether a path is the other one or lies beneath it; all lie beneath ""."""
+    """Return whether a path is the other one or lies beneath it; all lie beneath ""."""
     return f"{path}.".startswith(f"{other}." if other else "")
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, under each of its names."""
+    """Return every parameter and buffer, under each of its names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
 
 def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """A module's own parameters and buffers: name, tensor, whether it is a buffer."""
+    """Yield a module's own parameters and buffers: name, tensor, whether it is a buffer."""
     for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
         for name, tensor in table.items():
             if tensor is not None:
@@ -34,12 +34,12 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """The parameter or buffer called `name`, as it is held: a rank's own part."""
+    """Return the parameter or buffer called `name`, as it is held: a rank's own part."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
-    held = (owner._buffers if is_buffer else owner._parameters)[short]
-    assert held is not None, f"{name} is None"
-    return held
+    tensor = (owner._buffers if is_buffer else owner._parameters)[short]
+    assert tensor is not None, f"{name} is None"
+    return tensor
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
@@ -48,5 +48,5 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     owner = model.get_submodule(path)
     if not is_buffer and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
-    held: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-    held[short] = tensor
+    table: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+    table[short] = tensor

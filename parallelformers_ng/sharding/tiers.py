@@ -1,4 +1,4 @@
-"""Where weights lie that have no room on the devices. Pure data, made by `offload/assignment.py`."""
+"""The places of weights that have no room on the devices. Pure data, made by `offload/assignment.py`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Place = Literal["device", "cpu", "disk"]
 
 @dataclass(frozen=True)
 class Tiers:
-    """Where the weights of each layer lie. What is in no layer (embeddings, the head, buffers) is on the devices.
+    """The place of each layer's weights. Tensors outside of layers (embeddings, the head, buffers) are on the devices.
 
     Attributes:
         layers: path of each layer that may lie elsewhere → the names of what ranks hold of its parameters, in the
             model's order.
         places: for each rank, where each layer lies of which it holds anything.
         is_cuda: whether the ranks compute on CUDA devices, to which weights in RAM must come.
-        folder: where the files go.
+        folder: folder for the files.
     """
 
     layers: dict[str, list[str]]
@@ -28,12 +28,12 @@ class Tiers:
     folder: str | None
 
     def place(self, name: str, rank: int) -> Place:
-        """Where a rank has a stored tensor."""
+        """Return the place of a stored tensor for a rank."""
         path = self._layer_of.get(name)
         return "device" if path is None else self.places[rank].get(path, "device")
 
     def moved(self, rank: int) -> Iterator[tuple[str, list[str]]]:
-        """The layers that come before they run and are let go afterwards: path, stored names."""
+        """Yield the layers that come before they run and are let go afterwards: path, stored names."""
         for path, place in self.places[rank].items():
             if place == "disk" or (place == "cpu" and self.is_cuda):
                 yield path, self.layers[path]

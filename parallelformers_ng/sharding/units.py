@@ -37,7 +37,7 @@ class CutUnit:
     is_attention: bool = False
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Name a module that sees parts and runs code of the program's, with that code; "" if there is none.
+        """Return name a module that sees parts and runs code of the program's, with that code; "" if there is none.
 
         Args:
             block: dotted path of the block in the model.
@@ -57,14 +57,14 @@ class CutUnit:
 
 
 def sees_part(plan: ShardPlan, path: str) -> bool:
-    """Whether a module of a cut model computes on one rank's part of a result."""
+    """Return whether a module of a cut model computes on one rank's part of a result."""
     return any(
         root in plan.units and not any(is_within(path, other) for other in plan.units[root]) for root in and_above(path)
     )
 
 
 def and_above(path: str) -> Iterator[str]:
-    """A path, and those of the modules that hold the one there, up to the model."""
+    """Yield a path, and those of the modules that hold the one there, up to the model."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -93,7 +93,7 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
 
 
 def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
-    """The attention that a rule belongs to, "?" for none."""
+    """Return the attention that a rule belongs to, "?" for none."""
     named: str | None = getattr(rule, "heads", None)
     if named is not None:
         return named
@@ -101,9 +101,9 @@ def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """The path of the smallest module that holds all layers of these paths, and calls them."""
-    held = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
-    split = [path.split(".") if path else [] for path in held]
+    """Return the path of the smallest module that holds all layers of these paths, and calls them."""
+    parents = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
+    split = [path.split(".") if path else [] for path in parents]
     common: list[str] = []
     for parts in zip(*split, strict=False):
         if len(set(parts)) > 1 or "*" in parts[0]:

@@ -40,18 +40,19 @@ class VocabularyParallelEmbedding(ParallelLayer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         input = self._in_range(input)
         if self.row_count == 0:
-            found = self.weight.new_zeros(*input.shape, self.weight.shape[1])
+            vectors = self.weight.new_zeros(*input.shape, self.weight.shape[1])
         else:
             local = input - self.first_row
             elsewhere = (local < 0) | (local >= self.row_count)
-            found = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self.communicator.all_reduce(found)
+            vectors = self._look_up(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self.communicator.all_reduce(vectors)
 
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
-        """A whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on every rank."""
+        """Return a whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on
+        every rank."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -109,7 +110,7 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
     ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
     for name in layer.tensors:
         draft.cut(name, 0, ranges, rule=rule)
-    bounds = [held[0] if held else (0, 0) for held in ranges]
+    bounds = [rank_ranges[0] if rank_ranges else (0, 0) for rank_ranges in ranges]
     sizes = tuple(stop - start for start, stop in bounds)
     shared: dict[str, Any] = {"gathered_sizes": sizes}
     if issubclass(layer.cls, VocabularyParallelEmbedding):
@@ -120,15 +121,15 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
 
 
 def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What the model and its sub-models name as their input embeddings and their output heads; None for none."""
+    """Return the input embeddings and output heads that the model and its sub-models name; empty if none."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             yield _ask(module.get_input_embeddings), _ask(module.get_output_embeddings)
 
 
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
-    """The embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one of
-    these.
+    """Return the embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one
+    of these.
 
     A weight that is also used by any other layer stays whole, with all its owners: cutting only some of them would
     change what the others read.
@@ -137,38 +138,40 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
         taken: names of tensors that a policy cut already; their layers are left alone.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    found: dict[str, VocabularyLayer] = {}
+    layers: dict[str, VocabularyLayer] = {}
     for embedding, head in vocabulary_modules(model):
         if isinstance(embedding, nn.Embedding) and id(embedding) in paths:
-            _add_embedding(found, paths[id(embedding)], embedding)
+            _add_embedding(layers, paths[id(embedding)], embedding)
         if isinstance(head, nn.Linear) and id(head) in paths and _is_plain(head):
             path = paths[id(head)]
             tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")
-            found[path] = VocabularyLayer(path, GatheredColumnParallel, head.weight.shape[0], tensors)
+            layers[path] = VocabularyLayer(path, GatheredColumnParallel, head.weight.shape[0], tensors)
 
-    weights = {id(model.get_submodule(layer.path).weight) for layer in found.values()}
+    weights = {id(model.get_submodule(layer.path).weight) for layer in layers.values()}
     owners: dict[int, set[str]] = {}
     for path, module in model.named_modules():
         if module._parameters.get("weight") is not None:
             owners.setdefault(id(module.weight), set()).add(path)
             if isinstance(module, nn.Embedding) and id(module.weight) in weights:
-                _add_embedding(found, path, module)
+                _add_embedding(layers, path, module)
     return [
         layer
-        for layer in found.values()
-        if owners[id(model.get_submodule(layer.path).weight)] <= set(found) and not taken & set(layer.tensors)
+        for layer in layers.values()
+        if owners[id(model.get_submodule(layer.path).weight)] <= set(layers) and not taken & set(layer.tensors)
     ]
 
 
-def _add_embedding(found: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
+def _add_embedding(layers: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
     """Note an embedding, unless it renormalises its rows in place, which a rank can do only to its own."""
     if embedding.max_norm is None and _is_plain(embedding):
-        found[path] = VocabularyLayer(path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",))
+        layers[path] = VocabularyLayer(
+            path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",)
+        )
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter), and
-    without code of the program's."""
+    """Return whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter),
+    and without code of the program's."""
     return not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 

@@ -1,7 +1,6 @@
 """Tells whether a module of a sharded model gives a complete result when the caller calls it alone.
 
-The plan tells it for most modules. Where it does not, the ranks compare their results: of a complete one all have the
-same.
+The plan tells it for most modules. For others, the ranks compare their results: a whole result is the same on all.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from parallelformers_ng.sharding.tensors import is_within
 
 
 class Alone(Enum):
-    """What a module gives when it is called alone, with whole inputs."""
+    """The kind of result of a module that is called alone, with whole inputs."""
 
     WHOLE = auto()
     PART = auto()
@@ -71,7 +70,7 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 
 
 def part_refusal(path: str) -> str:
-    """The error message for a module that cannot be called alone."""
+    """Return the error message for a module that cannot be called alone."""
     return (
         f"{path} is cut: called alone it would take or give each worker's part of a result. Call a module above it, or"
         " deparallelize() first"
@@ -79,8 +78,8 @@ def part_refusal(path: str) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares and one that
-    depends on the order."""
+    """Return numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares
+    and one that depends on the order."""
     sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
     sizes = sample.abs().float().nan_to_num(0.0, 0.0)
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
@@ -89,7 +88,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
-    """Whether a tensor beneath `path` is cut that belongs to none of these layers."""
+    """Return whether a tensor beneath `path` is cut that belongs to none of these layers."""
     return any(
         not tensor.is_replicated and not any(is_within(name, layer) for layer in layers)
         for name, tensor in plan.tensors.items()

@@ -6,12 +6,12 @@ import re
 
 
 def pattern_of(name: str) -> str:
-    """A name that tensors share whose layers differ only in their number."""
+    """Return a name that tensors share whose layers differ only in their number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
+    """Return bytes as a short text in decimal units, as disks and Parallelformers' tables count: `2.72 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

@@ -13,13 +13,13 @@ import torch
 
 
 def _generator(device: str, state: bytes) -> torch.Generator:
-    made = torch.Generator(device)
-    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return made
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
 
 
 def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
-    """Its state is a tensor of the host, wherever the tensors of the message go."""
+    """Return its state is a tensor of the host, wherever the tensors of the message go."""
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 

@@ -5,9 +5,9 @@ A frame:
     fixed part | sizes | pickle | tensor bytes      [+ file descriptors, SCM_RIGHTS]
 
 `sizes` has an int64 for the pickle and one for each object that lies outside of it: bytes of a tensor, or -1 for an
-open file. Each tensor begins on a cache line. What comes after the fixed part and is longer than 64 KiB is written once
-into a sealed memfd, which goes to any number of receivers as a file descriptor. Each maps it privately and writable: no
-receiver copies it, none sees what another writes, and nothing has a name in /dev/shm.
+open file. Each tensor begins on a cache line. A variable part longer than 64 KiB is written once into a sealed memfd.
+All receivers get its descriptor and map it privately and writable: nobody copies it, writes stay private, and nothing
+has a name in /dev/shm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     REQUEST = 1
     RESULT = 2
@@ -117,7 +117,7 @@ class Frame:
     """A frame as received. One whose message is not decoded has to be discarded.
 
     Attributes:
-        body: what follows the fixed part, in memory of this process; aligned, and writable, if there are tensors.
+        body: variable part, in memory of this process; aligned, and writable, if there are tensors.
         outside: number of objects outside the pickle.
         fds: open files that came with it.
     """
@@ -153,7 +153,7 @@ class FixedPart:
 
         Args:
             data: bytes, from `begin` on at least those of `FIXED_PART`.
-            begin: where the frame begins.
+            begin: offset of the frame.
             descriptors: number of file descriptors that came; those of later frames may be among them.
 
         Raises:
@@ -212,12 +212,12 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
 
 
 def aligned_memory(size: int) -> memoryview:
-    """Memory of torch, whose alignment some kernels rely on; the caller's default device may be another."""
+    """Return memory of torch, whose alignment some kernels rely on; the caller's default device may be another."""
     return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
 
 
 def own_copy(body: memoryview, outside: int) -> memoryview:
-    """The body of a frame in memory of its own, which tensors can have if objects lie outside the pickle."""
+    """Return the body of a frame in memory of its own; tensors outside of the pickle can use that memory."""
     if not outside:
         return memoryview(bytes(body))
     copy = aligned_memory(len(body))

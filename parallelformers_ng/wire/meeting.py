@@ -1,12 +1,12 @@
-"""How two processes on different hosts meet over TCP: each proves that it knows a key before the other listens to it.
+"""Two processes on different hosts meet over TCP: each proves that it knows a key before the other listens to it.
 
-    who listens → who calls    greeting | nonce
-    who calls → who listens    nonce | purpose | HMAC(key, "calls" | nonces | purpose)
-    who listens → who calls    HMAC(key, "listens" | nonces | purpose)
+    listener → caller    greeting | nonce
+    caller → listener    nonce | purpose | HMAC(key, "calls" | nonces | purpose)
+    listener → caller    HMAC(key, "listens" | nonces | purpose)
 
-The key itself never crosses. From it and from both nonces follow the keys of the connection, one for each direction, so
-that nothing that was said over another can be said again. Who does not know the key is left after three short messages
-of fixed sizes, or after a few seconds of silence; nothing that it sends is parsed.
+The key itself never crosses. The key and both nonces give the keys of the connection, one for each direction: no record
+of another connection can be replayed. A process without the key is dropped after three short messages of fixed sizes,
+or after a few seconds of silence; nothing that it sends is parsed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Stranger:
 
 
 class Listener:
-    """Where other hosts call.
+    """The address for other hosts.
 
     Args:
         host: the address of one interface of this machine. One that stands for all of them is refused.
-        key: what callers must know.
+        key: secret key of the callers.
 
     Attributes:
         address: host and port.
@@ -71,7 +71,7 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """The next caller that knows the key: its purpose; the connection and its keys. Others are left.
+        """Return the next caller that knows the key: its purpose; the connection and its keys. Others are left.
 
         Raises:
             RequestTimeoutError: none came before the deadline, on the clock of `time.monotonic`.
@@ -137,9 +137,9 @@ class Listener:
             return None
         del self._strangers[fd]
         self._poll.unregister(fd)
-        there, here = _keys(self._key, nonces)
+        their_key, here = _keys(self._key, nonces)
         _watch_peer(stranger.connection)
-        return purpose.rstrip(b"\0"), (stranger.connection, Session(here, there))
+        return purpose.rstrip(b"\0"), (stranger.connection, Session(here, their_key))
 
     def _leave_silent(self) -> None:
         now = time.monotonic()
@@ -157,12 +157,12 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
     Args:
         address: host and port.
         key: see above.
-        purpose: what the connection is for, up to 32 bytes.
+        purpose: purpose of the connection, up to 32 bytes.
         deadline: on the clock of `time.monotonic`, in seconds.
 
     Raises:
         ChannelClosedError: nobody listens there, or who does left.
-        ProtocolError: who listens there does not know the key.
+        ProtocolError: the listener does not know the key.
         RequestTimeoutError: it did not answer before the deadline.
     """
     assert len(purpose) <= _PURPOSE
@@ -189,8 +189,8 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
         if isinstance(error, OSError):
             raise ChannelClosedError(f"{where} cannot be reached: {error.strerror or error}") from error
         raise
-    there, here = _keys(key, nonces)
-    return connection, Session(there, here)
+    their_key, here = _keys(key, nonces)
+    return connection, Session(their_key, here)
 
 
 def _take(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -206,7 +206,7 @@ def _take(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """The keys of a connection: for what the caller says, and for what the listener does."""
+    """Return the keys of a connection: for what the caller says, and for what the listener does."""
     return signature(key, "from who calls", nonces), signature(key, "from who listens", nonces)
 
 

@@ -56,7 +56,7 @@ class Encoded:
 
     Attributes:
         pickle: the value, without what lies outside.
-        outside: bytes of tensors, and None for each open file, in the order in which the pickle names them.
+        outside: bytes of tensors, and None for each open file, in the order of their names in the pickle.
         fds: descriptors to pass along; the maker of the message still owns them.
     """
 
@@ -74,7 +74,7 @@ def encode(value: Any, place: str = "") -> Encoded:
 
     Args:
         value: the value.
-        place: what error messages call it; by default, a dict is called by its keys.
+        place: name of the object in error messages; by default, a dict is called by its keys.
 
     Raises:
         NotPortableError: a part of the value cannot be pickled. The message names its place.
@@ -115,7 +115,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
     """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
 
     Raises:
-        NotPortableError: as `encode`; also if open files are in it.
+        NotPortableError: see `encode`; also for open files.
     """
     encoded = encode(value)
     if encoded.fds:
@@ -129,7 +129,7 @@ def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any
 
 
 def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
-    """Where each part of a message lies, and the bytes of all."""
+    """Return the offset of each part of a message, and the bytes of all."""
     if not encoded.pickle:
         return [], 0
     sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
@@ -157,7 +157,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
     Args:
         frame: its descriptors belong to the value afterwards; if this fails, they are closed.
-        device: where the tensors go, in whatever object they are; they get there in one copy. None leaves them here.
+        device: target of all tensors, in whatever object; one copy each. None leaves them here.
 
     Returns:
         The value. Its tensors are views of the frame's memory.
@@ -167,7 +167,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         NotPortableError: an object could not be rebuilt in this process.
     """
     fds, frame.fds = frame.fds, []
-    given = iter(fds)
+    descriptors = iter(fds)
     try:
         pickled, parts, begin = _parts_of(frame)
         outside: Iterator[Any] = iter(())
@@ -175,9 +175,9 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
             blob = torch.frombuffer(frame.body, dtype=torch.uint8, offset=begin) if begin < len(frame.body) else _EMPTY
             if device is not None and device.type != "cpu":
                 blob = blob.to(device)
-            outside = _outside(blob, parts, given)
+            outside = _outside(blob, parts, descriptors)
         value = pickle.loads(pickled, buffers=outside)
-        if next(outside, None) is not None or next(given, None) is not None:
+        if next(outside, None) is not None or next(descriptors, None) is not None:
             raise ProtocolError("a message does not use all that came with it")
         return value
     except BaseException as error:
@@ -193,8 +193,8 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
-    """The pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a file; and
-    where the first one begins."""
+    """Return the pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a
+    file; and where the first one begins."""
     count = 1 + frame.outside
     head = count * _SIZE.size
     if len(frame.body) < head:
@@ -216,7 +216,7 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
 
 
 def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
-    """What the pickle takes for each object outside of it: uint8 `[bytes]`, or a descriptor."""
+    """Return the object for each reference in the pickle: uint8 `[bytes]`, or a descriptor."""
     for offset, size in parts:
         if size != _FILE:
             yield blob[offset : offset + size]
@@ -231,7 +231,7 @@ def _aligned(offset: int) -> int:
 
 
 def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of bytes that came outside a pickle."""
+    """Return a tensor of bytes that came outside a pickle."""
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
@@ -239,7 +239,7 @@ class _MessagePickler(ByValuePickler):
     """Puts the bytes of tensors, and open files, outside of the pickle.
 
     Attributes:
-        outside, fds: as in `Encoded`.
+        outside, fds: same as in `Encoded`.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
@@ -266,7 +266,7 @@ class _MessagePickler(ByValuePickler):
         return buffer
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Called by pickle for every buffer. Returns whether it is to go into the pickle, as those of numpy are."""
+        """Called by pickle for every buffer. Returns whether it goes into the pickle, like buffers of numpy."""
         if id(buffer) not in self._mine:
             return True
         fd = self._mine[id(buffer)][1]
@@ -279,20 +279,20 @@ class _MessagePickler(ByValuePickler):
 
 
 def _is_of_library(obj: Any) -> bool:
-    """Whether a class or function is what a library has under its name."""
+    """Return whether a class or function is what a library has under its name."""
     name: str = obj.__module__ or ""
     return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:
-    """The values of a tensor on CPU, contiguous, as an array of bytes."""
+    """Return the values of a tensor on CPU, contiguous, as an array of bytes."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
-    """The error for a value that cannot be pickled: it names the innermost part that cannot."""
+    """Return the error for a value that cannot be pickled: it names the innermost part that cannot."""
     if isinstance(error.__cause__ or error, RecursionError):  # which cloudpickle chains
         return NotPortableError(f"{place or 'the value'} is nested too deep")
     is_top = not place and type(value) is dict
@@ -320,7 +320,7 @@ def _is_portable(value: Any) -> bool:
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """The parts of a value, and how each is reached."""
+    """Return the parts of a value, and how each is reached."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

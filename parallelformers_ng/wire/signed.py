@@ -50,7 +50,7 @@ class Signer:
     """Signs, or checks, what goes one way over a connection.
 
     Args:
-        key: that of the direction.
+        key: key of the direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -58,12 +58,12 @@ class Signer:
         self._count = 0
 
     def sign(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """The signature of what comes next: HMAC-SHA256 of its number and its parts."""
-        made = hmac.new(self._key, SIZE.pack(self._count), "sha256")
+        """Return the signature of what comes next: HMAC-SHA256 of its number and its parts."""
+        signature = hmac.new(self._key, SIZE.pack(self._count), "sha256")
         for part in parts:
-            made.update(part)
+            signature.update(part)
         self._count += 1
-        return made.digest()
+        return signature.digest()
 
     def check(self, signature: bytes | bytearray | memoryview, *parts: bytes | bytearray | memoryview) -> None:
         """Raise ProtocolError unless `signature` is that of what was due next."""
@@ -77,7 +77,7 @@ class SignedChannel(Channel):
     Args:
         connection: a TCP socket whose other end knows the session's keys.
         session: see above.
-        blocking: as in `Channel`.
+        blocking: same as in `Channel`.
     """
 
     def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
@@ -115,7 +115,7 @@ class SignedChannel(Channel):
 
 @contextlib.contextmanager
 def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
-    """What a file holds."""
+    """Return the content of a file."""
     if not os.fstat(fd).st_size:
         yield b""
         return
@@ -124,7 +124,7 @@ def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
 
 
 def _frame(body: memoryview) -> Frame:
-    """The frame that a checked record holds, with files of this process."""
+    """Return the frame that a checked record holds, with files of this process."""
     count = FIXED_PART.unpack_from(body)[-1]
     sizes_at = len(body) - count * SIZE.size
     if sizes_at < FIXED_PART.size:
@@ -147,15 +147,15 @@ def _frame(body: memoryview) -> Frame:
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:
-    """A file in memory for each of these."""
-    made: list[int] = []
+    """Return a file in memory for each of these."""
+    descriptors: list[int] = []
     try:
         for content in contents:
-            made.append(os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC))
+            descriptors.append(os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC))
             while content:
-                content = content[os.write(made[-1], content) :]
+                content = content[os.write(descriptors[-1], content) :]
     except BaseException:
-        for fd in made:
+        for fd in descriptors:
             os.close(fd)
         raise
-    return made
+    return descriptors

@@ -58,12 +58,12 @@ class Channel:
         self._readable.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor of the socket, for poll."""
+        """Return the descriptor of the socket, for poll."""
         return self.connection.fileno()
 
     @property
     def has_more(self) -> bool:
-        """True where the next frame, or a part of it, was read ahead: poll need not tell of it."""
+        """True if the next frame, or a part of it, was read ahead: poll need not tell of it."""
         return self._end > self._begin
 
     def spin(self, until: float) -> bool:
@@ -90,7 +90,7 @@ class Channel:
         """Encode a value and send it.
 
         Args:
-            kind: what the frame is for.
+            kind: purpose of the frame.
             sequence: the request it belongs to.
             obj: any value that `encode` takes.
             deadline: on the clock of `time.monotonic`, in seconds.
@@ -179,8 +179,8 @@ class Channel:
         self._free[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
 
-    def _read_ahead(self, how: int = 0) -> bool:
-        """Receive what there is. Returns False where nothing has come and neither the socket nor `how` would wait."""
+    def _read_ahead(self, options: int = 0) -> bool:
+        """Receive what there is. Returns False if nothing has come and neither the socket nor `how` would wait."""
         if self._begin:
             if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
                 self._resize(_READ_AHEAD_BYTES)  # after a long frame
@@ -190,7 +190,7 @@ class Channel:
             self._begin, self._end = 0, rest
         free = self._free[self._end :] if self._end else self._free
         try:
-            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC | how)
+            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC | options)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -219,7 +219,7 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
 
     Args:
         deadline: on the clock of `time.monotonic`, in seconds.
-        late: what the error says.
+        late: text of the error.
 
     Raises:
         RequestTimeoutError: the deadline had passed already.

@@ -26,14 +26,14 @@ class Call:
             one.
         configs: attributes of configurations, also of how to generate, that changed since the last call: dotted name →
             value.
-        cache_block: where the ids of caches that this call makes begin.
+        cache_block: first id of the caches that this call makes.
         freed_caches: ids of caches whose handles are gone.
         streams: the caller waits for tokens as they are chosen.
         has_caches: there are caches among the arguments.
         returns_state: the arguments hold objects of the caller's whose state is wanted back.
-        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None where there are none.
+        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are none.
         captured: the decode steps of this `generate` over a static cache become CUDA graphs.
-        adapters: those that the call runs with; None where the model has none.
+        adapters: adapters of the call; None if the model has none.
         code: code that the caller's program has changed since the last call; None if it has changed none.
     """
 
@@ -59,15 +59,15 @@ class Call:
 
 @dataclass
 class Answer:
-    """What rank 0 says.
+    """The answer of rank 0.
 
     Attributes:
-        output: what the method returned, caches as `Handle("cache", …)`.
+        output: return value of the method, caches as `Handle("cache", …)`.
         rng: the generator's state afterwards where it moved.
-        caches: what became of the caches that were passed in: id → `CacheInfo`.
+        caches: new facts about the caches that were passed in: id → `CacheInfo`.
         states: new states of such objects that changed, as `generation.object_state.ObjectState` numbers them.
-        hook_changes: what forward hooks changed, `hooks.pickling.HookChanges`.
-        uncaptured: why decode steps that should be CUDA graphs were none, "" where they were.
+        hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
+        uncaptured: why decode steps that should be CUDA graphs were none, "" if they were.
     """
 
     output: Any

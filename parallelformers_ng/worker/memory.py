@@ -1,4 +1,4 @@
-"""What a rank holds, in bytes, and as the tables that `verbose=` prints."""
+"""The memory of a rank, in bytes, and the tables that `verbose=` prints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RankMemory:
     """The memory of the calling process, a rank.
 
     Args:
-        device: where it computes.
+        device: device of the rank.
         name: "cuda:0", "cpu:1", …; on CPU the number is the rank's.
-        shard_bytes: what the plan says its weights take.
+        shard_bytes: bytes of its weights by the plan.
     """
 
     def __init__(self, device: torch.device, name: str, shard_bytes: int) -> None:
@@ -25,15 +25,15 @@ class RankMemory:
         self._shard_bytes = shard_bytes
 
     def allocated(self) -> int:
-        """Weights of its shard on CPU, all that torch has allocated on CUDA."""
+        """Return weights of its shard on CPU, all that torch has allocated on CUDA."""
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
-        """What the process costs the machine: its proportional set size (PSS) on CPU, torch's pool on CUDA."""
+        """Return the memory cost of the process: its proportional set size (PSS) on CPU, torch's pool on CUDA."""
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
-        """As Parallelformers prints it: `GPU:0 => 2.72GB`."""
+        """Format bytes in Parallelformers' form: `GPU:0 => 2.72GB`."""
         kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
@@ -69,19 +69,20 @@ def proportional_set_size() -> int:
 
 
 def _bytes_in(file: str, key: str) -> int:
-    """A figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
+    """Return a figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def device_totals() -> str:
-    """A line for every NVIDIA device of the machine: what all processes together use of it; "" where there is none."""
+    """Return a line for every NVIDIA device of the machine: what all processes together use of it; "" if there is
+    none."""
     try:
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         used = [pynvml.nvmlDeviceGetMemoryInfo(device) for device in devices]
         pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # no driver, or a slice of a device, of which NVML tells nothing
+    except pynvml.NVMLError:  # no driver, or a slice of a device: NVML knows no figures of it
         return ""
     return "\n".join(
         f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
@@ -90,7 +91,7 @@ def device_totals() -> str:
 
 
 def _in_table(count: int) -> str:
-    """As in torch's tables: whole units, the next one from ten thousand on."""
+    """Format bytes in the form of torch's tables: whole units, the next one from ten thousand on."""
     size, units = float(count), ["B", "KB", "MB", "GB"]
     while size >= 10_000 and len(units) > 1:
         size, units = size / 1000, units[1:]

@@ -1,4 +1,4 @@
-"""What the process that forks ranks imports for them. Importing this file imports nothing that takes long."""
+"""The imports of the process that forks ranks. Importing this file imports nothing that takes long."""
 
 from __future__ import annotations
 

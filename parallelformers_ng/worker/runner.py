@@ -108,13 +108,13 @@ class ModelRunner(RankWeights):
 
     def drop(self) -> None:
         """Let the model go; the worker is then ready for another."""
-        held = self.model is not None
+        had_model = self.model is not None
         self.kept.drop(self.model)
         self._clear()
         titles.show(f"rank {self.rank} of {self.communicator.world_size}")
         self.code.undo()
         serve_stock_code(True)
-        if held:
+        if had_model:
             gc.collect()  # modules are held in cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes may want it
@@ -134,8 +134,8 @@ class ModelRunner(RankWeights):
         module = self.model.get_submodule(call.path)
         if self.model.training and not self.alike:
             raise ParallelError(
-                "the model is in training mode, and its devices are of different kinds, each of which would draw a"
-                " dropout of its own; call model.eval(), or use devices of one kind"
+                "the model is in training mode, and its devices are of different kinds: each kind would draw another"
+                " dropout; call model.eval(), or use devices of one kind"
             )
         models = () if call.method == "forward" else self.generating
         with (
@@ -164,11 +164,11 @@ class ModelRunner(RankWeights):
             self._latest_hooks = None
         return answer
 
-    def decode_rows(self, asked: Round) -> News:
+    def decode_rows(self, order: Round) -> News:
         """Run a round of the calls that are decoded together."""
-        self._prepare(Call("", "generate", (), {}, adapters=asked.adapters))
+        self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, dict[str, Any] | Description] = {}
-        for number, (data, outside, _) in asked.joins.items():
+        for number, (data, outside, _) in order.joins.items():
             try:
                 call: Call = unpack(data, outside, self.device)
             except NotPortableError as error:
@@ -180,14 +180,14 @@ class ModelRunner(RankWeights):
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
-            return self.kept.batch.run(asked, calls)
+            return self.kept.batch.run(order, calls)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
-        """What the caller's forward hooks noted in the call with that block of caches, which may have failed."""
+        """Return the notes of the caller's forward hooks in the call with that block of caches, even if it failed."""
         return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
-        """What records decode steps here; where nothing does, why."""
+        """Return the recorder of decode steps here, or the reason why there is none."""
         if self.device.type != "cuda":
             return NO_DEVICE
         if not self.communicator.capturable:
@@ -206,9 +206,9 @@ class ModelRunner(RankWeights):
             raise
 
     @contextlib.contextmanager
-    def _capturing(self, module: Any, asked: bool) -> Iterator[Callable[[], str]]:
+    def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
         """Within it, decode steps are captured if that is asked for. Gives what says afterwards why they were not."""
-        if not asked:
+        if not wanted:
             yield str
             return
         captured = self._captured_steps("call")
@@ -219,7 +219,7 @@ class ModelRunner(RankWeights):
             yield lambda: captured.reason
 
     def _captured_steps(self, of: str) -> CapturedSteps | str:
-        """Those of a kind of calls; why there can be none."""
+        """Return the recordings of a kind of calls, or the reason why there can be none."""
         if of not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
@@ -246,7 +246,7 @@ class ModelRunner(RankWeights):
         return self.caches.certain_info(number)
 
     def held_caches(self) -> int:
-        """How many caches this rank holds."""
+        """Return how many caches this rank holds."""
         return len(self.caches)
 
     def _prepare(self, call: Call) -> None:
@@ -288,15 +288,15 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int]) -> Any:
-        """What the caller gets for a part of an output of which this rank has its own heads'."""
+        """Return the caller's form of a part of an output; weights of this rank's own heads are gathered."""
         return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
 
     def _handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """What the caller gets for a cache; see `CacheTable.handle`."""
+        """Return the caller's handle for a cache; see `CacheTable.handle`."""
         return self.caches.handle(handed_out(cache), known)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
-        """What the caller set of modules, then what it changed of configurations, of which it may have set some."""
+        """Apply the caller's new attributes of modules, then its changes of configurations."""
         for (path, name), value in attributes.items():
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
@@ -310,6 +310,6 @@ class ModelRunner(RankWeights):
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """What a method of `RankMemory` says of this rank's device, which the caller calls so."""
+        """Run a method of `RankMemory` for this rank's device; `device_name` is the caller's name for it."""
         memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()

@@ -28,17 +28,17 @@ from parallelformers_ng.wire.frame import FileDescriptor
 
 
 class RankWeights:
-    """What `ModelRunner` does with weights; the rest of it builds the model and runs it.
+    """The part of `ModelRunner` that loads, saves and exports weights.
 
     Args:
         rank: its number.
-        device: where it computes.
+        device: device of the rank.
         emit: sends the parent what happens on the way.
 
     Attributes:
-        model: the rank's modules, None where it has none.
+        model: the rank's modules, None if it has none.
         plan: how the model is cut.
-        moves: has layers come and go that do not stay on the device, None where all do.
+        moves: has layers come and go that do not stay on the device, None if all do.
     """
 
     moves: Moves | None = None
@@ -71,14 +71,14 @@ class RankWeights:
         self.aliases = self.plan.aliases()
         plan = self.checkpoint.in_memory(self.plan)
         try:
-            held = map_shards(plan, self.rank, [descriptor.fd for descriptor in fds])
+            mapped = map_shards(plan, self.rank, [descriptor.fd for descriptor in fds])
         finally:
             for descriptor in fds:
                 descriptor.close()
         if self.device.type != "cpu":
-            held = {name: self._for_device(name, tensor) for name, tensor in held.items()}
+            mapped = {name: self._for_device(name, tensor) for name, tensor in mapped.items()}
         for name, tensor in plan.tensors.items():
-            set_tensor(self.model, name, held[tensor.storage], tensor.is_buffer)
+            set_tensor(self.model, name, mapped[tensor.storage], tensor.is_buffer)
 
     def load(self, names: list[str]) -> None:
         """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
@@ -97,7 +97,7 @@ class RankWeights:
                 pending = 0
 
     def loaded(self) -> None:
-        """The weights are complete: let go of what was needed to read them. Views keep their files mapped."""
+        """Let go of the readers: the weights are complete. Views keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
         if self.device.type != "cpu" and self.plan is not None and self.plan.tiers is None:
@@ -116,7 +116,7 @@ class RankWeights:
             owners = [name.rpartition(".") for each in stored for name in self.aliases[each]]
             places = [(self.model.get_submodule(owner)._parameters, name) for owner, _, name in owners]
             if stream is None:
-                layers.append(MappedLayer(module, [held[name] for held, name in places]))
+                layers.append(MappedLayer(module, [table[name] for table, name in places]))
             else:
                 on_disk = self._place(stored[0]) == "disk"
                 staging = staging or Staging(self.device) if on_disk else staging
@@ -124,33 +124,33 @@ class RankWeights:
         self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
-        """Whether a tensor is the weight of a layer that reads its rows wherever they lie."""
+        """Return whether a tensor is the weight of a layer that reads its rows wherever they lie."""
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
     @property
     def _tiers(self) -> Tiers | None:
-        """Where layers lie that do not stay on the device; None where all do."""
+        """Return the places of layers off the device; None if all stay on it."""
         return None if self.plan is None else self.plan.tiers
 
     def _place(self, stored: str) -> Place:
-        """Where this rank has a tensor while its layer does not run."""
+        """Return the place of a tensor on this rank while its layer does not run."""
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in host memory, or in a mapped file, where a CUDA device has it."""
+        """Return a tensor in host memory or in a mapped file, on a CUDA rank."""
         place = self._place(stored)
         return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, through a bounded buffer."""
+        """Return a copy on the device, through a bounded buffer."""
         if self.staging is None:
             self.staging = Staging(self.device)
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
-        """This rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer. Beside layers
-        that come and go, those that stay are in memory that the system cannot take for them."""
+        """Return this rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer.
+        Beside layers that come and go, those that stay are in memory that the system cannot take for them."""
         place = self._place(stored)
         if place == "disk":
             return read_shard(node, shard, self.rank)
@@ -181,11 +181,11 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """This rank's part of some stored tensors, on CPU."""
+        """Return this rank's part of some stored tensors, on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, from which copies to a device are asynchronous."""
+    """Return a copy in page-locked memory, from which copies to a device are asynchronous."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

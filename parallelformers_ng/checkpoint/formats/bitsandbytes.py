@@ -1,5 +1,5 @@
-"""What bitsandbytes writes: 8-bit integers with the largest number of each row, and 4-bit codes with that of each block
-of numbers, whose blocks take no notice of rows."""
+"""The format of bitsandbytes: 8-bit integers with the largest number of each row, or 4-bit codes with the largest
+number of each block. Blocks run on over rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
-    """`weight` with `SCB`, or `weight` with `weight.absmax` and what says how it is to be read."""
+    """Read `weight` with `SCB`, or `weight` with `weight.absmax` and a description of its codes."""
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
         weights[f"{path}.weight"] = _in_8_bits(stored, path)
@@ -92,5 +92,5 @@ def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
 
 
 def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:
-    """What each code stands for."""
+    """Return the value of each code."""
     return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

@@ -70,7 +70,8 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _levels(bits: int) -> torch.Tensor:
-    """What each number of so many bits is, less half of how many there are: so are zero points, and most of those 0."""
+    """Table of numbers of so many bits: the number less half of their count. Zero points are stored so, and most
+    become 0."""
     return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 
@@ -82,7 +83,7 @@ def _bits(stored: StoredTensors, known: tuple[int, ...]) -> int:
 
 
 def _group(stored: StoredTensors, inputs: int) -> int:
-    """How many inputs share a scale; -1 stands for all."""
+    """Return how many inputs share a scale; -1 stands for all."""
     size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
     if not isinstance(size, int) or size < -1 or size == 0:
         raise stored.damaged(f"its configuration says group_size is {size}; it takes a number, or -1 for all inputs")
@@ -90,7 +91,7 @@ def _group(stored: StoredTensors, inputs: int) -> int:
 
 
 def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
-    """The name of a weight, its words, the words of its zero points, and its scales."""
+    """Return the name of a weight, its words, the words of its zero points, and its scales."""
     name = f"{path}.weight"
     if name in stored.state:
         raise stored.damaged(f"it has both {name} and {path}.qweight")

@@ -42,7 +42,7 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """A part that has one range along the first dimension, in any data type that has its numbers."""
+        """Return a part that has one range along the first dimension, in any data type that has its numbers."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Scaled(ByLines):
         return numbers + self.offset if self.offset else numbers
 
     def _spread(self, node: Node, cut: Cut, rank: int | None) -> Tensor:
-        """What numbers share, for each of those that a cut takes; one where they share one."""
+        """Return the shared figure for each number of a cut; one if all share one."""
         below: Cut = {}
         taken: list[tuple[int, Tensor]] = []
         for dim, (size, block) in enumerate(zip(self.shape, self.blocks, strict=True)):
@@ -84,10 +84,10 @@ class Scaled(ByLines):
                 below[dim] = ranges
             elif node.shape[dim] > 1 and width_of(ranges):
                 numbers = torch.cat([torch.arange(start, stop) for start, stop in ranges])
-                held = numbers // block if isinstance(block, int) else block[numbers]
-                first = int(held.min())
-                below[dim] = ((first, int(held.max()) + 1),)
-                taken.append((dim, held - first))
+                group = numbers // block if isinstance(block, int) else block[numbers]
+                first = int(group.min())
+                below[dim] = ((first, int(group.max()) + 1),)
+                taken.append((dim, group - first))
         part = read(node, below, rank).float()
         for dim, index in taken:
             part = part.index_select(dim, index)
@@ -120,11 +120,11 @@ class Unpacked(Computed):
     """Numbers that lie in words, several in each, side by side along one dimension.
 
     Attributes:
-        words: what is stored.
-        bits: of a number.
+        words: stored words.
+        bits: bits of a number.
         dim: along which words hold several.
-        places: of each number of a word how many lie in lower bits than it.
-        table: what each stands for; None for itself.
+        places: positions of the numbers within a word, lowest bits first.
+        table: value of each number; None for the number itself.
     """
 
     words: Node
@@ -158,7 +158,7 @@ class Pairs(ByLines):
     Attributes:
         values: them.
         dim: along which they lie in pairs.
-        name: of the weight, for errors.
+        name: name of the weight, for errors.
     """
 
     values: Node
@@ -187,7 +187,7 @@ class Repeated(Computed):
 
     Attributes:
         each: them.
-        dim: that dimension.
+        dim: the dimension of the groups.
         times: how often; the last ones less often where `shape` says so.
     """
 
@@ -201,13 +201,13 @@ class Repeated(Computed):
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         ranges = cut.get(self.dim, ((0, self.shape[self.dim]),))
-        held = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
+        indices = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
         rest = {dim: taken for dim, taken in cut.items() if dim != self.dim}
-        return read(self.each, rest, rank).index_select(self.dim, held)
+        return read(self.each, rest, rank).index_select(self.dim, indices)
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """The places of numbers of which the first has the lowest bits."""
+    """Return the places of numbers of which the first has the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
 
 

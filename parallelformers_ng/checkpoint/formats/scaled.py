@@ -90,7 +90,7 @@ _OF_ACTIVATIONS = tuple(
 
 
 def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
-    """What the configuration says of the weights of each group of layers."""
+    """Return the configuration of the weights for each group of layers."""
     said = stored.quantization
     if any((said.get("transform_config") or {}).get("config_groups") or {}):
         raise stored.unread("has a transform_config, by which activations are transformed, too")
@@ -101,10 +101,10 @@ def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
         kind = group.get("format") or said.get("format")
         if kind not in _FORMATS:
             raise stored.unread(f"is in compressed-tensors' format {kind}, and {', '.join(_FORMATS)} can be read; it")
-    found = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
-    if not found:
+    weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
+    if not weights:
         raise stored.damaged("its configuration has no config_groups that say how weights are quantized")
-    return found
+    return weights
 
 
 def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
@@ -132,7 +132,7 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
 def _blocks(
     stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
-    """The blocks of one of the groups of layers, of which there are as many as scales."""
+    """Return the size of the blocks of a weight, from the number of its scales."""
     last, rest = shape[-1], (1,) * (len(shape) - 1)
     for group in groups:
         strategy, size = group.get("strategy"), group.get("group_size")

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint holds, taken away as it is understood; what does not belong together is refused."""
+"""The tensors of a quantized checkpoint. Each is taken away once it is understood; leftovers are refused."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class StoredTensors:
-    """What is stored, by name.
+    """The stored tensors, by name.
 
     Args:
         state: all of it.
-        quantization: what the configuration says of how weights are quantized.
+        quantization: the configuration of the quantization.
         where: the checkpoint, for errors.
         dtype: the data type of weights in high precision.
         plain: builds the model that the weights are for, on `meta`, or has it.
-        header: what is said of tensors besides, name → text; None is what the files say.
+        header: text about tensors, name → text; None: the text in the files.
         dequantize: whether ranks may hold in high precision what no kernel reads.
 
     Attributes:
@@ -61,8 +61,8 @@ class StoredTensors:
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of weights that the model multiplies from the other side, and of which libraries store the transpose:
-        those of `Conv1D`. They may be saved with or without the name of the part that has no head."""
+        """Names of weights that libraries store transposed: those of `Conv1D`, which multiplies from the other side.
+        They may be saved with or without the name of the part without the head."""
         model = self._plain()
         prefix = f"{model.base_model_prefix}."
         kinds = {path: getattr(module, "source_cls", type(module)) for path, module in model.named_modules()}
@@ -70,17 +70,17 @@ class StoredTensors:
         return frozenset(names | {name.removeprefix(prefix) for name in names} | {prefix + name for name in names})
 
     def ending_with(self, ending: str) -> list[str]:
-        """The names with that ending, without it."""
+        """Return the names with that ending, without it."""
         return [name.removesuffix(ending) for name in self.state if name.endswith(ending)]
 
     def take(
         self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> Node:
-        """What is stored under a name, without which the weight `of` cannot be read.
+        """Return the tensor of a name, without which the weight `of` cannot be read.
 
         Args:
             dtypes: data types that it may have.
-            shape: what it must have, None for any number.
+            shape: required shape, None for any number.
 
         Raises:
             CheckpointError: it is not there, or is something else.
@@ -136,16 +136,16 @@ class StoredTensors:
         inputs: int = -1,
         bits: int = 8,
     ) -> Node:
-        """A weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme of
-        that kind, else in high precision.
+        """Return a weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme
+        of that kind, else in high precision.
 
         Args:
             values: the numbers, in the shape of the weight.
-            scales: as many along each dimension as there are blocks, or one.
+            scales: one for each block along each dimension, or one in all.
             blocks: for each dimension; None as the number of scales says: one for all, or one for each.
-            zeros: as many as scales.
+            zeros: zero points, one for each scale.
             inputs: the dimension that counts inputs, from the last one.
-            bits: that integers need.
+            bits: bits of the integers.
 
         Raises:
             CheckpointError: there are not as many scales as that makes.
@@ -168,21 +168,21 @@ class StoredTensors:
             raise self.damaged(
                 f"the zero points of {name} are {list(zeros.shape)}, and its scales {list(scales.shape)}"
             )
-        held = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
+        sizes = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
         zeros = self._without_zeros(zeros)
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
-        why = _why_not(kind, values, scales, held, zeros, inputs, self.dtype)
+        why = _why_not(kind, values, scales, sizes, zeros, inputs, self.dtype)
         if not why:
-            size, block = shape[inputs], held[inputs]
+            size, block = shape[inputs], sizes[inputs]
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._as_it_is(name, values, scales, held, encoding)
+                return self._as_it_is(name, values, scales, sizes, encoding)
         self.reasons[name] = why
-        return Scaled(shape, self.dtype, values, scales, held, zeros)
+        return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
     def _as_it_is(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
-        """A weight as its numbers and scales, of which each line has its own."""
+        """Return a weight made of its numbers and scales, one scale a line."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
         # widened: those of fewer bits are exact in them
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
@@ -199,18 +199,18 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, scales))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """The group of each input, of which there are so many."""
+        """Return the group of each input, of which there are so many."""
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
             raise self.damaged(f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}")
         return groups
 
     def _without_zeros(self, zeros: Node | None) -> Node | None:
-        """Zero points, None where all of them are 0."""
+        """Zero points, None if all of them are 0."""
         return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
-        """What is said of tensors besides."""
+        """Return the text about tensors."""
         if self._header is not None:
             return dict(self._header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))
@@ -227,7 +227,7 @@ def _why_not(
     inputs: int,
     dtype: torch.dtype,
 ) -> str:
-    """Why numbers cannot be held as those of a scheme are; "" where they can."""
+    """Return why numbers cannot be held as those of a scheme are; "" if they can."""
     if zeros is not None:
         return "it has zero points"
     if values.dtype not in (torch.int8, torch.float8_e4m3fn):

@@ -1,4 +1,4 @@
-"""What torchao writes: the parts of each tensor under names of their own, and what they are in the file's header."""
+"""The format of torchao: the parts of each tensor under names of their own, and their meaning in the file's header."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _bits(data: Mapping[str, Any]) -> int:
-    """How many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
+    """Return how many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
     said = data.get("target_dtype")
     name = str(said.get("_data") if isinstance(said, Mapping) else said).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8
 
 
 def _described(stored: StoredTensors) -> dict[str, Any]:
-    """What each tensor is, by its name."""
+    """Return the description of each tensor, by its name."""
     header = stored.header()
     return {name: _read(stored, header, name) for name in _read(stored, header, "tensor_names")}
 

@@ -1,8 +1,8 @@
 """The tensors of a quantized checkpoint as those of a plain one.
 
-transformers builds the model as if it were plain, and what it takes for its weights are expressions of what is stored.
-A rank that reads its slice reads the numbers and the scales of that slice. What is as one of the schemes of `quantize=`
-makes it stays what it is; nothing here computes with the others, which are put in high precision where that is allowed.
+transformers builds the model as if it were plain; its weights become expressions of stored tensors. A rank that reads
+its slice reads the numbers and scales of that slice. A weight in one of the schemes of `quantize=` stays as it is.
+Nothing here computes with other schemes: they become high precision, if the caller allows it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """The tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
+    """Return the tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
 
     Raises:
         UnsupportedModelError: the format is not known, or would have to be put in high precision.
