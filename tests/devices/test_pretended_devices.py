@@ -15,7 +15,7 @@ MISUSES = {
     "use": "was written on another stream",
     "overwrite": "is read on another stream",
     "let go": "no record_stream",
-    "read early": "the copy has not come",
+    "read early": "the copy has not arrived",
     "refill early": "from which a copy may not have left",
     "free": "needs 1 tensors whose memory was freed",
     "other graph": "another graph has overwritten it",

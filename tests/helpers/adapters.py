@@ -44,7 +44,7 @@ def adapted(model: Any, *configs: Any, **options: Any) -> Any:
 
 
 def draw(model: Any) -> Any:
-    """Fill a model's adapters with the same random values in each process; the base weights stay."""
+    """Fill the adapters with seeded random values, the same for equal adapters; the base weights stay."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -42,7 +42,7 @@ def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_exact_as_the_modelling_code(family: str, calls: Counter[str]) -> None:
-    """Both are compared with the same model in fp64; the kernel's error is at most that of the operators."""
+    """Both are compared with the same model in fp64; the kernel's error is hardly larger than that of the operators."""
     stock, fused = models(family, torch.bfloat16)
     exact = copy.deepcopy(stock).double()
     tokens = torch.randint(0, VOCABULARY, (2, 9))

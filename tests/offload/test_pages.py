@@ -21,7 +21,7 @@ _COUNTS = (3 << 20, 9000, 1 << 20, 5000)
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> list[torch.Tensor]:
-    """Return views of a mapped file; the second view belongs to no layer."""
+    """Return three of four views of a mapped file; no layer has the second view."""
     path = tmp_path / "file"
     path.write_bytes(torch.arange(sum(_COUNTS)).to(torch.uint8).numpy().tobytes())
     with open(path, "rb") as file:

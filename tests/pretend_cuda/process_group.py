@@ -122,7 +122,7 @@ class ProcessGroupNCCL:
             raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
 
     def _watchdog(self) -> None:
-        """Do what NCCL's watchdog does, in a thread of its own, after NCCL has reported an error."""
+        """Act like NCCL's watchdog, in a separate thread, after NCCL has reported an error."""
         handling = _variable("ASYNC_ERROR_HANDLING", 3)
         if handling in (1, 3):
             seconds = 4 * _variable("WAIT_TIMEOUT_DUMP_MILSEC", 15000) / 1000

@@ -70,7 +70,7 @@ def test_result_of_any_structure_reaches_all_ranks() -> None:
 
 
 def test_exception_of_one_rank_ends_the_call(groups: Groups) -> None:
-    """Rank 0 raises before the last layer of the stage; the others wait for that layer's result."""
+    """A layer before the last one of its stage raises, while the others wait for the last layer's result."""
     model = deep_llama()
     parallelize(model, workers=groups(2), fit=PIPELINE)
     for _ in range(2):

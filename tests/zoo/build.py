@@ -38,7 +38,7 @@ def build(cls: type[PreTrainedModel], config: object, seed: int = 0, attention: 
 
 def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest absolute difference, relative to the largest finite absolute value wanted; infinite if
-    other values differ at all."""
+    non-finite values differ."""
     finite = want.isfinite()
     if not torch.equal(got[~finite], want[~finite]):
         return math.inf

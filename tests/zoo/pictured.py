@@ -54,7 +54,7 @@ def deepseek_ocr2() -> PreTrainedModel:
 
 
 def deepseek_ocr2_vision() -> PreTrainedModel:
-    """Return the two image encoders alone: their own queries replace the text of an image."""
+    """Return the two image encoders alone; the outputs of their own queries represent an image in the text."""
     return deepseek_ocr2().model.vision_tower
 
 
