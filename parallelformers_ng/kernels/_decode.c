@@ -1,4 +1,4 @@
-/* What a decode step does again and again, for Python: linear layers for a few rows and norms (`_linear.h`), attention
+/* What a step does again and again, for Python: linear layers for a few rows and norms (`_linear.h`), attention
  * (`_attention.h`), what layers are made of these (`_layer.h`), and one layer after another (`_stack.h`). Threads share
  * out the products (`_team.h`). */
 
@@ -10,6 +10,8 @@
 #include "_attention.h"
 #include "_layer.h"
 #include "_linear.h"
+#include "_pairs.h"
+#include "_queries.h"
 #include "_stack.h"
 #include "_team.h"
 #include "_tiles.h"
@@ -89,6 +91,18 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     return result;
 }
 
+/* The fields of `Seen`. Returns whether the mask says no more than spans do, which it writes. */
+static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { SIZES = sizeof(Seen) / sizeof(size_t) };
+    Seen seen;
+    if (nargs != SIZES) return PyErr_Format(PyExc_TypeError, "spans: %d arguments expected, %zd given", SIZES, nargs);
+    if (read_numbers(args, SIZES, &seen) < 0) return NULL;
+    if (!seen.queries || seen.queries > seen.tokens)
+        return PyErr_Format(PyExc_ValueError, "spans: %zu queries of %zu tokens", seen.queries, seen.tokens);
+    return PyBool_FromLong(are_spans(&seen));
+}
+
 static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     size_t threads;
@@ -109,6 +123,7 @@ static PyMethodDef methods[] = {
     FUNCTION(attention_half, "*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale"),
     FUNCTION(feed_half, "*FeedHalf, epsilon"),
     FUNCTION(decoder_layers, "kernel, sum_kind, layers, *Shared, *caches"),
+    FUNCTION(spans, "*Seen"),
     FUNCTION(use_threads, "threads"),
     {NULL, NULL, 0, NULL},
 };
@@ -122,5 +137,6 @@ PyMODINIT_FUNC PyInit__decode(void)
 {
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddIntConstant(made, "HAS_TILES", has_tiles()) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "HAS_PAIRS", has_pairs()) < 0) Py_CLEAR(made);
     return made;
 }

@@ -106,11 +106,18 @@ CLONES static void widened(const float *laid, const Matrix *m, float *y, size_t 
     }
 }
 
-INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
+/* Of `rows` rows of x as integers meet them. */
+INLINE size_t met_bytes(size_t rows, size_t in)
 {
     const size_t laid = rows * rounded_up(in, CHUNK) * sizeof(float);
-    const size_t limbs = rows * limbs_bytes(in) + byte_tiles_work_bytes(rows, in) + ALIGNED;
-    return (rows * out + rounded_up(in, CHUNK)) * sizeof(float) + (laid > limbs ? laid : limbs);
+    const size_t limbs = rows * limbs_bytes(in) + byte_tiles_work_bytes(rows, in);
+    return (laid > limbs ? laid : limbs) + ALIGNED;
+}
+
+/* Of the products, and of a row of x. */
+INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
+{
+    return (rows * out + rounded_up(in, CHUNK)) * sizeof(float);
 }
 
 /* One product: where its input lies as it is met, in `laid`, `limbs` or, if that is not NULL, `tiles`. */
@@ -142,34 +149,35 @@ static void without_steps(const float *x, const Integral *is, float *work)
         }
 }
 
-/* `work` has `integers_work_bytes`, and the products first. */
-static void multiply_integers(const float *x, const Matrix *m, size_t rows, size_t in, size_t out, size_t kind, float *work)
+/* `work` has `integers_work_bytes`, and the products first; `met` has `met_bytes`, and x is made there what it is not yet. */
+static void multiply_integers(const float *x, Input *input, char *met, const Matrix *m, size_t out, size_t kind, float *work)
 {
-    float *row = work + rows * out, *laid = row + rounded_up(in, CHUNK);
-    int8_t *limbs = (int8_t *)(((uintptr_t)laid + ALIGNED - 1) / ALIGNED * ALIGNED);
+    const size_t rows = input->rows, in = input->in, bits = 8 / per_byte(m);
+    int8_t *limbs = (int8_t *)(((uintptr_t)met + ALIGNED - 1) / ALIGNED * ALIGNED);
     Integral product = {.m = m, .limbs = limbs, .products = work, .rows = rows, .in = in, .out = out, .kind = kind};
     if (!has_integer_products() || in > MOST_LIMBS) {
-        lay_out_rows(x, m, laid, rows, in);
-        product.laid = laid;
+        if (input->bits != bits) lay_out_rows(x, m, (float *)limbs, rows, in);
+        product.laid = (float *)limbs;
     } else {
-        split(x, limbs, rows, in, m->group > 0);
+        if (input->bits != bits) split(x, limbs, rows, in, m->group > 0);
         if (rows > ROWS && !m->group && has_tiles()) {
             product.tiles = limbs + rows * limbs_bytes(in);
-            pack_limbs(limbs, product.tiles, rows, in);
+            if (input->bits != bits) pack_limbs(limbs, product.tiles, rows, in);
         }
     }
+    input->bits = bits;
     share_out(integral, &product, out, WHOLE, out * m->stride);
-    if (!product.laid) without_steps(x, &product, row);
+    if (!product.laid) without_steps(x, &product, work + rows * out);
 }
 
 #define DEFINE_INTEGERS(NAME, TYPE, KIND)                                                                           \
-    static void integers_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
+    static void integers_##NAME(const float *x, Input *input, char *met, const Matrix *m, TYPE *y, size_t out,       \
                                 float *work)                                                                        \
     {                                                                                                               \
         const float *products = work;                                                                               \
         const TYPE *bias = m->bias;                                                                                 \
-        multiply_integers(x, m, rows, in, out, KIND, work);                                                         \
-        for (size_t r = 0; r < rows; r++, y += out, products += out)                                                \
+        multiply_integers(x, input, met, m, out, KIND, work);                                                       \
+        for (size_t r = 0; r < input->rows; r++, y += out, products += out)                                         \
             for (size_t o = 0; o < out; o++)                                                                        \
                 y[o] = store_##NAME(products[o] + (bias ? load_##NAME(bias[o]) : 0.0f));                            \
     }

@@ -1,4 +1,4 @@
-/* The two halves of Llama's decoder layer for one new token of each sequence, up to what is summed over the ranks:
+/* The two halves of Llama's decoder layer for new tokens, up to what is summed over the ranks:
  *
  *     attention: y = Wo · attention(rope(Wq n), rope(Wk n), Wv n),   n = norm(x)
  *     feed:      r = x + a,   y = Wd · (silu(Wg n) ⊙ Wu n),          n = norm(r)
@@ -30,12 +30,14 @@ typedef struct {
     size_t hidden, inner;
 } FeedWeights;
 
-/* What all layers of a step share. */
+/* What all layers of a step share. Its rows are `queries` new tokens of each of some sequences of the cache, which are the
+ * last of its tokens. Spans may divide a sequence of the cache into several. */
 typedef struct {
-    const void *cos, *sin;   /* `[rows, width]` */
-    size_t cos_row, sin_row; /* the distance between their rows, 0 where all share one */
+    const void *cos, *sin; /* `[sequences, queries, width]`, and distances, 0 where all share one */
+    size_t cos_batch, sin_batch, cos_row, sin_row;
     Mask mask;
-    size_t rows, tokens, kind;
+    const Span *spans;
+    size_t span_count, queries, rows, tokens, kind;
 } Step;
 
 typedef struct {
@@ -58,26 +60,30 @@ INLINE Attention attention_of(const AttentionHalf *is, const void *q, void *y)
     const AttentionWeights *w = &is->weights;
     const Step *s = &is->step;
     return (Attention){
-        .q = q, .cached = is->cached, .mask = s->mask, .y = y, .batch = s->rows, .heads = w->heads,
-        .kv_heads = w->kv_heads, .tokens = s->tokens, .width = w->width, .value_width = w->width,
-        .q_batch = w->heads * w->width, .q_head = w->width, .kind = s->kind,
+        .q = q, .cached = is->cached, .mask = s->mask, .y = y, .spans = s->spans, .span_count = s->span_count,
+        .rows = s->rows, .heads = w->heads, .kv_heads = w->kv_heads, .tokens = s->tokens, .width = w->width, .value_width = w->width,
+        .q_row = w->heads * w->width, .q_head = w->width, .kind = s->kind,
     };
 }
+
+INLINE size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
 {
     const AttentionWeights *w = &is->weights;
     const Attention attention = attention_of(is, NULL, NULL);
-    size_t q = w->heads * w->width, kv = w->kv_heads * w->width, widest = w->hidden > q ? w->hidden : q;
-    const size_t rows = is->step.rows, own = rows * (2 * widest + 2 * q + 2 * kv) * sizeof(float);
-    const size_t seen = attention_work_bytes(&attention), laid = integers_work_bytes(rows, widest, widest);
-    return own + (seen > laid ? seen : laid);
+    const size_t rows = is->step.rows, q = w->heads * w->width, kv = w->kv_heads * w->width;
+    const size_t own = rows * (w->hidden + 2 * q + 2 * kv) * sizeof(float);
+    const size_t products = integers_work_bytes(rows, larger(w->hidden, q), larger(w->hidden, q));
+    return own + larger(input_work_bytes(rows, w->hidden), input_work_bytes(rows, q)) +
+           larger(attention_work_bytes(&attention), products);
 }
 
 INLINE size_t feed_half_work_bytes(const FeedHalf *is)
 {
-    const size_t hidden = is->weights.hidden, inner = is->weights.inner, widest = hidden > inner ? hidden : inner;
-    return is->rows * (2 * hidden + 3 * inner) * sizeof(float) + integers_work_bytes(is->rows, widest, widest);
+    const size_t rows = is->rows, hidden = is->weights.hidden, inner = is->weights.inner, widest = larger(hidden, inner);
+    return rows * (hidden + 3 * inner) * sizeof(float) + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, inner)) +
+           integers_work_bytes(rows, widest, widest);
 }
 
 /* silu(g) = g / (1 + e⁻ᵍ), by way of e^-|g|, which cannot overflow. */
@@ -109,16 +115,19 @@ INLINE void silu(Floats *g)
     {                                                                                                                 \
         const size_t width = is->weights.width, heads = is->weights.heads, kv_heads = is->weights.kv_heads;           \
         const Cached *to = &is->cached;                                                                               \
-        const TYPE *cos = is->step.cos, *sin = is->step.sin;                                                          \
-        TYPE *keys = (TYPE *)to->keys + (is->step.tokens - 1) * to->k_token;                                          \
-        TYPE *values = (TYPE *)to->values + (is->step.tokens - 1) * to->v_token;                                      \
-        for (size_t r = 0; r < is->step.rows; r++, cos += is->step.cos_row, sin += is->step.sin_row) {                \
+        const Step *s = &is->step;                                                                                    \
+        for (size_t r = 0; r < s->rows; r++) {                                                                        \
+            const size_t b = r / s->queries, i = r % s->queries, token = s->tokens - s->queries + i;                  \
+            const TYPE *cos = (const TYPE *)s->cos + b * s->cos_batch + i * s->cos_row;                               \
+            const TYPE *sin = (const TYPE *)s->sin + b * s->sin_batch + i * s->sin_row;                               \
+            TYPE *keys = (TYPE *)to->keys + b * to->k_batch + token * to->k_token;                                    \
+            TYPE *values = (TYPE *)to->values + b * to->v_batch + token * to->v_token;                                \
             rotate_##NAME(q + r * heads * width, cos, sin, heads, width);                                             \
             rotate_##NAME(k + r * kv_heads * width, cos, sin, kv_heads, width);                                       \
             for (size_t h = 0; h < kv_heads; h++) {                                                                   \
                 const size_t at = (r * kv_heads + h) * width;                                                         \
-                memcpy(keys + r * to->k_batch + h * to->k_head, k + at, width * sizeof(TYPE));                        \
-                memcpy(values + r * to->v_batch + h * to->v_head, v + at, width * sizeof(TYPE));                      \
+                memcpy(keys + h * to->k_head, k + at, width * sizeof(TYPE));                                          \
+                memcpy(values + h * to->v_head, v + at, width * sizeof(TYPE));                                        \
             }                                                                                                         \
         }                                                                                                             \
     }                                                                                                                 \
@@ -126,57 +135,62 @@ INLINE void silu(Floats *g)
     {                                                                                                                 \
         const AttentionWeights *w = &is->weights;                                                                     \
         const size_t rows = is->step.rows, hidden = w->hidden, q_width = w->heads * w->width;                         \
-        const size_t kv_width = w->kv_heads * w->width, widest = hidden > q_width ? hidden : q_width;                 \
-        float *wide = work;                                                                                           \
-        TYPE *n = (TYPE *)(wide + rows * widest), *q = (TYPE *)((float *)n + rows * widest);                          \
-        TYPE *k = q + rows * q_width, *v = k + rows * kv_width, *seen = v + rows * kv_width;                          \
-        work = (float *)q + rows * (2 * q_width + 2 * kv_width);                                                      \
+        const size_t kv_width = w->kv_heads * w->width;                                                               \
+        TYPE *n = (TYPE *)work, *q = (TYPE *)(work + rows * hidden), *k = q + rows * q_width;                         \
+        TYPE *v = k + rows * kv_width, *seen = v + rows * kv_width;                                                   \
+        work += rows * (hidden + 2 * q_width + 2 * kv_width);                                                         \
+        Input x = {.x = n, .rows = rows, .in = hidden, .work = (char *)work};                                         \
+        Input y = {.x = seen, .rows = rows, .in = q_width, .work = (char *)work};                                     \
+        work = (float *)(x.work + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, q_width)));           \
         rms_norm_##NAME(is->x, w->norm, n, rows, hidden, floats[0]);                                                  \
-        const float *x = widened_##NAME(n, wide, rows * hidden);                                                      \
-        matrix_##NAME(x, &w->q, q, rows, hidden, q_width, work);                                                      \
-        matrix_##NAME(x, &w->k, k, rows, hidden, kv_width, work);                                                     \
-        matrix_##NAME(x, &w->v, v, rows, hidden, kv_width, work);                                                     \
+        matrix_##NAME(&x, &w->q, q, q_width, work);                                                                   \
+        matrix_##NAME(&x, &w->k, k, kv_width, work);                                                                  \
+        matrix_##NAME(&x, &w->v, v, kv_width, work);                                                                  \
         if (w->q_norm) rms_norm_##NAME(q, w->q_norm, q, rows * w->heads, w->width, floats[1]);                        \
         if (w->k_norm) rms_norm_##NAME(k, w->k_norm, k, rows * w->kv_heads, w->width, floats[2]);                     \
         positioned_##NAME(is, q, k, v);                                                                               \
         const Attention attention = attention_of(is, q, seen);                                                        \
         attention_##NAME(&attention, floats + 3, work);                                                               \
-        x = widened_##NAME(seen, wide, rows * q_width);                                                               \
-        matrix_##NAME(x, &w->o, is->y, rows, q_width, hidden, work);                                                  \
+        matrix_##NAME(&y, &w->o, is->y, hidden, work);                                                                \
     }                                                                                                                 \
     CLONES static void add_##NAME(const TYPE *x, const TYPE *a, TYPE *r, size_t count)                                \
     {                                                                                                                 \
         for (size_t i = 0; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                \
     }                                                                                                                 \
-    /* g ← silu(g) ⊙ u, widened. */                                                                                   \
-    CLONES static void gated_##NAME(const TYPE *g, const TYPE *u, float *y, size_t count)                             \
+    /* g ← silu(g) ⊙ u. */                                                                                            \
+    CLONES static void gated_##NAME(TYPE *g, const TYPE *u, size_t count)                                             \
     {                                                                                                                 \
         Floats a, b;                                                                                                  \
-        size_t i = 0;                                                                                                 \
-        for (; i < count; i += LANES) {                                                                               \
-            size_t n = count - i < LANES ? count - i : LANES;                                                         \
-            TYPE ends[2 * LANES] = {0};                                                                               \
-            memcpy(ends, g + i, n * sizeof(TYPE)), memcpy(ends + LANES, u + i, n * sizeof(TYPE));                     \
-            LOAD(a, ends);                                                                                            \
-            LOAD(b, ends + LANES);                                                                                    \
+        for (size_t i = 0; i < count; i += LANES, g += LANES, u += LANES) {                                           \
+            const size_t n = count - i < LANES ? count - i : LANES;                                                   \
+            TYPE ends[3 * LANES] = {0};                                                                               \
+            if (n < LANES) memcpy(ends, g, n * sizeof(TYPE)), memcpy(ends + LANES, u, n * sizeof(TYPE));              \
+            LOAD(a, n < LANES ? ends : g);                                                                            \
+            LOAD(b, n < LANES ? ends + LANES : u);                                                                    \
             silu(&a);                                                                                                 \
-            for (size_t j = 0; j < n; j++) y[i + j] = rounded_##NAME(rounded_##NAME(a[j]) * b[j]);                    \
+            store_vector_##NAME(&a, ends + 2 * LANES); /* rounded */                                                  \
+            LOAD(a, ends + 2 * LANES);                                                                                \
+            a *= b;                                                                                                   \
+            store_vector_##NAME(&a, ends);                                                                            \
+            if (n < LANES) memcpy(g, ends, n * sizeof(TYPE));                                                         \
+            else memcpy(g, ends, LANES * sizeof(TYPE));                                                               \
         }                                                                                                             \
     }                                                                                                                 \
     static void feed_half_##NAME(const FeedHalf *is, const float *epsilon, float *work)                               \
     {                                                                                                                 \
         const FeedWeights *w = &is->weights;                                                                          \
         const size_t rows = is->rows, hidden = w->hidden, inner = w->inner;                                           \
-        float *wide = work, *gated = wide + rows * hidden;                                                            \
-        TYPE *n = (TYPE *)(gated + rows * inner), *g = (TYPE *)((float *)n + rows * hidden), *u = g + rows * inner;   \
-        work = (float *)g + rows * 2 * inner;                                                                         \
+        TYPE *n = (TYPE *)work, *g = (TYPE *)(work + rows * hidden), *u = g + rows * inner;                           \
+        work += rows * (hidden + 2 * inner);                                                                          \
+        Input x = {.x = n, .rows = rows, .in = hidden, .work = (char *)work};                                         \
+        Input y = {.x = g, .rows = rows, .in = inner, .work = (char *)work};                                          \
+        work = (float *)(x.work + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, inner)));             \
         add_##NAME(is->x, is->a, is->r, rows * hidden);                                                               \
         rms_norm_##NAME(is->r, w->norm, n, rows, hidden, *epsilon);                                                   \
-        const float *x = widened_##NAME(n, wide, rows * hidden);                                                      \
-        matrix_##NAME(x, &w->gate, g, rows, hidden, inner, work);                                                     \
-        matrix_##NAME(x, &w->up, u, rows, hidden, inner, work);                                                       \
-        gated_##NAME(g, u, gated, rows * inner);                                                                      \
-        matrix_##NAME(gated, &w->down, is->y, rows, inner, hidden, work);                                             \
+        matrix_##NAME(&x, &w->gate, g, inner, work);                                                                  \
+        matrix_##NAME(&x, &w->up, u, inner, work);                                                                    \
+        gated_##NAME(g, u, rows * inner);                                                                             \
+        matrix_##NAME(&y, &w->down, is->y, hidden, work);                                                             \
     }
 
 DEFINE_LAYER(f32, float, LOAD_F32)

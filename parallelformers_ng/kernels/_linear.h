@@ -8,7 +8,7 @@
  * an x that leaves the first-level cache no room, twice as large as a row of bf16, stays there if W goes past the
  * second-level cache, asked line by line. Several rows of x go over tiles of OUTS rows of W, the sums in registers and
  * the next tile asked into the second-level cache. In bf16 the tile unit of x86 does better than all of this, where there
- * is one (`_tiles.h`).
+ * is one (`_tiles.h`), and so do the vectors of a processor that multiplies bf16 (`_pairs.h`).
  *
  * Weights may be integers with scales, which `_integers.h` multiplies.
  *
@@ -24,11 +24,11 @@
 #define PARALLELFORMERS_NG_LINEAR_H
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "../collectives/_floats.h"
 #include "_integers.h"
 #include "_matrix.h"
+#include "_pairs.h"
 #include "_team.h"
 #include "_tiles.h"
 #include "_vectors.h"
@@ -144,24 +144,29 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 DEFINE_OPERATORS(f32, float, LOAD_F32)
 DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
 
-#define linear_f32 vectors_f32
+/* What products make of x: see `Input`. */
+INLINE size_t wide_bytes(size_t rows, size_t in) { return rounded_up(rows * in * sizeof(float), ALIGNED); }
+INLINE size_t tiled_bytes(size_t rows, size_t in) { return rounded_up(tiles_work_bytes(rows, in, team.threads), ALIGNED); }
+INLINE size_t input_work_bytes(size_t rows, size_t in) { return wide_bytes(rows, in) + tiled_bytes(rows, in) + met_bytes(rows, in); }
+INLINE char *met_by_integers(const Input *is) { return is->work + wide_bytes(is->rows, is->in) + tiled_bytes(is->rows, is->in); }
 
-/* Through the tile unit, where there is one: for one row, too, so that its sums do not depend on its company. */
-static void linear_bf16(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                        size_t stride, size_t out, size_t outs)
+INLINE const float *widened_f32(Input *is) { return is->x; }
+
+INLINE const float *widened_bf16(Input *is)
 {
-    uint16_t *work = has_tiles() ? malloc(tiles_work_bytes(rows, in)) : NULL;
-    if (work) linear_tiles(x, w, bias, y, rows, in, stride, out, outs, work);
-    else vectors_bf16(x, w, bias, y, rows, in, stride, out, outs);
-    free(work);
+    const uint16_t *x = is->x;
+    float *wide = (float *)is->work;
+    for (size_t i = 0; !is->is_wide && i < is->rows * is->in; i++) wide[i] = load_bf16(x[i]);
+    is->is_wide = 1;
+    return wide;
 }
 
-#define widened_f32(X, WIDE, COUNT) (X)
-
-INLINE const float *widened_bf16(const uint16_t *x, float *wide, size_t count)
+INLINE uint16_t *tiled(Input *is)
 {
-    for (size_t i = 0; i < count; i++) wide[i] = load_bf16(x[i]);
-    return wide;
+    uint16_t *tiles = (uint16_t *)(is->work + wide_bytes(is->rows, is->in));
+    if (!is->is_tiled) pack_tiles(is->x, tiles, is->rows, is->in);
+    is->is_tiled = 1;
+    return tiles;
 }
 
 /* Bytes of a matrix, as it lies in memory. */
@@ -170,28 +175,49 @@ INLINE size_t matrix_bytes(const Matrix *m, size_t out, size_t kind)
     return out * m->stride * (m->scale ? sizeof(int8_t) : kind == F32 ? sizeof(float) : sizeof(uint16_t));
 }
 
-/* `work` has `matrix_work_bytes`. */
+typedef struct {
+    const Input *input;
+    const float *wide; /* what of these is NULL is not what the product is computed from */
+    uint16_t *tiles;
+    const Matrix *m;
+    void *y;
+    size_t out;
+} Product;
+
+static void product_f32(const void *job, size_t first, size_t end, size_t thread)
+{
+    const Product *is = job;
+    const float *w = is->m->w, *bias = is->m->bias;
+    (void)thread;
+    vectors_f32(is->wide, w + first * is->m->stride, bias ? bias + first : bias, (float *)is->y + first, is->input->rows,
+                is->input->in, is->m->stride, is->out, end - first);
+}
+
+static void product_bf16(const void *job, size_t first, size_t end, size_t thread)
+{
+    const Product *is = job;
+    const size_t rows = is->input->rows, in = is->input->in, stride = is->m->stride;
+    const uint16_t *w = (const uint16_t *)is->m->w + first * stride, *bias = is->m->bias;
+    uint16_t *y = (uint16_t *)is->y + first;
+    bias = bias ? bias + first : bias;
+    if (is->tiles) linear_tiles(is->tiles, thread, w, bias, y, rows, in, stride, is->out, end - first);
+    else if (is->wide) vectors_bf16(is->wide, w, bias, y, rows, in, stride, is->out, end - first);
+    else linear_pairs(is->input->x, w, bias, y, rows, in, stride, is->out, end - first);
+}
+
+/* y `[rows, out]`. bf16 goes through the tile unit, or in pairs: one row, too, so that its sums do not depend on its company.
+ * `work` has `matrix_work_bytes`. */
 #define DEFINE_MATRIX(NAME, TYPE, KIND)                                                                            \
-    typedef struct {                                                                                              \
-        const float *x;                                                                                           \
-        const Matrix *m;                                                                                          \
-        TYPE *y;                                                                                                  \
-        size_t rows, in, out;                                                                                     \
-    } Product_##NAME;                                                                                             \
-    static void product_##NAME(const void *job, size_t first, size_t end, size_t thread)                          \
+    INLINE void matrix_##NAME(Input *input, const Matrix *m, TYPE *y, size_t out, float *work)                    \
     {                                                                                                             \
-        const Product_##NAME *is = job;                                                                           \
-        const TYPE *w = is->m->w, *bias = is->m->bias;                                                            \
-        (void)thread;                                                                                             \
-        linear_##NAME(is->x, w + first * is->m->stride, bias ? bias + first : bias, is->y + first, is->rows,      \
-                      is->in, is->m->stride, is->out, end - first);                                               \
-    }                                                                                                             \
-    INLINE void matrix_##NAME(const float *x, const Matrix *m, TYPE *y, size_t rows, size_t in, size_t out,       \
-                              float *work)                                                                        \
-    {                                                                                                             \
-        const Product_##NAME product = {x, m, y, rows, in, out};                                                  \
-        if (m->scale) integers_##NAME(x, m, y, rows, in, out, work);                                              \
-        else share_out(product_##NAME, &product, out, WHOLE, matrix_bytes(m, out, KIND));                         \
+        Product product = {.input = input, .m = m, .y = y, .out = out};                                           \
+        if (m->scale) {                                                                                           \
+            integers_##NAME(widened_##NAME(input), input, met_by_integers(input), m, y, out, work);               \
+            return;                                                                                               \
+        }                                                                                                         \
+        if (KIND == BF16 && has_tiles()) product.tiles = tiled(input);                                            \
+        else if (KIND == F32 || !has_pairs()) product.wide = widened_##NAME(input);                               \
+        share_out(product_##NAME, &product, out, WHOLE, matrix_bytes(m, out, KIND));                              \
     }
 
 DEFINE_MATRIX(f32, float, F32)
@@ -215,19 +241,19 @@ typedef struct {
     size_t rows, width, kind;
 } RmsNorm;
 
-INLINE size_t wide_bytes(const Linear *is) { return is->kind == F32 ? 0 : is->rows * is->in * sizeof(float); }
 INLINE size_t linear_work_bytes(const Linear *is)
 {
-    return wide_bytes(is) + matrix_work_bytes(&is->matrix, is->rows, is->in, is->out);
+    return input_work_bytes(is->rows, is->in) + matrix_work_bytes(&is->matrix, is->rows, is->in, is->out);
 }
 INLINE size_t rms_norm_work_bytes(const RmsNorm *is) { return (void)is, 0; }
 
 static void linear(const Linear *is, const float *none, float *work)
 {
     (void)none;
-    float *rest = (float *)((char *)work + wide_bytes(is));
-    if (is->kind == F32) matrix_f32(is->x, &is->matrix, is->y, is->rows, is->in, is->out, rest);
-    else matrix_bf16(widened_bf16(is->x, work, is->rows * is->in), &is->matrix, is->y, is->rows, is->in, is->out, rest);
+    Input input = {.x = is->x, .rows = is->rows, .in = is->in, .work = (char *)work};
+    work = (float *)(input.work + input_work_bytes(is->rows, is->in));
+    if (is->kind == F32) matrix_f32(&input, &is->matrix, is->y, is->out, work);
+    else matrix_bf16(&input, &is->matrix, is->y, is->out, work);
 }
 
 static void rms_norm(const RmsNorm *is, const float *epsilon, float *unused)

@@ -16,6 +16,15 @@ typedef struct {
     size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
 } Matrix;
 
+/* Rows of x that several matrices multiply, and what products have made of them so far: x widened to fp32; in tiles of bf16;
+ * in the form in which integers of 8 or 4 bits meet it. `work` has `input_work_bytes`. */
+typedef struct {
+    const void *x;
+    size_t rows, in;
+    char *work;
+    size_t is_wide, is_tiled, bits; /* `bits` of the integers, 0 for none */
+} Input;
+
 /* What comes BYTES_AHEAD is asked for into the second-level cache: fewer lines can be on their way to the first. */
 enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 

@@ -40,21 +40,27 @@ static int has_tiles(void)
 
 static size_t columns_of(size_t rows) { return rows < SIDE ? rows : SIDE; }
 
-/* What `linear_tiles` needs: x packed, and SIDE rows of W for outputs that are no multiple of SIDE. */
-static size_t tiles_work_bytes(size_t rows, size_t in)
+/* Numbers of x packed. */
+static size_t packed_numbers(size_t rows, size_t in)
 {
-    return ((rows + SIDE - 1) / SIDE * columns_of(rows) + SIDE) * ((in + DEEP - 1) / DEEP) * DEEP * sizeof(uint16_t);
+    return (rows + SIDE - 1) / SIDE * columns_of(rows) * ((in + DEEP - 1) / DEEP) * DEEP;
 }
 
-/* x `[rows, in]`, whose numbers are bf16 ones, into tiles `[rows / columns, in / DEEP, DEEP / 2, columns, 2]`. */
-static void pack_tiles(const float *x, uint16_t *packed, size_t rows, size_t in)
+/* What `linear_tiles` needs: x packed, and for each thread SIDE rows of W for outputs that are no multiple of SIDE. */
+static size_t tiles_work_bytes(size_t rows, size_t in, size_t threads)
+{
+    return (packed_numbers(rows, in) + threads * SIDE * ((in + DEEP - 1) / DEEP) * DEEP) * sizeof(uint16_t);
+}
+
+/* x `[rows, in]` into tiles `[rows / columns, in / DEEP, DEEP / 2, columns, 2]`. */
+static void pack_tiles(const uint16_t *x, uint16_t *packed, size_t rows, size_t in)
 {
     const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows), tiles = depth * DEEP * columns;
     memset(packed, 0, (rows + columns - 1) / columns * tiles * sizeof *packed);
     for (size_t r = 0; r < rows; r++, x += in) {
         uint32_t *to = (uint32_t *)packed + r / columns * tiles / 2 + r % columns;
-        for (size_t i = 0; i + 1 < in; i += 2, to += columns) *to = bits_of(x[i]) >> 16 | (bits_of(x[i + 1]) & 0xffff0000u);
-        if (in % 2) *to = bits_of(x[in - 1]) >> 16;
+        for (size_t i = 0; i + 1 < in; i += 2, to += columns) *to = x[i] | (uint32_t)x[i + 1] << 16;
+        if (in % 2) *to = x[in - 1];
     }
 }
 
@@ -126,12 +132,11 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
     }
 }
 
-/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. `work` has `tiles_work_bytes`. */
-TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                               size_t stride, size_t out, size_t outs, uint16_t *work)
+/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. `work` has `tiles_work_bytes`, and x packed. */
+TILED static void linear_tiles(uint16_t *work, size_t thread, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
+                               size_t stride, size_t out, size_t outs)
 {
     const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows);
-    const size_t packed = (rows + columns - 1) / columns * columns * depth * DEEP;
     const uint16_t column_bytes = (uint16_t)(columns * sizeof(float)), deep_bytes = DEEP * sizeof *w;
     const TileShapes shapes = {
         .palette = 1,
@@ -139,7 +144,6 @@ TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t
         .rows = {SIDE, SIDE, SIDE, SIDE, DEEP / 2},
     };
     _tile_loadconfig(&shapes);
-    pack_tiles(x, work, rows, in);
     size_t o = 0;
     for (; o + 2 * SIDE <= outs; o += 2 * SIDE)
         block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, 2 * SIDE,
@@ -148,7 +152,8 @@ TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t
         block_of_tiles(work, w + o * stride, bias ? bias + o : bias, y + o, rows, in, stride, out, SIDE,
                        w + (o + SIDE) * stride);
     if (o < outs) {
-        uint16_t *last = memset(work + packed, 0, depth * TILE * sizeof *work);
+        uint16_t *last = work + packed_numbers(rows, in) + thread * depth * TILE;
+        memset(last, 0, depth * TILE * sizeof *last);
         for (size_t i = 0; i < outs - o; i++) memcpy(last + i * in, w + (o + i) * stride, in * sizeof *w);
         block_of_tiles(work, last, bias ? bias + o : bias, y + o, rows, in, in, out, outs - o, last);
     }
@@ -158,11 +163,12 @@ TILED static void linear_tiles(const float *x, const uint16_t *w, const uint16_t
 #else
 
 static int has_tiles(void) { return 0; }
-static size_t tiles_work_bytes(size_t rows, size_t in) { return (void)rows, (void)in, 0; }
-static void linear_tiles(const float *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
-                         size_t stride, size_t out, size_t outs, uint16_t *work)
+static size_t tiles_work_bytes(size_t rows, size_t in, size_t threads) { return (void)rows, (void)in, (void)threads, 0; }
+static void pack_tiles(const uint16_t *x, uint16_t *packed, size_t rows, size_t in) { (void)x, (void)packed, (void)rows, (void)in; }
+static void linear_tiles(uint16_t *work, size_t thread, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
+                         size_t in, size_t stride, size_t out, size_t outs)
 {
-    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)outs, (void)work;
+    (void)work, (void)thread, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)outs;
 }
 
 #endif

@@ -36,6 +36,19 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
         memcpy(&(target), &words_, sizeof words_);                     \
     } while (0)
 
+INLINE void store_vector_f32(const Floats *from, float *to) { memcpy(to, from, sizeof *from); }
+
+/* As `store_bf16`. */
+INLINE void store_vector_bf16(const Floats *from, uint16_t *to)
+{
+    Words bits, rounded;
+    memcpy(&bits, from, sizeof bits);
+    rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words none = (Words)((bits & 0x7fffffff) > 0x7f800000);
+    const Halves halves = __builtin_convertvector((rounded & ~none) | (none & 0x7fc0), Halves);
+    memcpy(to, &halves, sizeof halves);
+}
+
 INLINE float sum_lanes(const Floats *sum)
 {
     float part[LANES];

@@ -1,8 +1,8 @@
-"""Llama's decoder layer and its many copies for one new token of each sequence. Two calls of `_layer.h`, one for each
-half, and a sum over the ranks behind each, replace some fifty operators of the modelling code.
+"""Llama's decoder layer and its many copies for new tokens. Two calls of `_layer.h`, one for each half, and a sum over the
+ranks behind each, replace some fifty operators of the modelling code.
 
 The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. The modules stay what they are and serve
-whatever the kernel does not: prompts, gradients, hooks, other caches.
+whatever the kernel does not: gradients, hooks, other caches, more tokens than it has an advantage for.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from parallelformers_ng.generation.in_place_cache import extended
 from parallelformers_ng.kernels.operators import (
     KINDS,
     MOST_ROWS,
+    MOST_ROWS_OF_INTEGERS,
     FusedRMSNorm,
     Guard,
     StreamingLinear,
@@ -33,6 +34,7 @@ from parallelformers_ng.kernels.operators import (
     matrix_of,
     may_serve,
     shape_of,
+    spans_of,
 )
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.cache_names import CACHE
@@ -44,7 +46,7 @@ from parallelformers_ng.sharding.linear import RowParallel
 _COLUMNS = (StreamingLinear, StreamingQuantizedLinear)
 _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""What a layer may be given that a single query over a cache has no use for."""
+"""What a layer may be given that new tokens over a cache have no use for."""
 
 
 class FusedDecoderLayer(nn.Module):
@@ -80,8 +82,8 @@ class FusedDecoderLayer(nn.Module):
 
 
 def is_step(hidden: Tensor) -> bool:
-    """Return whether a tensor is `[batch, 1, hidden]` as the kernel reads it."""
-    return hidden.ndim == 3 and hidden.shape[1] == 1 and hidden.is_cpu and hidden.is_contiguous()
+    """Return whether a tensor is `[batch, tokens, hidden]` as the kernel reads it."""
+    return hidden.ndim == 3 and hidden.is_cpu and hidden.is_contiguous() and hidden.numel() > 0
 
 
 class _Half:
@@ -104,7 +106,8 @@ class _Half:
         last = linears[-1]
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
         self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
-        self._most_rows = MOST_ROWS[self.dtype]
+        whole = not any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
+        self._most_rows = (MOST_ROWS if whole else MOST_ROWS_OF_INTEGERS)[self.dtype]
         self.kind = KINDS[self.dtype]
         weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
@@ -118,8 +121,9 @@ class _Half:
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether it takes such an input, `[batch, 1, hidden]`, and nothing wants to see the modules called."""
-        fits = hidden.dtype is self.dtype and hidden.shape[2] == self.hidden and hidden.shape[0] <= self._most_rows
+        """Return whether it takes such an input, `[batch, tokens, hidden]`, and nothing wants to see the modules called."""
+        batch, tokens, width = hidden.shape
+        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self._most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:
@@ -138,6 +142,7 @@ class AttentionHalf(_Half):
         self.heads, self._kv_heads = (shape_of(linear)[0] // self.width for linear in linears[:2])
         self.static += (self.hidden, self.heads, self._kv_heads, self.width)
         self.scaling = attention.scaling
+        self.is_causal = getattr(attention, "is_causal", True) is True
 
     @classmethod
     def of(cls, layer: Any) -> AttentionHalf | None:
@@ -187,66 +192,76 @@ class AttentionHalf(_Half):
             or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
         ):
             return None
-        step = Step.of(self, hidden.shape[0], position_embeddings, attention_mask)
-        return step if step.fits and self.may_extend(cache, step) else None
+        batch, queries, _ = hidden.shape
+        step = Step.of(self, (batch, queries), position_embeddings, attention_mask)
+        return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
         """Return whether the kernel can append to what the cache has of this layer, and read it."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-        if type(layer) is not DynamicLayer or not layer.is_initialized:
+        if type(layer) is not DynamicLayer:
             return False
+        if not layer.is_initialized:
+            return step.tokens == step.queries
         keys, values = layer.keys, layer.values
         if keys.ndim != 4 or keys.dtype is not self.dtype or values.dtype is not self.dtype:
             return False
         batch, heads, tokens, width = shape = keys.shape
         return (
             values.shape == shape
-            and (batch, heads, width) == (step.rows, self._kv_heads, self.width)
-            and (step.masked_tokens is None or step.masked_tokens == tokens + 1)
+            and (batch, heads, width) == (step.sequences, self._kv_heads, self.width)
+            and step.tokens in (None, tokens + step.queries)
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """Return the attention's contribution to `hidden`."""
-        out, places = torch.empty_like(hidden), self.lengthen(cache)
+        out, places = torch.empty_like(hidden), self.lengthen(cache, step)
         _decode.attention_half(
-            *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.positions, *step.mask,
-            step.rows, self.tokens_in(cache), self.kind, *self.epsilons, self.scaling,
+            *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache), self.kind,
+            *self.epsilons, self.scaling,
         )  # fmt: skip
         return self.summed(out)
 
-    def lengthen(self, cache: DynamicCache) -> tuple[int, ...]:
-        """Make room for a token in what the cache has of this layer.
+    def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
+        """Make room for new tokens in what the cache has of this layer.
 
         Returns:
             The addresses of its keys and values, and their distances between sequences, heads and tokens, as the kernel
             takes them.
         """
-        keys, values = extended(cache.layers[self.layer_idx], 1)
+        layer: Any = cache.layers[self.layer_idx]
+        like = None
+        if not layer.is_initialized:
+            like = torch.empty(1, dtype=self.dtype).expand(step.sequences, self._kv_heads, step.queries, self.width)
+            layer.lazy_initialization(like, like)
+        keys, values = extended(layer, step.queries, like, like)
         return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
     def tokens_in(self, cache: DynamicCache) -> int:
         """Return how many tokens the cache has of this layer."""
-        keys: Any = cache.layers[self.layer_idx].keys
-        return int(keys.shape[2])
+        layer: Any = cache.layers[self.layer_idx]
+        return int(layer.keys.shape[2]) if layer.is_initialized else 0
 
 
 class Step:
     """The shared facts of all layers in a step, looked up once.
 
     Attributes:
-        rows: sequences.
-        fits: whether the kernel computes attention with it; if not, what follows is missing.
-        positions, mask: addresses and distances, as the kernel takes them.
-        masked_tokens: how many the mask has, None without one.
+        sequences, queries: how many there are, and new tokens of each.
+        tokens: how many each sequence has with the new ones; None if any number fits.
+        fits: whether the kernel computes attention with it; if not, `arguments` is missing.
+        arguments: addresses, distances and counts, as the kernel takes them.
     """
 
     # In a list: while an attribute of a class is replaced, another thread may be given the old value after its end.
     _latest: ClassVar[list[Step]] = []
 
     @classmethod
-    def of(cls, half: AttentionHalf, rows: int, positions: tuple[Tensor, Tensor], mask: Tensor | None) -> Step:
+    def of(
+        cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> Step:
         """Return the step of which `half` computes a part. transformers passes the same objects to all layers."""
-        shared, sizes = (half.config, positions, mask), (rows, half.dtype, half.width, half.heads)
+        shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
                 return latest
@@ -260,28 +275,52 @@ class Step:
         cls._latest.clear()
 
     def __init__(
-        self, shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None], sizes: tuple[int, torch.dtype, int, int]
+        self,
+        shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None],
+        sizes: tuple[tuple[int, int], torch.dtype, int, int],
     ) -> None:
         self._shared, self._sizes = shared, sizes  # while they are referred to, no others can have their ids
         config, rotations, mask = shared
-        rows, dtype, width, heads = sizes
-        self.rows = rows
-        self.masked_tokens = None if mask is None else mask.shape[-1]
+        (self.sequences, self.queries), dtype, width, heads = sizes
+        # Without a mask several tokens see each other and nothing before them, so transformers gives them one.
+        self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"
             and is_usual()
-            and all(_is_rotation(rotation, rows, dtype, width) for rotation in rotations)
-            and (mask is None or fits_mask(mask, dtype, rows, heads, mask.shape[-1]))
+            and all(_is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
+            and self._reads(mask, dtype, heads)
         )
         if self.fits:
             cos, sin = rotations
-            rows_apart = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
-            self.positions = (cos.data_ptr(), sin.data_ptr(), *rows_apart)
-            self.mask = mask_arguments(mask)
+            batches = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
+            spans = (0, self.sequences) if self._spans is None else (self._spans.data_ptr(), len(self._spans))
+            self.arguments = (
+                cos.data_ptr(), sin.data_ptr(), *batches, cos.stride(1), sin.stride(1),
+                *mask_arguments(mask if self._spans is None else None), *spans,
+                self.queries, self.sequences * self.queries,
+            )  # fmt: skip
+
+    def _reads(self, mask: Tensor | None, dtype: torch.dtype, heads: int) -> bool:
+        """Return whether the kernel reads such a mask. One that hides the beginnings of sequences and what comes after a
+        token becomes spans: what is hidden costs nothing then, and changes no sum."""
+        self._spans: Tensor | None = None
+        sequences, queries = self.sequences, self.queries
+        if mask is None and queries == 1:
+            return True
+        spans = torch.zeros(sequences, 5, dtype=torch.int64)
+        if mask is None:
+            spans[:, 0] = torch.arange(sequences)
+            spans[:, 2], spans[:, 3], spans[:, 4] = queries, spans[:, 0] * queries, queries
+            self._spans = spans
+            return True
+        if mask.shape[0] in (1, sequences) and mask.shape[2] == queries and spans_of(mask.expand(sequences, -1, -1, -1), spans):
+            self._spans = spans
+            return True
+        return queries == 1 and fits_mask(mask, dtype, sequences, heads, mask.shape[-1])
 
 
-def _is_rotation(angles: Tensor, rows: int, dtype: torch.dtype, width: int) -> bool:
-    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, rows) and angles.shape[1:] == (1, width)
+def _is_rotation(angles: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, shape[0]) and angles.shape[1:] == shape[1:]
     return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
 
 
@@ -316,7 +355,7 @@ class FeedHalf(_Half):
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
-            hidden.shape[0], self.kind, *self.epsilons,
+            hidden.shape[0] * hidden.shape[1], self.kind, *self.epsilons,
         )  # fmt: skip
         return residual.add_(self.summed(out))
 

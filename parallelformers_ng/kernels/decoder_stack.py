@@ -131,11 +131,11 @@ class _StackInC:
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
         """Return the last layer's output."""
         out = hidden.clone()
-        places = [number for attention in self._attentions for number in attention.lengthen(cache)]
+        places = [number for attention in self._attentions for number in attention.lengthen(cache, step)]
         kernel = None if self._communicator is None else self._communicator.kernel
         status = _decode.decoder_layers(
-            kernel, self._sum_kind, self._layers, out.data_ptr(), *step.positions, *step.mask,
-            step.rows, self._first.tokens_in(cache), self._first.kind, *places,
+            kernel, self._sum_kind, self._layers, out.data_ptr(), *step.arguments, self._first.tokens_in(cache),
+            self._first.kind, *places,
         )  # fmt: skip
         if status:
             self._communicator.check(status, "all_reduce")

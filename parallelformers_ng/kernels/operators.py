@@ -1,5 +1,5 @@
-"""Operators whose decode step runs in `_decode.c`: they read weights, keys and values once, at the full speed of the
-memory, and spend one call where torch spends several.
+"""Operators that run in `_decode.c`: they read weights, keys and values once, at the full speed of the memory, and spend
+one call where torch spends several.
 
 All of them leave the work to torch wherever it must do it: gradients, autocast, `torch.compile`, other data types.
 Sums run in another order than torch's, so results may differ in the last bits.
@@ -30,10 +30,15 @@ except ImportError as error:  # installed without a compiler, or a clone that hi
     logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-# If the processor multiplies bfloat16 in vectors alone, torch is twice as fast as the kernel, which widens it.
-_IN_VECTORS = torch.cpu._is_avx512_bf16_supported() and not getattr(_decode, "HAS_TILES", False)
-MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4 if _IN_VECTORS else 32}
-"""With more rows torch's matrix product is as fast or faster."""
+_HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
+# If the processor multiplies bfloat16 and the kernel was built without that, torch is twice as fast: the kernel widens it.
+_ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
+MOST_ROWS = {
+    torch.float32: 16,
+    torch.bfloat16: 4 if _ONE_BY_ONE else 2048 if _HAS_PAIRS and not _HAS_TILES else 32,
+}
+"""With more rows torch's matrix product is as fast or faster. In pairs of bfloat16 the kernel keeps up with torch, and the
+limit is one of memory."""
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
 """With more, the weight is put together once for all of them."""
 _code_is_stock = True
@@ -255,6 +260,22 @@ def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: 
     )
 
 
+def spans_of(mask: Tensor, spans: Tensor) -> bool:
+    """Return whether a mask lets each of some new tokens see the tokens up to itself, from a first one of its sequence on.
+
+    Args:
+        mask: bool `[sequences, 1, new tokens, tokens]`.
+        spans: int64 `[sequences, 5]`; becomes `Span`s of `_queries.h`.
+    """
+    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[1] != 1 or mask.stride(3) != 1:
+        return False
+    sequences, _, queries, tokens = mask.shape
+    if not 0 < queries <= tokens:
+        return False
+    arguments = mask.data_ptr(), mask.stride(0), mask.stride(2), sequences, queries, tokens, spans.data_ptr()
+    return bool(_decode.spans(*arguments))
+
+
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
     """For the kernel: the address of a mask, its distances from one sequence and one head to the next, its kind."""
     if mask is None:
@@ -274,7 +295,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     out = query.new_empty((batch, 1, heads, value_width))
     _decode.attention(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
-        *mask_arguments(mask), out.data_ptr(), batch, heads, kv_heads, tokens, width, value_width,
+        *mask_arguments(mask), out.data_ptr(), 0, batch, batch, heads, kv_heads, tokens, width, value_width,
         *query.stride()[:2], KINDS[query.dtype],
         width**-0.5 if scaling is None else scaling,
     )  # fmt: skip

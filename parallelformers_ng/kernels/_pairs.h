@@ -1,0 +1,194 @@
+/* Products of bf16 in vectors of AVX-512, whose instruction takes the numbers in pairs (`vdpbf16ps`):
+ *
+ *     y = x Wᵀ
+ *
+ * Both x and W are read as they lie in memory, so nothing is packed and nothing widened. Lane l of a sum takes the numbers
+ * 2l and 2l + 1 of each 32, in their order, and the lanes meet in a tree: what a sum is depends on `in` alone, not on the
+ * rows and outputs beside it. Up to MOST_SUMS times OUTS sums are in registers at a time, as many as it takes to have the
+ * next one ready to go on; they meet in one vector.
+ *
+ * Several rows of x meet a block of W that stays in the second-level cache, a tile of it after another, and each tile is
+ * asked for into the first level while the one before is multiplied. For one row of x the processor's own prefetcher is best
+ * left alone. */
+
+#ifndef PARALLELFORMERS_NG_PAIRS_H
+#define PARALLELFORMERS_NG_PAIRS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../collectives/_floats.h"
+
+enum { MOST_SUMS = 6, SUMS = 4, DOZEN = 32, BLOCK_BYTES = 256 << 10 };
+
+#if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
+#include <immintrin.h>
+
+#define PAIRED __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+
+static int has_pairs(void)
+{
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+PAIRED INLINE __m512bh loaded_pairs(const uint16_t *from) { return (__m512bh)_mm512_loadu_si512(from); }
+PAIRED INLINE __m512bh first_pairs(const uint16_t *from, size_t count)
+{
+    return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), from);
+}
+
+/* Halves, quarters and eighths of two vectors of sums added, the results side by side. */
+#define MEET_IN_BLOCKS(A, B) _mm512_add_ps(_mm512_shuffle_f32x4(A, B, 0x88), _mm512_shuffle_f32x4(A, B, 0xdd))
+#define MEET_IN_HALVES(A, B)                                                                        \
+    _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(A), _mm512_castps_pd(B))),   \
+                  _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(A), _mm512_castps_pd(B))))
+#define MEET_IN_PAIRS(A, B) _mm512_add_ps(_mm512_shuffle_ps(A, B, 0x88), _mm512_shuffle_ps(A, B, 0xdd))
+
+/* The totals of 16 sums, that of `sums[o][r]` in lane 4 r + o. */
+PAIRED INLINE __m512 meet(__m512 sums[SUMS][MOST_SUMS], size_t first)
+{
+    __m512 of[SUMS];
+    const __m512 none = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (size_t o = 0; o < SUMS; o++) {
+        const __m512 low = MEET_IN_BLOCKS(sums[o][first], sums[o][first + 1]);
+        of[o] = first ? MEET_IN_BLOCKS(low, none) : MEET_IN_BLOCKS(low, MEET_IN_BLOCKS(sums[o][2], sums[o][3]));
+    }
+    return MEET_IN_PAIRS(MEET_IN_HALVES(of[0], of[1]), MEET_IN_HALVES(of[2], of[3]));
+}
+
+typedef struct {
+    __m512 four, two; /* of the first four rows of x, and of two more; lane 4 r + o */
+} Totals;
+
+/* `outs` rows of W, `stride` apart, times `rows` rows of x, `apart`; constants where it is inlined. Meanwhile as many rows of
+ * W from `next` on are asked for into the first-level cache. */
+PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
+                                   size_t outs, const uint16_t *next)
+{
+    __m512 sums[SUMS][MOST_SUMS];
+    __m512bh a[SUMS];
+    size_t i = 0;
+#pragma GCC unroll 4
+    for (size_t o = 0; o < SUMS; o++)
+#pragma GCC unroll 6
+        for (size_t r = 0; r < MOST_SUMS; r++) sums[o][r] = _mm512_setzero_ps();
+    for (; i + DOZEN <= in; i += DOZEN) {
+#pragma GCC unroll 4
+        for (size_t o = 0; o < outs; o++) __builtin_prefetch(next + o * stride + i, 0, 3);
+#pragma GCC unroll 4
+        for (size_t o = 0; o < outs; o++) a[o] = loaded_pairs(w + o * stride + i);
+#pragma GCC unroll 6
+        for (size_t r = 0; r < rows; r++) {
+            const __m512bh b = loaded_pairs(x + r * apart + i);
+#pragma GCC unroll 4
+            for (size_t o = 0; o < outs; o++) sums[o][r] = _mm512_dpbf16_ps(sums[o][r], a[o], b);
+        }
+    }
+    if (i < in) {
+#pragma GCC unroll 4
+        for (size_t o = 0; o < outs; o++) a[o] = first_pairs(w + o * stride + i, in - i);
+#pragma GCC unroll 6
+        for (size_t r = 0; r < rows; r++) {
+            const __m512bh b = first_pairs(x + r * apart + i, in - i);
+#pragma GCC unroll 4
+            for (size_t o = 0; o < outs; o++) sums[o][r] = _mm512_dpbf16_ps(sums[o][r], a[o], b);
+        }
+    }
+    return (Totals){meet(sums, 0), rows > 4 ? meet(sums, 4) : _mm512_setzero_ps()};
+}
+
+/* A tile of 1 or SUMS outputs and up to MOST_SUMS rows. */
+PAIRED INLINE Totals any_tile(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
+                              size_t outs, const uint16_t *next)
+{
+#define TILE_OF(ROWS_) outs == 1 ? tile_of_pairs(x, apart, w, stride, in, ROWS_, 1, next) : tile_of_pairs(x, apart, w, stride, in, ROWS_, SUMS, next)
+    switch (rows) {
+    case 6: return TILE_OF(6);
+    case 5: return TILE_OF(5);
+    case 4: return TILE_OF(4);
+    case 3: return TILE_OF(3);
+    case 2: return TILE_OF(2);
+    default: return TILE_OF(1);
+    }
+#undef TILE_OF
+}
+
+/* How many of the rows that are left a tile takes: none is left with few if that can be. */
+INLINE size_t rows_of_tile(size_t left) { return left > 8 ? 6 : left > 6 ? 4 : left; }
+
+/* One row of x and up to 16 of W, one after another. Lane o. */
+PAIRED INLINE __m512 dots_of_pairs(const uint16_t *x, const uint16_t *w, size_t stride, size_t in, size_t outs)
+{
+    __m512 sums[SUMS][MOST_SUMS];
+    for (size_t o = 0; o < SUMS * SUMS; o++, w += stride) {
+        __m512 sum = _mm512_setzero_ps();
+        size_t i = 0;
+        if (o < outs) {
+            for (; i + DOZEN <= in; i += DOZEN) sum = _mm512_dpbf16_ps(sum, loaded_pairs(w + i), loaded_pairs(x + i));
+            if (i < in) sum = _mm512_dpbf16_ps(sum, first_pairs(w + i, in - i), first_pairs(x + i, in - i));
+        }
+        sums[o % SUMS][o / SUMS] = sum;
+    }
+    return meet(sums, 0);
+}
+
+/* Lanes r * `width` + o into `outs` columns of `rows` rows of y, `out` apart. `bias` has `width` lanes, again and again. */
+PAIRED INLINE void store_totals(__m512 totals, __m512 bias, uint16_t *y, size_t out, size_t rows, size_t outs, size_t width)
+{
+    uint16_t narrow[SUMS * SUMS];
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(totals, bias));
+    memcpy(narrow, &rounded, sizeof narrow);
+    for (size_t r = 0; r < rows; r++) memcpy(y + r * out, narrow + r * width, outs * sizeof *y);
+}
+
+PAIRED INLINE __m512 biases_of(const uint16_t *bias, size_t outs)
+{
+    if (!bias) return _mm512_setzero_ps();
+    const __m256i held = _mm256_maskz_loadu_epi16((__mmask16)((1u << outs) - 1), bias);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(held), 16));
+}
+
+/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. */
+PAIRED static void linear_pairs(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
+                                size_t in, size_t stride, size_t out, size_t outs)
+{
+    for (size_t o = 0; rows == 1 && o < outs; o += SUMS * SUMS) {
+        const size_t here = outs - o < SUMS * SUMS ? outs - o : SUMS * SUMS;
+        const __m512 totals = dots_of_pairs(x, w + o * stride, stride, in, here);
+        store_totals(totals, biases_of(bias ? bias + o : NULL, here), y + o, out, 1, here, SUMS * SUMS);
+    }
+    if (rows == 1) return;
+    size_t block = BLOCK_BYTES / (in * sizeof *w) / SUMS * SUMS;
+    if (block < SUMS) block = SUMS;
+    for (size_t first = 0; first < outs; first += block) {
+        const size_t end = outs - first < block ? outs : first + block;
+        for (size_t r = 0, many; r < rows; r += many) {
+            many = rows_of_tile(rows - r);
+            for (size_t o = first, wide; o < end; o += wide) {
+                wide = end - o < SUMS ? 1 : SUMS;
+                const uint16_t *from = w + o * stride, *next = o + wide < end ? from + wide * stride : w + first * stride;
+                const Totals totals = any_tile(x + r * in, in, from, stride, in, many, wide, next);
+                const __m512 biases = _mm512_broadcast_f32x4(_mm512_castps512_ps128(biases_of(bias ? bias + o : NULL, wide)));
+                uint16_t *to = y + r * out + o;
+                if (wide == SUMS) store_totals(totals.four, biases, to, out, many < 4 ? many : 4, SUMS, SUMS);
+                else store_totals(totals.four, biases, to, out, many < 4 ? many : 4, 1, SUMS);
+                if (many > 4 && wide == SUMS) store_totals(totals.two, biases, to + 4 * out, out, many - 4, SUMS, SUMS);
+                else if (many > 4) store_totals(totals.two, biases, to + 4 * out, out, many - 4, 1, SUMS);
+            }
+        }
+    }
+}
+
+#else
+
+static int has_pairs(void) { return 0; }
+static void linear_pairs(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
+                         size_t stride, size_t out, size_t outs)
+{
+    (void)x, (void)w, (void)bias, (void)y, (void)rows, (void)in, (void)stride, (void)out, (void)outs;
+}
+
+#endif
+#endif

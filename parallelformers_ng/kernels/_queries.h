@@ -1,0 +1,177 @@
+/* What attention is asked for: queries over the keys and values of a cache, and how scores become weights. */
+
+#ifndef PARALLELFORMERS_NG_QUERIES_H
+#define PARALLELFORMERS_NG_QUERIES_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../collectives/_floats.h"
+#include "_vectors.h"
+
+enum { NO_MASK = 0, BOOL_MASK = 1, ADDED_MASK = 2 };
+
+/* Distances between rows are in numbers of the tensor's type, those of the mask, which has one of two types, in bytes; the
+ * last dimensions are dense. */
+
+/* Keys `[batch, kv_heads, tokens, width]` and values `[batch, kv_heads, tokens, value_width]`. */
+typedef struct {
+    void *keys, *values;
+    size_t k_batch, k_head, k_token, v_batch, v_head, v_token;
+} Cached;
+
+/* `[batch, heads, tokens]`. */
+typedef struct {
+    const void *at;
+    size_t batch, head, kind;
+} Mask;
+
+/* `count` queries that follow one another, the first of them at `row` of q. They are the last of the tokens from `first` up
+ * to `end` of a sequence of the cache, and each sees those up to itself. */
+typedef struct {
+    size_t batch, first, end, row, count;
+} Span;
+
+/* q is `[rows, heads, width]`, y `[rows, heads, value_width]` and contiguous; rows of no span are padding, and become zeros.
+ * Without spans, row `b` is one query that sees all tokens of sequence `b` but those that the mask hides. */
+typedef struct {
+    const void *q;
+    Cached cached;
+    Mask mask;
+    void *y;
+    const Span *spans;
+    size_t span_count; /* without spans, sequences */
+    size_t rows, heads, kv_heads, tokens, width, value_width, q_row, q_head, kind;
+} Attention;
+
+INLINE size_t queries_of(const Attention *is)
+{
+    size_t queries = is->spans ? 0 : is->rows;
+    for (size_t at = 0; is->spans && at < is->span_count; at++) queries += is->spans[at].count;
+    return queries;
+}
+
+INLINE Span span_at(const Attention *is, size_t at)
+{
+    return is->spans ? is->spans[at] : (Span){.batch = at, .end = is->tokens, .row = at, .count = 1};
+}
+
+/* A mask of bools `[sequences, queries, tokens]` for queries that are the last of the tokens. */
+typedef struct {
+    const void *mask;
+    size_t batch, row; /* bytes from one sequence to the next, and from one query */
+    size_t sequences, queries, tokens;
+    Span *spans; /* one for each sequence */
+} Seen;
+
+INLINE size_t run_of(const char *at, size_t count, int other)
+{
+    const char *end = memchr(at, other, count);
+    return end ? (size_t)(end - at) : count;
+}
+
+/* Whether each query sees the tokens up to itself from a first one of its sequence on, and no other; those before the first
+ * one see none. Writes the spans that say the same. */
+static int are_spans(const Seen *is)
+{
+    const size_t before = is->tokens - is->queries;
+    for (size_t b = 0; b < is->sequences; b++) {
+        const char *rows = (const char *)is->mask + b * is->batch, *last = rows + (is->queries - 1) * is->row;
+        const size_t first = run_of(last, is->tokens, 1), hidden = first > before ? first - before : 0;
+        if (first == is->tokens) return 0;
+        for (size_t i = 0; i < is->queries; i++) {
+            const char *row = rows + i * is->row;
+            const size_t end = before + i + 1, none = i < hidden ? is->tokens : first;
+            if (run_of(row, is->tokens, 1) != none) return 0;
+            if (none == first && (run_of(row + first, end - first, 0) != end - first ||
+                                  run_of(row + end, is->tokens - end, 1) != is->tokens - end)) return 0;
+        }
+        is->spans[b] = (Span){b, first, is->tokens, b * is->queries + hidden, is->queries - hidden};
+    }
+    return 1;
+}
+
+/* Some queries of one head of keys and values, which share what is read of them. They are counted token by token, and
+ * within a token head by head. */
+typedef struct {
+    const Attention *is;
+    Span span;
+    size_t head, first; /* of keys and values; the first of the queries */
+    const void *keys, *values; /* of the first token */
+    float scale;
+} Group;
+
+INLINE size_t shared_by(const Attention *is) { return is->heads / is->kv_heads; }
+INLINE size_t row_of(const Group *g, size_t query) { return g->span.row + (g->first + query) / shared_by(g->is); }
+INLINE size_t head_of(const Group *g, size_t query)
+{
+    return g->head * shared_by(g->is) + (g->first + query) % shared_by(g->is);
+}
+/* Tokens that a query sees. */
+INLINE size_t seen_by(const Group *g, size_t query)
+{
+    return g->span.end - g->span.first - g->span.count + (g->first + query) / shared_by(g->is) + 1;
+}
+
+/* eˣ for x ≤ 0, 0 below -87: 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2, the latter by its Taylor series to r⁶ / 6!, whose
+ * remainder is below 2e-7 of it. */
+INLINE void exponentials(Floats *x)
+{
+    const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f, to_whole = 12582912.0f;
+    Words zero = (Words)(*x < -87.0f);
+    Floats n = *x * log2_e + to_whole;
+    n -= to_whole;
+    Floats r = *x - n * ln2_high - n * ln2_low;
+    Floats e = r * (1.0f / 720) + 1.0f / 120;
+    e = e * r + 1.0f / 24;
+    e = e * r + 1.0f / 6;
+    e = e * r + 0.5f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    Words power = (Words)((__builtin_convertvector(n, Integers) + 127) << 23);
+    Floats scaled = e * (Floats)power;
+    *x = (Floats)((Words)scaled & ~zero);
+}
+
+/* Scores `[tokens]` to eˢ⁻ᵐᵃˣ. Returns their sum, 0 where every token is masked. `tokens` is a multiple of LANES. */
+INLINE float exponentiate(float *s, size_t tokens)
+{
+    Floats most, sum = {0}, x;
+    float lanes[LANES], highest = -INFINITY;
+    LOAD_F32(most, s);
+    for (size_t t = LANES; t < tokens; t += LANES) {
+        LOAD_F32(x, s + t);
+        const Words larger = (Words)(x > most);
+        most = (Floats)(((Words)x & larger) | ((Words)most & ~larger));
+    }
+    memcpy(lanes, &most, sizeof lanes);
+    for (size_t lane = 0; lane < LANES; lane++) highest = lanes[lane] > highest ? lanes[lane] : highest;
+    if (highest == -INFINITY) highest = 0.0f;
+    for (size_t t = 0; t < tokens; t += LANES) {
+        LOAD_F32(x, s + t);
+        x -= highest;
+        exponentials(&x);
+        memcpy(s + t, &x, sizeof x);
+        sum += x;
+    }
+    return sum_lanes(&sum);
+}
+
+/* Hide from scores `[room]` of a query what it does not see, and what the mask hides, or add the mask. */
+#define DEFINE_MASKED(NAME, TYPE)                                                                              \
+    INLINE void masked_##NAME(const Group *g, size_t query, float *s, size_t room)                            \
+    {                                                                                                         \
+        const Mask *m = &g->is->mask;                                                                         \
+        const char *at = (const char *)m->at + g->span.batch * m->batch + head_of(g, query) * m->head;        \
+        const size_t seen = seen_by(g, query);                                                                \
+        for (size_t t = 0; m->kind == ADDED_MASK && t < seen; t++) s[t] += load_##NAME(((const TYPE *)at)[t]); \
+        for (size_t t = 0; m->kind == BOOL_MASK && t < seen; t++) s[t] = at[t] ? s[t] : -INFINITY;            \
+        for (size_t t = seen; t < room; t++) s[t] = -INFINITY;                                                \
+    }
+
+DEFINE_MASKED(f32, float)
+DEFINE_MASKED(bf16, uint16_t)
+
+#endif
