@@ -77,6 +77,6 @@ assert torch.equal(compiled(tensor), tensor[:, 1:2] * 2)
 """
 
 
-def test_compiler_and_lists_of_tensors_work_in_a_worker() -> None:
+def test_compiler_and_lists_work_in_a_worker() -> None:
     """In a process of its own, as a `__getitem__` of Python changes the class for good."""
     subprocess.run([sys.executable, "-c", IN_A_WORKER], check=True, timeout=120)
