@@ -249,6 +249,6 @@ def is_empty(cache: Cache) -> bool:
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return a layer takes its tensors, `[batch, …]` with two more dimensions or three, on its first update.
+    """Return whether a layer has its tensors, `[batch, …]` with two or three more dimensions, from a first update.
     Counters may be there before."""
     return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

@@ -2,14 +2,19 @@
 
 torch makes a tensor of the list and copies it to the device of `x`, each time: the host waits for the copy, and nothing
 that has it can be recorded. A slice selects the same, and needs no copy.
+
+A class with a `__getitem__` written in Python is a sequence to C (`sq_item`), for good. `torch.tensor([a, b])` would
+then ask tensors without dimensions for their length, an error; Qwen's vision models make such lists. So these tensors
+become numbers first, as in torch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _BASIC = {int, slice, type(None), type(...)}
@@ -20,6 +25,7 @@ def slice_single_indices() -> None:
     """Have a list of one number index the tensors of this process as a slice does, from now on. Idempotent."""
     if not hasattr(Tensor.__getitem__, "__wrapped__"):
         Tensor.__getitem__ = _sliced(Tensor.__getitem__)  # type: ignore[method-assign, assignment]
+        torch.tensor, torch.as_tensor = _of_numbers(torch.tensor), _of_numbers(torch.as_tensor)
 
 
 def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
@@ -35,6 +41,36 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
         return usual(tensor, index) if part is None or not part.numel() else part.clone()
 
     return indexed
+
+
+def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(usual)
+    def tensor(data: Any, *types: Any, **options: Any) -> Tensor:
+        if type(data) in (list, tuple) and (kinds := [*_types_within(data)]):
+            if not types and options.get("dtype") is None and None not in kinds:
+                options["dtype"] = functools.reduce(torch.promote_types, kinds)  # type: ignore[arg-type]
+            data = _numbers(data)
+        return usual(data, *types, **options)
+
+    return tensor
+
+
+def _types_within(data: Any) -> Iterator[torch.dtype | None]:
+    """Yield the types of tensors within lists, and None for each other item beside a tensor."""
+    if any(isinstance(item, (Tensor, list, tuple)) for item in data):
+        for item in data:
+            if isinstance(item, Tensor):
+                yield item.dtype
+            elif isinstance(item, (list, tuple)):
+                yield from _types_within(item)
+            else:
+                yield None
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_numbers(item) for item in data]
+    return data.item() if isinstance(data, Tensor) else data
 
 
 def _slice(item: Any) -> Any:

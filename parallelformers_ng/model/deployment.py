@@ -197,7 +197,7 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Return every rank writes its files of a sharded directory. Returns what each wrote.
+        """Have every rank write its files of a sharded directory; return the written files of each.
 
         Args:
             progress: called with the bytes that rank 0 has written; the others write theirs at the same time.

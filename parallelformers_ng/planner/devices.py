@@ -138,8 +138,7 @@ class Cluster:
     network: Link
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
-        """Return a sum, or a gather, of a tensor of so many bytes among ranks that lie side by side: within each host,
-        and of one rank of each across.
+        """Return the seconds of a sum, or a gather, of a tensor among adjacent ranks: within each host, then across.
 
         Trees within hosts and across, up and down (NCCL's own model). Of `n` bytes a ring sends 2 n (k - 1) / k in a
         sum and n (k - 1) / k in a gather.

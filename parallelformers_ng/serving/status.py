@@ -40,11 +40,11 @@ class Status:
         self._last_memory: dict[str, int] = {}
 
     async def health(self) -> Response:
-        """Return the process answers."""
+        """Return an answer: the process lives."""
         return PlainTextResponse("alive\n")
 
     async def ready(self) -> Response:
-        """Return every rank has answered to the others."""
+        """Return an answer once every rank has answered to the others."""
         if why := await self._engine.ready(_READY_SECONDS):
             raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
         return PlainTextResponse("ready\n")

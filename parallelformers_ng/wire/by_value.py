@@ -19,7 +19,7 @@ def _generator(device: str, state: bytes) -> torch.Generator:
 
 
 def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
-    """Return its state is a tensor of the host, wherever the tensors of the message go."""
+    """Return the reduced generator; its state is a host tensor, wherever the tensors of the message go."""
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -55,8 +57,26 @@ def test_a_number_out_of_range_is_an_error() -> None:
     assert sliced(torch.randn(2, 0, 4), (0, slice(None), [1])).shape == (0, 1)
 
 
-def test_the_compiler_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "__getitem__", sliced)
-    tensor = torch.randn(2, 3, 4)
-    compiled = torch.compile(lambda x: x[..., [-2], :] * 2, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(tensor), tensor[:, 1:2] * 2)
+IN_A_WORKER = """
+import torch
+from parallelformers_ng.generation.single_indices import slice_single_indices
+
+plain = torch.tensor
+lists = ([torch.tensor(-2), torch.tensor(3)], [[torch.tensor(1.5)], [torch.tensor(2.5)]], [torch.tensor(1), 2.5],
+         (torch.tensor(1, dtype=torch.int32), torch.tensor(2, dtype=torch.int16)), [torch.tensor([7])], [1, 2], [[]], 3)
+before = [torch.tensor(each) for each in lists]
+slice_single_indices()
+for each, want in zip(lists, before, strict=True):
+    got = torch.tensor(each)
+    assert got.dtype is want.dtype and torch.equal(got, want), each
+    assert torch.equal(torch.as_tensor(each, dtype=torch.float64), want.double()), each
+assert torch.tensor(lists[0], dtype=torch.float64).dtype is torch.float64
+tensor = torch.randn(2, 3, 4)
+compiled = torch.compile(lambda x: x[..., [-2], :] * 2, backend="aot_eager", fullgraph=True)
+assert torch.equal(compiled(tensor), tensor[:, 1:2] * 2)
+"""
+
+
+def test_compiler_and_lists_work_in_a_worker() -> None:
+    """In a process of its own, as a `__getitem__` of Python changes the class for good."""
+    subprocess.run([sys.executable, "-c", IN_A_WORKER], check=True, timeout=120)

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "../../parallelformers_ng/kernels/_layer.h"
+#include "../../../parallelformers_ng/kernels/_layer.h"
 
 static double worst;
 

@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../parallelformers_ng/collectives/_kernel.c"
+#include "../../../parallelformers_ng/collectives/_kernel.c"
 
 /* What a long wait calls. No thread holds a lock here, and no signal has a handler. */
 PyThreadState *PyEval_SaveThread(void) { return NULL; }
