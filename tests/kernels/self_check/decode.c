@@ -1,4 +1,4 @@
-/* The kernels of a decode step against plain loops in double, without Python: `run.sh` runs it for any processor. */
+/* The kernels of a step against plain loops in double, without Python: `run.sh` runs it for any processor. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -83,18 +83,23 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
     }                                                                                                               \
     static void linears_##NAME(void)                                                                                \
     {                                                                                                               \
-        static const size_t widths[] = {1, 15, 16, 33, 64, 129, 2100}, many[] = {1, 2, 3, 4, 7};                    \
+        static const size_t widths[] = {1, 15, 16, 33, 64, 129, 2100}, many[] = {1, 2, 3, 4, 5, 6, 7, 17};          \
         for (size_t w = 0; w < 7; w++)                                                                              \
-            for (size_t m = 0; m < 5; m++)                                                                          \
+            for (size_t m = 0; m < 8; m++)                                                                          \
                 for (size_t out = 1; out < 10; out += 4) {                                                          \
                     size_t in = widths[w], rows = many[m];                                                          \
                     Array_##NAME x = random_##NAME(rows * in), weight = random_##NAME(out * in + 1);                \
                     Array_##NAME bias = random_##NAME(out), y = random_##NAME(rows * out);                          \
-                    float *wide = calloc(rows * in, sizeof(float));                                                 \
-                    for (size_t i = 0; i < rows * in; i++) wide[i] = load_##NAME(x.given[i]);                       \
-                    linear_##NAME(wide, weight.given, bias.given, y.given, rows, in, in, out, out);                 \
+                    Linear is = {                                                                                   \
+                        .x = x.given, .matrix = {.w = weight.given, .bias = bias.given, .stride = in},              \
+                        .y = y.given, .rows = rows, .in = in, .out = out, .kind = KIND,                             \
+                    };                                                                                              \
+                    linear(&is, NULL, malloc(linear_work_bytes(&is)));                                              \
                     plain_linear(x.wide, weight.wide, bias.wide, y.wide, rows, in, out);                            \
                     check_##NAME("linear " #NAME, y.given, y.wide, rows * out, 1);                                  \
+                    Input input = {.x = x.given, .rows = rows, .in = in, .work = malloc(input_work_bytes(rows, in))}; \
+                    vectors_##NAME(widened_##NAME(&input), weight.given, bias.given, y.given, rows, in, in, out, out); \
+                    check_##NAME("vectors " #NAME, y.given, y.wide, rows * out, 1);                                 \
                 }                                                                                                   \
     }                                                                                                               \
     /* Integers of 8 bits, or of 4 in groups, by way of what the processor multiplies and of what any can widen. */ \
@@ -116,9 +121,12 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         const void *given = group ? (const void *)own.given : scales;                                               \
         const Matrix m = {.w = q, .scale = given, .bias = bias.given, .stride = bytes, .group = group};             \
         plain_linear(x.wide, weight, bias.wide, y.wide, rows, in, out);                                             \
-        integers_##NAME(wide, &m, y.given, rows, in, out, malloc(integers_work_bytes(rows, in, out)));              \
+        Linear is = {                                                                                               \
+            .x = x.given, .matrix = m, .y = y.given, .rows = rows, .in = in, .out = out, .kind = KIND,              \
+        };                                                                                                          \
+        linear(&is, NULL, malloc(linear_work_bytes(&is)));                                                          \
         check_##NAME("integers " #NAME, y.given, y.wide, rows * out, 1);                                            \
-        float *products = calloc(rows * out, sizeof(float)), *laid = malloc(integers_work_bytes(rows, in, out));    \
+        float *products = calloc(rows * out, sizeof(float)), *laid = malloc(met_bytes(rows, in));                   \
         lay_out_rows(wide, &m, laid, rows, in);                                                                     \
         widened(laid, &m, products, rows, in, out, KIND, 0, out);                                                   \
         for (size_t i = 0; i < rows * out; i++) y.given[i] = store_##NAME(products[i] + (float)bias.wide[i % out]); \
@@ -154,14 +162,14 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         for (size_t t = 0; t < TOKENS_; t++) seen[t] = t % 3 != 1;                                                  \
         const void *mask = mask_kind == BOOL_MASK ? (const void *)seen : added.given;                               \
         Attention is = {                                                                                            \
-            .q = q.given, .mask = {.at = mask, .kind = mask_kind}, .y = y.given, .batch = BATCH, .heads = heads,    \
+            .q = q.given, .mask = {.at = mask, .kind = mask_kind}, .y = y.given, .rows = BATCH, .heads = heads,     \
             .cached = {                                                                                             \
                 .keys = k.given, .values = v.given, .k_batch = kv_heads * TOKENS_ * WIDTH,                          \
                 .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                 \
                 .v_head = TOKENS_ * WIDTH, .v_token = WIDTH,                                                        \
             },                                                                                                      \
-            .kv_heads = kv_heads, .tokens = TOKENS_, .width = WIDTH, .value_width = WIDTH,                          \
-            .q_batch = heads * WIDTH, .q_head = WIDTH, .kind = KIND,                                                \
+            .span_count = BATCH, .kv_heads = kv_heads, .tokens = TOKENS_, .width = WIDTH, .value_width = WIDTH,     \
+            .q_row = heads * WIDTH, .q_head = WIDTH, .kind = KIND,                                                  \
         };                                                                                                          \
         attention_##NAME(&is, (float[]){0.3f}, malloc(attention_work_bytes(&is)));                                  \
         for (size_t head = 0; head < BATCH * heads; head++) {                                                       \
@@ -172,16 +180,49 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         }                                                                                                           \
         check_##NAME("attention " #NAME, y.given, y.wide, BATCH * heads * WIDTH, 1);                                \
     }                                                                                                               \
-    static void halves_##NAME(void)                                                                                 \
+    /* The last `count` tokens of each sequence, of which the second begins later, and a row of padding after them. */ \
+    static void spans_##NAME(size_t heads, size_t kv_heads, size_t count)                                           \
     {                                                                                                               \
-        enum { ROWS_ = 2, HIDDEN = 40, Q = 4, KV = 2, WIDTH = 12, TOKENS_ = 9, INNER = 52 };                        \
+        enum { BATCH = 2, TOKENS_ = 37, WIDTH = 36 };                                                               \
+        const size_t rows = BATCH * count + 1, shared = heads / kv_heads;                                           \
+        Array_##NAME q = random_##NAME(rows * heads * WIDTH), k = random_##NAME(BATCH * kv_heads * TOKENS_ * WIDTH); \
+        Array_##NAME v = random_##NAME(BATCH * kv_heads * TOKENS_ * WIDTH), y = random_##NAME(rows * heads * WIDTH); \
+        const Span spans[BATCH] = {{0, 0, TOKENS_, 0, count}, {1, 5, TOKENS_, count, count}};                       \
+        const Attention is = {                                                                                      \
+            .q = q.given, .y = y.given, .spans = spans, .span_count = BATCH, .rows = rows, .heads = heads,          \
+            .cached = {                                                                                             \
+                .keys = k.given, .values = v.given, .k_batch = kv_heads * TOKENS_ * WIDTH,                          \
+                .k_head = TOKENS_ * WIDTH, .k_token = WIDTH, .v_batch = kv_heads * TOKENS_ * WIDTH,                 \
+                .v_head = TOKENS_ * WIDTH, .v_token = WIDTH,                                                        \
+            },                                                                                                      \
+            .kv_heads = kv_heads, .tokens = TOKENS_, .width = WIDTH, .value_width = WIDTH,                          \
+            .q_row = heads * WIDTH, .q_head = WIDTH, .kind = KIND,                                                  \
+        };                                                                                                          \
+        attention_##NAME(&is, (float[]){0.3f}, malloc(attention_work_bytes(&is)));                                  \
+        for (size_t row = 0; row < rows; row++)                                                                     \
+            for (size_t head = 0; head < heads; head++) {                                                           \
+                double *to = y.wide + (row * heads + head) * WIDTH;                                                 \
+                const Span *span = &spans[row / count % BATCH];                                                     \
+                const size_t from = ((span->batch * kv_heads + head / shared) * TOKENS_ + span->first) * WIDTH;     \
+                const size_t seen = TOKENS_ - count + row % count + 1 - span->first;                                \
+                plain_attention(q.wide + (row * heads + head) * WIDTH, k.wide + from, v.wide + from, NULL, NULL,    \
+                                seen, WIDTH, 0.3, to);                                                              \
+                for (size_t i = 0; row == rows - 1 && i < WIDTH; i++) to[i] = 0;                                    \
+            }                                                                                                       \
+        check_##NAME("spans " #NAME, y.given, y.wide, rows * heads * WIDTH, 1);                                     \
+    }                                                                                                               \
+    static void halves_##NAME(size_t n)                                                                                \
+    {                                                                                                               \
+        enum { BATCH = 2, HIDDEN = 40, Q = 4, KV = 2, WIDTH = 12, TOKENS_ = 9, INNER = 52 };                        \
+        const size_t ROWS_ = BATCH * n;                                                                             \
         enum { KEPT = KV * TOKENS_ * WIDTH };                                                                       \
         Array_##NAME x = random_##NAME(ROWS_ * HIDDEN), norm = random_##NAME(HIDDEN);                               \
         Array_##NAME y = random_##NAME(ROWS_ * HIDDEN);                                                             \
         Array_##NAME wq = random_##NAME(Q * WIDTH * HIDDEN), wk = random_##NAME(KV * WIDTH * HIDDEN);               \
         Array_##NAME wv = random_##NAME(KV * WIDTH * HIDDEN), wo = random_##NAME(HIDDEN * Q * WIDTH);               \
-        Array_##NAME cosines = random_##NAME(WIDTH), sines = random_##NAME(WIDTH);                                  \
-        Array_##NAME keys = random_##NAME(ROWS_ * KEPT), values = random_##NAME(ROWS_ * KEPT);                      \
+        Array_##NAME cosines = random_##NAME(n * WIDTH), sines = random_##NAME(n * WIDTH);                          \
+        Array_##NAME keys = random_##NAME(BATCH * KEPT), values = random_##NAME(BATCH * KEPT);                      \
+        Span spans[BATCH] = {{0, 0, TOKENS_, 0, n}, {1, 0, TOKENS_, n, n}};                                         \
         AttentionHalf half = {                                                                                      \
             .weights = {                                                                                            \
                 .q = {.w = wq.given, .stride = HIDDEN}, .k = {.w = wk.given, .stride = HIDDEN},                     \
@@ -195,29 +236,34 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
             },                                                                                                      \
             .x = x.given, .y = y.given,                                                                             \
             .step = {                                                                                               \
-                .cos = cosines.given, .sin = sines.given, .rows = ROWS_, .tokens = TOKENS_, .kind = KIND,           \
+                .cos = cosines.given, .sin = sines.given, .cos_row = WIDTH, .sin_row = WIDTH, .queries = n,         \
+                .spans = n > 1 ? spans : NULL, .span_count = BATCH, .rows = ROWS_, .tokens = TOKENS_, .kind = KIND, \
             },                                                                                                      \
         };                                                                                                          \
         attention_half(&half, (float[]){1e-5f, 0, 0, 0.25f}, malloc(attention_half_work_bytes(&half)));             \
-        double n[ROWS_ * HIDDEN], q[ROWS_ * Q * WIDTH], k[ROWS_ * KV * WIDTH], v[ROWS_ * KV * WIDTH];               \
+        double normed[ROWS_ * HIDDEN], q[ROWS_ * Q * WIDTH], k[ROWS_ * KV * WIDTH], v[ROWS_ * KV * WIDTH];               \
         double seen[ROWS_ * Q * WIDTH];                                                                             \
-        plain_norm(x.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
-        plain_linear(n, wq.wide, NULL, q, ROWS_, HIDDEN, Q * WIDTH);                                                \
-        plain_linear(n, wk.wide, NULL, k, ROWS_, HIDDEN, KV * WIDTH);                                               \
-        plain_linear(n, wv.wide, NULL, v, ROWS_, HIDDEN, KV * WIDTH);                                               \
-        turn(q, cosines.wide, sines.wide, ROWS_ * Q, WIDTH);                                                        \
-        turn(k, cosines.wide, sines.wide, ROWS_ * KV, WIDTH);                                                       \
-        for (size_t head = 0; head < ROWS_ * KV; head++)                                                            \
-            for (size_t i = 0; i < WIDTH; i++) {                                                                    \
-                size_t last = head * TOKENS_ * WIDTH + (TOKENS_ - 1) * WIDTH + i;                                   \
-                keys.wide[last] = k[head * WIDTH + i], values.wide[last] = v[head * WIDTH + i];                     \
+        plain_norm(x.wide, norm.wide, normed, ROWS_, HIDDEN, 1e-5);                                                      \
+        plain_linear(normed, wq.wide, NULL, q, ROWS_, HIDDEN, Q * WIDTH);                                                \
+        plain_linear(normed, wk.wide, NULL, k, ROWS_, HIDDEN, KV * WIDTH);                                               \
+        plain_linear(normed, wv.wide, NULL, v, ROWS_, HIDDEN, KV * WIDTH);                                               \
+        for (size_t r = 0; r < ROWS_; r++) {                                                                        \
+            const size_t i = r % n;                                                                                 \
+            turn(q + r * Q * WIDTH, cosines.wide + i * WIDTH, sines.wide + i * WIDTH, Q, WIDTH);                    \
+            turn(k + r * KV * WIDTH, cosines.wide + i * WIDTH, sines.wide + i * WIDTH, KV, WIDTH);                  \
+            for (size_t head = 0; head < KV; head++) {                                                              \
+                const size_t to = ((r / n * KV + head) * TOKENS_ + TOKENS_ - n + i) * WIDTH;                        \
+                memcpy(keys.wide + to, k + (r * KV + head) * WIDTH, WIDTH * sizeof(double));                        \
+                memcpy(values.wide + to, v + (r * KV + head) * WIDTH, WIDTH * sizeof(double));                      \
             }                                                                                                       \
-        check_##NAME("keys " #NAME, keys.given, keys.wide, ROWS_ * KEPT, 4);                                        \
-        for (size_t head = 0; head < ROWS_ * Q; head++) {                                                           \
-            size_t from = head / (Q / KV) * TOKENS_ * WIDTH;                                                        \
-            plain_attention(q + head * WIDTH, keys.wide + from, values.wide + from, NULL, NULL, TOKENS_, WIDTH,     \
-                            0.25, seen + head * WIDTH);                                                             \
         }                                                                                                           \
+        check_##NAME("keys " #NAME, keys.given, keys.wide, BATCH * KEPT, 4);                                        \
+        for (size_t r = 0; r < ROWS_; r++)                                                                          \
+            for (size_t head = 0; head < Q; head++) {                                                               \
+                const size_t from = (r / n * KV + head / (Q / KV)) * TOKENS_ * WIDTH, at = (r * Q + head) * WIDTH;  \
+                plain_attention(q + at, keys.wide + from, values.wide + from, NULL, NULL, TOKENS_ - n + r % n + 1,  \
+                                WIDTH, 0.25, seen + at);                                                            \
+            }                                                                                                       \
         plain_linear(seen, wo.wide, NULL, y.wide, ROWS_, Q * WIDTH, HIDDEN);                                        \
         check_##NAME("attention half " #NAME, y.given, y.wide, ROWS_ * HIDDEN, 10);                                 \
                                                                                                                     \
@@ -234,9 +280,9 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         feed_half(&feeding, (float[]){1e-5f}, malloc(feed_half_work_bytes(&feeding)));                              \
         double g[ROWS_ * INNER], u[ROWS_ * INNER];                                                                  \
         for (size_t i = 0; i < ROWS_ * HIDDEN; i++) r.wide[i] = x.wide[i] + a.wide[i];                              \
-        plain_norm(r.wide, norm.wide, n, ROWS_, HIDDEN, 1e-5);                                                      \
-        plain_linear(n, wg.wide, NULL, g, ROWS_, HIDDEN, INNER);                                                    \
-        plain_linear(n, wu.wide, NULL, u, ROWS_, HIDDEN, INNER);                                                    \
+        plain_norm(r.wide, norm.wide, normed, ROWS_, HIDDEN, 1e-5);                                                      \
+        plain_linear(normed, wg.wide, NULL, g, ROWS_, HIDDEN, INNER);                                                    \
+        plain_linear(normed, wu.wide, NULL, u, ROWS_, HIDDEN, INNER);                                                    \
         for (size_t i = 0; i < ROWS_ * INNER; i++) g[i] *= sigmoid(g[i]) * u[i];                                    \
         plain_linear(g, wd.wide, NULL, y.wide, ROWS_, INNER, HIDDEN);                                               \
         check_##NAME("sum " #NAME, r.given, r.wide, ROWS_ * HIDDEN, 1);                                             \
@@ -244,11 +290,15 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
     }                                                                                                               \
     static void all_##NAME(void)                                                                                    \
     {                                                                                                               \
-        linears_##NAME(), all_integers_##NAME(), norms_##NAME(), halves_##NAME();                                   \
+        linears_##NAME(), all_integers_##NAME(), norms_##NAME();                                                    \
+        for (size_t n = 1; n < 10; n += 4) halves_##NAME(n);                                                        \
         for (size_t mask_kind = 0; mask_kind < 3; mask_kind++)                                                      \
             for (size_t kv_heads = 1; kv_heads < 4; kv_heads++)                                                     \
                 for (size_t shared = 1; shared < 8; shared++)                                                       \
                     attentions_##NAME(shared * kv_heads, kv_heads, mask_kind);                                      \
+        for (size_t kv_heads = 1; kv_heads < 4; kv_heads++)                                                         \
+            for (size_t shared = 1; shared < 8; shared++)                                                           \
+                for (size_t count = 1; count < 33; count += 3) spans_##NAME(shared * kv_heads, kv_heads, count);    \
     }
 
 /* Rotary positions, as `_layer.h` says. */
