@@ -63,7 +63,7 @@ class ObjectState:
         """Write states that `changes` gave on the other side to the parts here, in place.
 
         Args:
-            back: the inverse of the other side's `there`.
+            back: the inverse of the other side's `stand_in`.
         """
 
         def here(item: Any) -> Any:

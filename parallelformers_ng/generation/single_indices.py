@@ -11,11 +11,12 @@ become numbers first, as in torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BASIC = {int, slice, type(None), type(...)}
 """Kinds of index that select alike beside a list and beside a slice."""
@@ -46,31 +47,15 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
 def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(usual)
     def tensor(data: Any, *types: Any, **options: Any) -> Tensor:
-        if type(data) in (list, tuple) and (kinds := [*_types_within(data)]):
-            if not types and options.get("dtype") is None and None not in kinds:
-                options["dtype"] = functools.reduce(torch.promote_types, kinds)  # type: ignore[arg-type]
-            data = _numbers(data)
+        leaves = tree_leaves(data) if isinstance(data, (list, tuple)) else []
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            if not types and options.get("dtype") is None:
+                kinds = [(leaf if isinstance(leaf, Tensor) else usual(leaf)).dtype for leaf in leaves]
+                options["dtype"] = functools.reduce(torch.promote_types, kinds)
+            data = tree_map_only(Tensor, Tensor.item, data)
         return usual(data, *types, **options)
 
     return tensor
-
-
-def _types_within(data: Any) -> Iterator[torch.dtype | None]:
-    """Yield the types of tensors within lists, and None for each other item beside a tensor."""
-    if any(isinstance(item, (Tensor, list, tuple)) for item in data):
-        for item in data:
-            if isinstance(item, Tensor):
-                yield item.dtype
-            elif isinstance(item, (list, tuple)):
-                yield from _types_within(item)
-            else:
-                yield None
-
-
-def _numbers(data: Any) -> Any:
-    if isinstance(data, (list, tuple)):
-        return [_numbers(item) for item in data]
-    return data.item() if isinstance(data, Tensor) else data
 
 
 def _slice(item: Any) -> Any:

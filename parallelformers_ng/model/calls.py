@@ -218,7 +218,8 @@ class Calls:
         self._say_once(steps.without, why)
         if steps.by_default:
             dispatcher.steps = None
-            dispatcher.replica.ready()[0].call("forget_steps")
+            end = dispatcher.replica.deadline_of(None)
+            dispatcher.replica.ready(end)[0].call("forget_steps", deadline=end)
         return steps.by_default
 
     def _generate_here(

@@ -30,9 +30,9 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
     kind = _StandIn if type(cls) is type else type("_StandIn", (_StandIn, type(cls)), {})
     copyreg.pickle(kind, _as_whole)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    cls_made = kind(cls.__name__, (mixin, cls), names | members)
-    cls_made._whole_class = cls
-    return cls_made
+    combined = kind(cls.__name__, (mixin, cls), names | members)
+    combined._whole_class = cls
+    return combined
 
 
 def whole_class(cls: Any) -> type[nn.Module]:

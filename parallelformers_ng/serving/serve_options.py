@@ -77,7 +77,7 @@ class ServeOptions:
     prefill_chunk: Annotated[int, "tokens of prompts that are run at a time, between steps of other rows"] = 128
     prefix_tokens: Annotated[int, "tokens whose keys and values are kept for prompts that begin alike"] = 4096
     cache_tokens: Annotated[int | None, "tokens of all rows together; by default what memory has room for"] = None
-    max_tokens: Annotated[int, "tokens of an answer, where the request names no number"] = 1024
+    max_tokens: Annotated[int, "tokens of an answer, if the request names no number"] = 1024
     max_prompt_tokens: Annotated[int | None, "tokens of a prompt; by default what the model has positions for"] = None
     max_choices: Annotated[int, "answers of one request: its n, for each of its prompts"] = 16
     max_stops: Annotated[int, "stop strings of one request"] = 16

@@ -67,19 +67,19 @@ class Transcription:
                 if name in form:
                     raise bad_request(f"{name} does not act here; leave it out", name, "unsupported_parameter")
             try:
-                wanted = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
+                fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 raise bad_request(f"{where}: {first['msg']}", where) from None
-            models.named(wanted.model)
-            arguments = self._arguments(wanted)
+            models.named(fields.model)
+            arguments = self._arguments(fields)
             with self._engine.counted():
                 async with self._turn:
                     inputs, seconds = await asyncio.to_thread(self._inputs, await file.read())
                 output = await self._engine.model.agenerate(**inputs, **arguments)
         text = self._processor.tokenizer.decode(output[0], skip_special_tokens=True).strip()
-        if wanted.response_format == "text":
+        if fields.response_format == "text":
             return PlainTextResponse(text + "\n")
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
 

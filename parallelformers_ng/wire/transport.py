@@ -179,8 +179,8 @@ class Channel:
         self._free[: len(rest)] = rest
         self._begin, self._end = 0, len(rest)
 
-    def _read_ahead(self, options: int = 0) -> bool:
-        """Receive what there is. Returns False if nothing has come and neither the socket nor `how` would wait."""
+    def _read_ahead(self, receive_flags: int = 0) -> bool:
+        """Receive what there is. Returns False if nothing has come and neither the socket nor `receive_flags` waits."""
         if self._begin:
             if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
                 self._resize(_READ_AHEAD_BYTES)  # after a long frame
@@ -190,7 +190,8 @@ class Channel:
             self._begin, self._end = 0, rest
         free = self._free[self._end :] if self._end else self._free
         try:
-            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, _CLOSE_ON_EXEC | options)
+            receive_flags |= _CLOSE_ON_EXEC
+            count, rights, flags, _ = self.connection.recvmsg_into([free], _ANCILLARY_BYTES, receive_flags)
         except BlockingIOError:
             return False
         except OSError as error:

@@ -63,6 +63,7 @@ from parallelformers_ng.generation.single_indices import slice_single_indices
 
 plain = torch.tensor
 lists = ([torch.tensor(-2), torch.tensor(3)], [[torch.tensor(1.5)], [torch.tensor(2.5)]], [torch.tensor(1), 2.5],
+         [torch.tensor(1.0, dtype=torch.float64), 2], [torch.tensor(1.5, dtype=torch.float16), True],
          (torch.tensor(1, dtype=torch.int32), torch.tensor(2, dtype=torch.int16)), [torch.tensor([7])], [1, 2], [[]], 3)
 before = [torch.tensor(each) for each in lists]
 slice_single_indices()

@@ -207,7 +207,7 @@ class Repeated(Computed):
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """Return the places of numbers of which the first has the lowest bits."""
+    """Return the positions of numbers in a word, the first in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
 
 
