@@ -44,10 +44,13 @@ INLINE size_t head_work(const Attention *is)
                     sum[h] += a * b;                                                                          \
                 }                                                                                             \
             }                                                                                                 \
+            if (i < is->width) LOAD_FIRST(TYPE, LOAD, a, k + i, is->width - i);                               \
             for (size_t h = 0; h < heads; h++) {                                                              \
-                float total = sum_lanes(&sum[h]);                                                             \
-                for (size_t j = i; j < is->width; j++) total += load_##NAME(k[j]) * q[h * is->width + j];     \
-                s[h * room + t] = total;                                                                      \
+                if (i < is->width) {                                                                          \
+                    LOAD_FIRST(float, LOAD_F32, b, q + h * is->width + i, is->width - i);                     \
+                    sum[h] += a * b;                                                                          \
+                }                                                                                             \
+                s[h * room + t] = sum_lanes(&sum[h]);                                                         \
             }                                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
@@ -70,10 +73,18 @@ INLINE size_t head_work(const Attention *is)
                 for (size_t h = 0; h < heads; h++)                                                            \
                     memcpy(y + h * is->value_width + i, &sum[h * COLUMNS], COLUMNS * sizeof(Floats));         \
             }                                                                                                 \
-            for (size_t t = start; t < stop; t++)                                                             \
-                for (size_t j = i; j < is->value_width; j++)                                                  \
-                    for (size_t h = 0; h < heads; h++)                                                        \
-                        y[h * is->value_width + j] += p[h * room + t] * load_##NAME(v[t * is->cached.v_token + j]); \
+            for (size_t n; i < is->value_width; i += n) {                                                     \
+                Floats sum[HEADS], a;                                                                         \
+                n = is->value_width - i < LANES ? is->value_width - i : LANES;                                \
+                for (size_t h = 0; h < heads; h++)                                                            \
+                    LOAD_FIRST(float, LOAD_F32, sum[h], y + h * is->value_width + i, n);                      \
+                for (size_t t = start; t < stop; t++) {                                                       \
+                    LOAD_FIRST(TYPE, LOAD, a, v + t * is->cached.v_token + i, n);                             \
+                    for (size_t h = 0; h < heads; h++) sum[h] += a * p[h * room + t];                         \
+                }                                                                                             \
+                for (size_t h = 0; h < heads; h++)                                                            \
+                    memcpy(y + h * is->value_width + i, &sum[h], n * sizeof(float));                          \
+            }                                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
     INLINE void attend_##NAME(const Group *g, float *work, size_t queries)                                    \

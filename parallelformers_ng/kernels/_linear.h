@@ -59,10 +59,15 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
                 for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                              \
             }                                                                                                 \
         }                                                                                                     \
+        if (i < in)                                                                                           \
+            for (size_t o = 0; o < outs; o++) LOAD_FIRST(TYPE, LOAD, a[o], w + o * stride + i, in - i);       \
+        for (size_t r = 0; i < in && r < rows; r++) {                                                         \
+            LOAD_FIRST(float, LOAD_F32, b, x + r * in + i, in - i);                                           \
+            for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                                  \
+        }                                                                                                     \
         for (size_t o = 0; o < outs; o++)                                                                     \
             for (size_t r = 0; r < rows; r++) {                                                               \
-                float total = sum_lanes(&sum[o * ROWS + r]);                                                  \
-                for (size_t j = i; j < in; j++) total += load_##NAME(w[o * stride + j]) * x[r * in + j];      \
+                const float total = sum_lanes(&sum[o * ROWS + r]);                                            \
                 y[r * out + o] = store_##NAME(total + (bias ? load_##NAME(bias[o]) : 0.0f));                  \
             }                                                                                                 \
     }                                                                                                         \
@@ -90,9 +95,12 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             LOAD_F32(b, x + i);                                                                               \
             sum += a * b;                                                                                     \
         }                                                                                                     \
-        float total = sum_lanes(&sum);                                                                        \
-        for (; i < in; i++) total += load_##NAME(w[i]) * x[i];                                                \
-        return total;                                                                                         \
+        if (i < in) {                                                                                         \
+            LOAD_FIRST(TYPE, LOAD, a, w + i, in - i);                                                         \
+            LOAD_FIRST(float, LOAD_F32, b, x + i, in - i);                                                    \
+            sum += a * b;                                                                                     \
+        }                                                                                                     \
+        return sum_lanes(&sum);                                                                               \
     }                                                                                                         \
     INLINE void dots_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
                             size_t stride, size_t out, int heads, int passing)                                \

@@ -36,6 +36,14 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
         memcpy(&(target), &words_, sizeof words_);                     \
     } while (0)
 
+/* The first `count` numbers of a vector of TYPE, at most LANES; the others become 0. */
+#define LOAD_FIRST(TYPE, LOAD, target, where, count)                   \
+    do {                                                               \
+        TYPE first_[LANES] = {0};                                      \
+        memcpy(first_, (where), (count) * sizeof(TYPE));               \
+        LOAD(target, first_);                                          \
+    } while (0)
+
 INLINE void store_vector_f32(const Floats *from, float *to) { memcpy(to, from, sizeof *from); }
 
 /* As `store_bf16`. */
