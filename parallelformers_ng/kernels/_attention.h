@@ -1,9 +1,8 @@
 /* Attention of new tokens over the keys and values of a cache: y = softmax(q Kᵀ · scale + mask) V.
  *
- * For a token or a few it is bound by the speed at which keys and values are read: each is read once for several queries
- * that see it, those of the heads that share it and those of tokens that follow one another, where it lies in the cache.
- * Sums are taken in fp32, from the first token that a query sees on, in an order that depends on nothing else: neither on
- * what lies before that token in the cache, nor on the other queries. */
+ * For a few new tokens the time is the time to read keys and values. They are read in the cache, without a copy, once for
+ * several queries: the queries of all heads that share them, and of consecutive tokens. Sums are in fp32 and begin at the
+ * first token that a query sees. Their order depends neither on tokens before that one nor on other queries. */
 
 #ifndef PARALLELFORMERS_NG_ATTENTION_H
 #define PARALLELFORMERS_NG_ATTENTION_H
@@ -22,7 +21,7 @@ typedef struct {
     float *work, scale;
 } AttentionJob;
 
-/* Numbers that a thread needs. */
+/* Floats of working memory for a thread. */
 INLINE size_t head_work(const Attention *is)
 {
     const size_t usual = HEADS * (is->width + is->tokens + LANES + is->value_width), in_pairs = pair_work(is);
@@ -30,7 +29,7 @@ INLINE size_t head_work(const Attention *is)
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \
-    /* s `[heads, room]` from q `[heads, width]` in fp32, scaled. */                                          \
+    /* Scores s `[heads, room]` = q kᵀ, with q `[heads, width]` in fp32, scaled already. */                   \
     INLINE void scores_##NAME(const Attention *is, const float *q, const TYPE *k, float *s, size_t room,      \
                               size_t tokens, size_t heads)                                                    \
     {                                                                                                         \
@@ -115,7 +114,7 @@ INLINE size_t head_work(const Attention *is)
         if (left >= 2) return attend_##NAME(g, work, 2), 2;                                                   \
         return attend_##NAME(g, work, 1), 1;                                                                  \
     }                                                                                                         \
-    /* Heads of keys and values from `first` to `end`, those of all spans counted. */                         \
+    /* Heads of keys and values from `first` to `end`, numbered through all spans. */                         \
     static void part_##NAME(const void *job, size_t first, size_t end, size_t thread)                         \
     {                                                                                                         \
         const AttentionJob *of = job;                                                                         \

@@ -1,4 +1,4 @@
-/* The two halves of Llama's decoder layer for new tokens, up to what is summed over the ranks:
+/* The two halves of Llama's decoder layer for new tokens, without the sums over the ranks:
  *
  *     attention: y = Wo · attention(rope(Wq n), rope(Wk n), Wv n),   n = norm(x)
  *     feed:      r = x + a,   y = Wd · (silu(Wg n) ⊙ Wu n),          n = norm(r)
@@ -30,10 +30,10 @@ typedef struct {
     size_t hidden, inner;
 } FeedWeights;
 
-/* What all layers of a step share. Its rows are `queries` new tokens of each of some sequences of the cache, which are the
- * last of its tokens. Spans may divide a sequence of the cache into several. */
+/* The arguments that all layers of a step share. A step has `queries` new tokens for each sequence of the cache: the last
+ * tokens of the sequence. Spans may divide a sequence of the cache into several. */
 typedef struct {
-    const void *cos, *sin; /* `[sequences, queries, width]`, and distances, 0 where all share one */
+    const void *cos, *sin; /* `[sequences, queries, width]`; a distance is 0 if all sequences share one */
     size_t cos_batch, sin_batch, cos_row, sin_row;
     Mask mask;
     const Span *spans;
@@ -42,7 +42,7 @@ typedef struct {
 
 typedef struct {
     AttentionWeights weights;
-    Cached cached; /* the last token's keys and values are written there */
+    Cached cached; /* keys and values of the new tokens are written there */
     const void *x; /* `[rows, hidden]`, as all that follow */
     void *y;
     Step step;

@@ -1,4 +1,4 @@
-/* A weight `[out, in]`, of integers or not, and the blocks in which those of integers are read. */
+/* A weight `[out, in]`, quantized or not, and the inputs that it multiplies. */
 
 #ifndef PARALLELFORMERS_NG_MATRIX_H
 #define PARALLELFORMERS_NG_MATRIX_H
@@ -16,8 +16,8 @@ typedef struct {
     size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
 } Matrix;
 
-/* Rows of x that several matrices multiply, and what products have made of them so far: x widened to fp32; in tiles of bf16;
- * in the form in which integers of 8 or 4 bits meet it. `work` has `input_work_bytes`. */
+/* Rows of x that several matrices multiply. Each form of x is made once, by the first product that needs it: x in fp32, x in
+ * tiles of bf16, or x split for integers of 8 or 4 bits. `work` has `input_work_bytes`. */
 typedef struct {
     const void *x;
     size_t rows, in;

@@ -1,5 +1,5 @@
-/* Attention of bf16 where the processor multiplies it in pairs (`_pairs.h`): up to MOST_SUMS queries at a time meet tiles of
- * keys, and then values, which are widened. */
+/* Attention of bf16 on processors that multiply bf16 in pairs (`_pairs.h`). Up to MOST_SUMS queries are multiplied at a time,
+ * first by tiles of keys, then by values, which are widened to fp32. */
 
 #ifndef PARALLELFORMERS_NG_PAIR_ATTENTION_H
 #define PARALLELFORMERS_NG_PAIR_ATTENTION_H
@@ -9,7 +9,7 @@
 #include "_queries.h"
 #include "_vectors.h"
 
-/* Numbers that a group of queries needs: themselves, their scores, and sums. */
+/* Floats of working memory for a group of queries: queries, scores, and sums. */
 INLINE size_t pair_work(const Attention *is)
 {
     return MOST_SUMS * (is->width + is->tokens + 2 * LANES + is->value_width);
@@ -17,7 +17,7 @@ INLINE size_t pair_work(const Attention *is)
 
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
 
-/* s `[queries, room]` from q `[queries, width]`, scaled. */
+/* Scores s `[queries, room]` = scale · q kᵀ, with q `[queries, width]`. */
 PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size_t room, size_t tokens, size_t queries)
 {
     const size_t width = g->is->width, apart = g->is->cached.k_token;
@@ -34,7 +34,7 @@ PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size
     }
 }
 
-/* y `[queries, value_width]` = p v, `vectors` of LANES columns at a time, of which the last has `mask`. */
+/* y `[queries, value_width]` = p v for `vectors` times LANES columns; `mask` says which columns of the last vector exist. */
 PAIRED INLINE void weigh_columns(const Group *g, const float *p, const uint16_t *v, float *y, size_t room, size_t tokens,
                                  size_t queries, size_t vectors, __mmask16 mask)
 {
@@ -98,7 +98,7 @@ PAIRED INLINE void attend_some(const Group *g, float *work, size_t queries)
     }
 }
 
-/* The queries from `first` of the group on; returns how many. */
+/* Compute the next queries of the group, out of `left` queries. Returns how many were computed. */
 PAIRED static size_t attend_pairs(const Group *g, float *work, size_t left)
 {
     switch (rows_of_tile(left)) {

@@ -2,14 +2,13 @@
  *
  *     y = x Wᵀ
  *
- * Both x and W are read as they lie in memory, so nothing is packed and nothing widened. Lane l of a sum takes the numbers
- * 2l and 2l + 1 of each 32, in their order, and the lanes meet in a tree: what a sum is depends on `in` alone, not on the
- * rows and outputs beside it. Up to MOST_SUMS times OUTS sums are in registers at a time, as many as it takes to have the
- * next one ready to go on; they meet in one vector.
+ * The instruction reads x and W where they are in memory: no number is packed or widened first. Lane l of a sum takes the
+ * numbers 2l and 2l + 1 of each 32, in their order; a tree adds the lanes. So a sum depends on `in` alone, and not on the
+ * number of rows and outputs that are computed with it. Up to MOST_SUMS times SUMS sums stay in registers, enough to hide
+ * the latency of the instruction.
  *
- * Several rows of x meet a block of W that stays in the second-level cache, a tile of it after another, and each tile is
- * asked for into the first level while the one before is multiplied. For one row of x the processor's own prefetcher is best
- * left alone. */
+ * For several rows of x, a block of W stays in the second-level cache. Each tile of the block is prefetched into the first
+ * level while the tile before it is multiplied. For one row of x the prefetcher of the processor is fastest alone. */
 
 #ifndef PARALLELFORMERS_NG_PAIRS_H
 #define PARALLELFORMERS_NG_PAIRS_H
@@ -38,14 +37,14 @@ PAIRED INLINE __m512bh first_pairs(const uint16_t *from, size_t count)
     return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), from);
 }
 
-/* Halves, quarters and eighths of two vectors of sums added, the results side by side. */
+/* Add the halves, quarters or eighths of each of two vectors; the results are side by side in one vector. */
 #define MEET_IN_BLOCKS(A, B) _mm512_add_ps(_mm512_shuffle_f32x4(A, B, 0x88), _mm512_shuffle_f32x4(A, B, 0xdd))
 #define MEET_IN_HALVES(A, B)                                                                        \
     _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(A), _mm512_castps_pd(B))),   \
                   _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(A), _mm512_castps_pd(B))))
 #define MEET_IN_PAIRS(A, B) _mm512_add_ps(_mm512_shuffle_ps(A, B, 0x88), _mm512_shuffle_ps(A, B, 0xdd))
 
-/* The totals of 16 sums, that of `sums[o][r]` in lane 4 r + o. */
+/* Add the lanes of each of 16 sums. The total of `sums[o][r]` is in lane 4 r + o. */
 PAIRED INLINE __m512 meet(__m512 sums[SUMS][MOST_SUMS], size_t first)
 {
     __m512 of[SUMS];
@@ -59,11 +58,11 @@ PAIRED INLINE __m512 meet(__m512 sums[SUMS][MOST_SUMS], size_t first)
 }
 
 typedef struct {
-    __m512 four, two; /* of the first four rows of x, and of two more; lane 4 r + o */
+    __m512 four, two; /* totals of the first four rows of x, and of the next two; lane 4 r + o */
 } Totals;
 
-/* `outs` rows of W, `stride` apart, times `rows` rows of x, `apart`; constants where it is inlined. Meanwhile as many rows of
- * W from `next` on are asked for into the first-level cache. */
+/* Multiply `outs` rows of W (distance `stride`) by `rows` rows of x (distance `apart`); both counts are constants after
+ * inlining. Prefetch `outs` rows of W from `next` on into the first-level cache. */
 PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
                                    size_t outs, const uint16_t *next)
 {
@@ -99,7 +98,7 @@ PAIRED INLINE Totals tile_of_pairs(const uint16_t *x, size_t apart, const uint16
     return (Totals){meet(sums, 0), rows > 4 ? meet(sums, 4) : _mm512_setzero_ps()};
 }
 
-/* A tile of 1 or SUMS outputs and up to MOST_SUMS rows. */
+/* Multiply a tile of 1 or SUMS outputs and of up to MOST_SUMS rows. */
 PAIRED INLINE Totals any_tile(const uint16_t *x, size_t apart, const uint16_t *w, size_t stride, size_t in, size_t rows,
                               size_t outs, const uint16_t *next)
 {
@@ -115,10 +114,10 @@ PAIRED INLINE Totals any_tile(const uint16_t *x, size_t apart, const uint16_t *w
 #undef TILE_OF
 }
 
-/* How many of the rows that are left a tile takes: none is left with few if that can be. */
+/* Rows in the next tile, out of `left` rows. 7 and 8 rows are divided into two tiles of at least 3 rows. */
 INLINE size_t rows_of_tile(size_t left) { return left > 8 ? 6 : left > 6 ? 4 : left; }
 
-/* One row of x and up to 16 of W, one after another. Lane o. */
+/* Multiply one row of x by up to 16 rows of W, row by row. The product of row o is in lane o. */
 PAIRED INLINE __m512 dots_of_pairs(const uint16_t *x, const uint16_t *w, size_t stride, size_t in, size_t outs)
 {
     __m512 sums[SUMS][MOST_SUMS];
@@ -134,7 +133,7 @@ PAIRED INLINE __m512 dots_of_pairs(const uint16_t *x, const uint16_t *w, size_t 
     return meet(sums, 0);
 }
 
-/* Lanes r * `width` + o into `outs` columns of `rows` rows of y, `out` apart. `bias` has `width` lanes, again and again. */
+/* Add the bias, round, and store lane r * `width` + o in column o of row r of y (distance `out`). The `width` biases repeat. */
 PAIRED INLINE void store_totals(__m512 totals, __m512 bias, uint16_t *y, size_t out, size_t rows, size_t outs, size_t width)
 {
     uint16_t narrow[SUMS * SUMS];

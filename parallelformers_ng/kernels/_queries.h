@@ -1,4 +1,4 @@
-/* What attention is asked for: queries over the keys and values of a cache, and how scores become weights. */
+/* The arguments of attention over a cache, and the softmax of scores. */
 
 #ifndef PARALLELFORMERS_NG_QUERIES_H
 #define PARALLELFORMERS_NG_QUERIES_H
@@ -13,8 +13,8 @@
 
 enum { NO_MASK = 0, BOOL_MASK = 1, ADDED_MASK = 2 };
 
-/* Distances between rows are in numbers of the tensor's type, those of the mask, which has one of two types, in bytes; the
- * last dimensions are dense. */
+/* Distances between rows are counted in elements of the tensor; distances in the mask, in bytes, since a mask has one of two
+ * types. Last dimensions are contiguous. */
 
 /* Keys `[batch, kv_heads, tokens, width]` and values `[batch, kv_heads, tokens, value_width]`. */
 typedef struct {
@@ -28,21 +28,21 @@ typedef struct {
     size_t batch, head, kind;
 } Mask;
 
-/* `count` queries that follow one another, the first of them at `row` of q. They are the last of the tokens from `first` up
- * to `end` of a sequence of the cache, and each sees those up to itself. */
+/* The last `count` tokens of a sequence of the cache, which has the tokens from `first` up to `end`. Their queries begin at
+ * row `row` of q. Each query sees the tokens of the sequence up to its own. */
 typedef struct {
     size_t batch, first, end, row, count;
 } Span;
 
-/* q is `[rows, heads, width]`, y `[rows, heads, value_width]` and contiguous; rows of no span are padding, and become zeros.
- * Without spans, row `b` is one query that sees all tokens of sequence `b` but those that the mask hides. */
+/* q is `[rows, heads, width]`; y is `[rows, heads, value_width]` and contiguous. Rows that belong to no span are padding, and
+ * become zeros. Without spans, row `b` is one query; it sees all tokens of sequence `b` except those that the mask hides. */
 typedef struct {
     const void *q;
     Cached cached;
     Mask mask;
     void *y;
     const Span *spans;
-    size_t span_count; /* without spans, sequences */
+    size_t span_count; /* number of sequences if `spans` is NULL */
     size_t rows, heads, kv_heads, tokens, width, value_width, q_row, q_head, kind;
 } Attention;
 
@@ -58,10 +58,10 @@ INLINE Span span_at(const Attention *is, size_t at)
     return is->spans ? is->spans[at] : (Span){.batch = at, .end = is->tokens, .row = at, .count = 1};
 }
 
-/* A mask of bools `[sequences, queries, tokens]` for queries that are the last of the tokens. */
+/* A mask of bools `[sequences, queries, tokens]`. The queries belong to the last tokens of each sequence. */
 typedef struct {
     const void *mask;
-    size_t batch, row; /* bytes from one sequence to the next, and from one query */
+    size_t batch, row; /* distances in bytes between sequences, and between queries */
     size_t sequences, queries, tokens;
     Span *spans; /* one for each sequence */
 } Seen;
@@ -72,8 +72,8 @@ INLINE size_t run_of(const char *at, size_t count, int other)
     return end ? (size_t)(end - at) : count;
 }
 
-/* Whether each query sees the tokens up to itself from a first one of its sequence on, and no other; those before the first
- * one see none. Writes the spans that say the same. */
+/* Whether the mask is causal, apart from tokens that it hides at the beginning of a sequence (padding on the left); queries
+ * of hidden tokens see no token. If so, writes one span for each sequence. */
 static int are_spans(const Seen *is)
 {
     const size_t before = is->tokens - is->queries;
@@ -93,13 +93,13 @@ static int are_spans(const Seen *is)
     return 1;
 }
 
-/* Some queries of one head of keys and values, which share what is read of them. They are counted token by token, and
- * within a token head by head. */
+/* Queries that use the same head of keys and values, which is read once for all of them. The order of the queries is token
+ * by token, and within a token head by head. */
 typedef struct {
     const Attention *is;
     Span span;
-    size_t head, first; /* of keys and values; the first of the queries */
-    const void *keys, *values; /* of the first token */
+    size_t head, first; /* head of keys and values; index of the first query */
+    const void *keys, *values; /* keys and values of the first token of the span */
     float scale;
 } Group;
 
@@ -109,14 +109,14 @@ INLINE size_t head_of(const Group *g, size_t query)
 {
     return g->head * shared_by(g->is) + (g->first + query) % shared_by(g->is);
 }
-/* Tokens that a query sees. */
+/* Number of tokens that a query sees. */
 INLINE size_t seen_by(const Group *g, size_t query)
 {
     return g->span.end - g->span.first - g->span.count + (g->first + query) / shared_by(g->is) + 1;
 }
 
-/* eˣ for x ≤ 0, 0 below -87: 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2, the latter by its Taylor series to r⁶ / 6!, whose
- * remainder is below 2e-7 of it. */
+/* eˣ for x ≤ 0; 0 below -87. It is 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2; eʳ is its Taylor series up to r⁶ / 6!, whose
+ * relative error is below 2e-7. */
 INLINE void exponentials(Floats *x)
 {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f, to_whole = 12582912.0f;
@@ -135,7 +135,7 @@ INLINE void exponentials(Floats *x)
     *x = (Floats)((Words)scaled & ~zero);
 }
 
-/* Scores `[tokens]` to eˢ⁻ᵐᵃˣ. Returns their sum, 0 where every token is masked. `tokens` is a multiple of LANES. */
+/* Replace scores `[tokens]` by eˢ⁻ᵐᵃˣ. Returns the sum; 0 if every token is masked. `tokens` is a multiple of LANES. */
 INLINE float exponentiate(float *s, size_t tokens)
 {
     Floats most, sum = {0}, x;
@@ -159,7 +159,7 @@ INLINE float exponentiate(float *s, size_t tokens)
     return sum_lanes(&sum);
 }
 
-/* Hide from scores `[room]` of a query what it does not see, and what the mask hides, or add the mask. */
+/* Apply the mask to the scores `[room]` of a query, and set the scores of tokens that it does not see to -∞. */
 #define DEFINE_MASKED(NAME, TYPE)                                                                              \
     INLINE void masked_##NAME(const Group *g, size_t query, float *s, size_t room)                            \
     {                                                                                                         \
