@@ -206,7 +206,7 @@ def test_bin_file_with_code_is_refused_unexecuted(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     torch.save({"weight": torch.ones(2), "bad": Payload(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged or holds more than weights"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged or contains more than weights"):
         load_skeleton(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(str(tmp_path / "ran"))))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
