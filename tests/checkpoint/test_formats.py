@@ -111,15 +111,15 @@ def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoi
 
 def test_format_is_refused_with_its_reason(checkpoints: Path) -> None:
     reasons = {
-        "mxfp4": "it is 4-bit floats",
-        "bitsandbytes-nf4": "it is codes of nf4",
+        "mxfp4": "it is stored as 4-bit floats",
+        "bitsandbytes-nf4": "it is stored as nf4 codes",
         "awq": "it has zero points",
         "gptq-shuffled": "it has zero points",
     }
     for name, why in reasons.items():
         with pytest.raises(UnsupportedModelError, match=why):
             planned(checkpoints / name)
-    with pytest.raises(UnsupportedModelError, match=r"scales are torch.float16, which torch.bfloat16 does not hold"):
+    with pytest.raises(UnsupportedModelError, match=r"scales are torch.float16, which torch.bfloat16 cannot represent"):
         load_skeleton(str(checkpoints / "gptq-symmetric"), torch.bfloat16)
     with pytest.raises(ParallelError, match="no scheme is given"):
         parallelize(checkpoints / "mxfp4", 2, quantize={})
@@ -159,7 +159,7 @@ def test_meta_model_takes_numbers_with_their_scales(checkpoints: Path, groups) -
 
 def test_another_format_is_refused_by_its_name(checkpoints: Path, tmp_path: Path) -> None:
     configured(checkpoints / "fp8-blocks", tmp_path / "other", lambda said: {"quant_method": "hqq", "bits": 4})
-    with pytest.raises(UnsupportedModelError, match="quantized by hqq, which cannot be cut yet; those of fp8"):
+    with pytest.raises(UnsupportedModelError, match="quantized by hqq, which is not supported; supported methods: fp8"):
         load_skeleton(str(tmp_path / "other"), dequantize=True)
 
 

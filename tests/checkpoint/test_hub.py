@@ -219,7 +219,7 @@ def test_a_quantized_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     quantized = {"quant_method": "quanto", "weights": "int8"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    with pytest.raises(UnsupportedModelError, match="quantized by quanto, which cannot be cut yet"):
+    with pytest.raises(UnsupportedModelError, match="quantized by quanto, which is not supported"):
         load_skeleton(str(tmp_path))
 
 
