@@ -273,12 +273,12 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten.stack.default": _stacked,
 }
 """Operations that may run on numbers and scales instead of on the weight. The function of an operation takes the node,
-the number of dimensions of an operand, and the operand's encoded dimension. It returns the encoded dimension of the
-result; None if the operation cannot run on numbers and scales."""
+the number of dimensions of an operand, and the operand's encoded dimension. The function returns the encoded dimension
+of the result; None if the operation cannot run on numbers and scales."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return the node of a whole tensor of the model, dequantized if ranks hold it as numbers and scales.
+    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales.
 
     Args:
         plan: plan of the model.

@@ -28,8 +28,7 @@ from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.tensors import dotted
 
 _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes by which transformers recognizes a quantized model; with them, it would refuse to save or move the
-model."""
+"""Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move."""
 
 
 def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:

@@ -49,7 +49,7 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored tensor, if it is quantized."""
+        """Encoding of the stored tensor; None if the tensor is not stored quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
@@ -87,7 +87,7 @@ class LazyTensor(torch.Tensor):
 
 
 class RemoteTensor(LazyTensor):
-    """A weight on the workers, or a view of such a weight. Other operations on it return ordinary tensors."""
+    """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

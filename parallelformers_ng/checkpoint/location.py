@@ -124,11 +124,11 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError if there is any option, because the model is not loaded here.
+    """Raise ParallelError if `options` is not empty: no model is loaded that could use an option.
 
     Args:
-        options: name → value of the options that `parallelize` does not know.
-        why: reason why nothing is loaded, for the message.
+        options: name → value of the arguments that are not arguments of `parallelize`.
+        why: reason why no model is loaded, for the message.
     """
     for name in options:
         _refuse_by_name(name)

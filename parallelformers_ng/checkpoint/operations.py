@@ -29,7 +29,7 @@ def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     return tensor
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -44,7 +44,7 @@ class OperandPart(NamedTuple):
 
     source: Node
     cut: Cut
-    then: View = _as_it_is
+    then: View = _unchanged
 
 
 # -- operations with one operand, for cuts with one range per dimension --------------------------------------------

@@ -159,7 +159,7 @@ def test_codes_have_the_accuracy_of_eight_bits() -> None:
     ("make", "options", "why"),
     [
         (small, {"fit": {"cache": "int4"}}, "fit: cache is 'int4'; it takes 'int8', 'offload' or None"),
-        (small, {"fit": {"cache": "offload"}}, "where those of CPU ranks are"),
+        (small, {"fit": {"cache": "offload"}}, "CPU ranks already keep them there"),
         (small, {"fit": IN_INT8, "decode": "compile"}, "caches of a fixed size"),
         (lambda: encoder("Bert"), {"fit": IN_INT8}, "BertForMaskedLM takes no cache"),
         (lambda: recurrent("Mamba"), {"fit": IN_INT8}, "MambaForCausalLM"),
