@@ -86,8 +86,8 @@ class CacheRegistry:
             return Handle("cache", (whole.number, subcache))
         if not is_empty(cache):
             raise ParallelError(
-                f"this {type(cache).__name__} was filled outside the parallelized model; pass an empty cache, or a cache"
-                " that this model returned"
+                f"this {type(cache).__name__} was filled outside the parallelized model; pass an empty cache, or a"
+                " cache that this model returned"
             )
         number = next(self._numbers)
         in_flight[number] = cache
