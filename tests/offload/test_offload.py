@@ -177,10 +177,10 @@ def test_table_shows_tiers_beforehand(tmp_path: Path) -> None:
             {"max_memory": {0: 90_000, 1: 1000}},
             r"max_memory of device 1 is 1.00 kB; rank 1 of LlamaForCausalLM has .* give",
         ),
-        ({"max_memory": {0: 9, 1: 9, 7: 9}}, "max_memory has 7; the devices are 0, 1, and there is 'cpu'"),
-        ({"max_memory": {0: 9, "cpu": 9}}, "says nothing of device 1"),
+        ({"max_memory": {0: 9, 1: 9, 7: 9}}, "max_memory has an unknown device 7; known devices: 0, 1, 'cpu'"),
+        ({"max_memory": {0: 9, "cpu": 9}}, "has no size for device 1"),
         ({"max_memory": {0: "9 apples", 1: 9}}, r"max_memory\[0\] is '9 apples'; it takes bytes, or a text like '5GB'"),
-        ({"max_memory": {0: 150_000, 1: 150_000, "cpu": 0}}, "give an offload_folder for the rest"),
+        ({"max_memory": {0: 150_000, 1: 150_000, "cpu": 0}}, "give an offload_folder for the overflow"),
         (
             {"max_memory": {0: 9, 1: 9}, "offload_folder": "/proc/1/no"},
             "offload_folder /proc/1/no cannot be written to",
@@ -224,7 +224,7 @@ def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
     want = model.generate(**text_inputs(), **HOW)
     with pytest.raises(
-        ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is as"
+        ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is unchanged"
     ):
         parallelize(model, workers=group, fit=fit)
     assert torch.equal(model.generate(**text_inputs(), **HOW), want)
