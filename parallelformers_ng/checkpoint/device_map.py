@@ -41,7 +41,7 @@ def balanced_device_map(
         length: tokens of each sequence in the key/value cache; 0 counts no key/value cache.
 
     Returns:
-        Path of a module, or of a parameter outside of these modules → device.
+        Path of a module, or of a parameter outside of the listed modules → device.
 
     Raises:
         PlacementError: `num_devices` is not a positive integer, the model has too few parts for the devices, or
@@ -117,6 +117,6 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
 def _is_attention(module: torch.nn.Module) -> bool:
     """Return whether `module` itself writes keys and values, and is not a decoder layer with an attention inside.
 
-    Both have a `layer_idx`; only a decoder layer contains another module with a `layer_idx`.
+    Attention modules and decoder layers have a `layer_idx`; only a decoder layer contains a module with a `layer_idx`.
     """
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

@@ -1,8 +1,8 @@
 """Nodes that quantize or dequantize a weight while its parts are read.
 
 A rank reads its slice of the quantized numbers and of the scales. A node reads its source a few rows at a time, so a
-rank never has the whole weight in memory. If each row has one scale, a rank reads whole rows, even if it keeps only
-part of each row. If each group has a scale, a rank reads only its own groups.
+rank never has the whole weight in memory. If each row has one scale, a rank reads whole rows, even to keep only part of
+each row. If each group has a scale, a rank reads only its own groups.
 """
 
 from __future__ import annotations

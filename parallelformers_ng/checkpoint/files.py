@@ -43,10 +43,10 @@ _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 class CheckpointFile:
     """A checkpoint file that stays open in the process that opened it first.
 
-    Workers open the file through that process (`/proc/PID/fd`), also after a restart. So workers read the same file
-    even if a new file has replaced it under the same name, for example after a save into the same directory. Workers on
-    other hosts open the file by its path, or from the hub's cache. Such a file must have the same size; a safetensors
-    file must also have the same header.
+    Workers on the same host open the file through that process (`/proc/PID/fd`), also after a restart. So workers read
+    the same file, even if a save has put a new file of the same name into the directory. Workers on other hosts open
+    the file by its path, or from the hub's cache. A file on another host must have the same size; a safetensors file
+    must also have the same header.
 
     Args:
         path: path of the file.
@@ -88,7 +88,7 @@ class CheckpointFile:
         return False
 
     def release(self, key: str) -> None:
-        """Unmap the pages of the tensor of name `key`, so that they no longer count as memory of this process.
+        """Unmap the pages of the tensor of name `key`, so that the pages no longer count as memory of this process.
 
         The pages stay in the page cache of the system.
         """

@@ -1,9 +1,9 @@
 """Tensors without values in this process: the values are in checkpoint files (`LazyTensor`) or on the workers
 (`RemoteTensor`).
 
-A `LazyTensor` records the operations on it as a `Node`, and reads no values. transformers' own loading code runs on
-lazy tensors in the parent: it renames, stacks, splits, casts and ties them, and reports missing keys. The result is a
-node for every parameter, and each worker reads its slice of that node. So the conversions of every model family work
+A `LazyTensor` records each operation as a `Node`, and reads no values. transformers' own loading code runs on lazy
+tensors in the parent: the code renames, stacks, splits, casts and ties tensors, and reports missing keys. The result is
+a node for every parameter, and each worker reads its slice of that node. So the conversions of every model family work
 without code for that family.
 
 A `RemoteTensor` is a weight of a parallelized model in the caller's process. An operation that reads the weight gathers

@@ -162,7 +162,7 @@ def read_source(
     location = Location(path, **{name: arguments[name] for name in _WHERE if name in arguments})
     rest = {name: value for name, value in arguments.items() if name not in _WHERE}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not location.directory.is_dir():  # else transformers would look for it on the hub
+    if looks_local and not location.directory.is_dir():  # transformers would look for a model of this name on the hub
         raise CheckpointError(f"{location} is no directory")
     if not of_its_own:
         refuse_options(rest, "the model is built already")
@@ -203,7 +203,7 @@ def read_generation_config(location: Location) -> GenerationConfig:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return the quantization configuration from the `config.json` of a checkpoint; None if it has none."""
+    """Return the quantization configuration from the `config.json` of a checkpoint; None if the checkpoint has none."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError:  # a directory with weights and without config.json

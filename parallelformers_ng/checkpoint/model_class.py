@@ -26,7 +26,7 @@ def class_of(
 
     Args:
         config: the configuration.
-        location: location of the checkpoint that the configuration comes from; None if it comes from no checkpoint.
+        location: location of the configuration's checkpoint; None for a configuration without a checkpoint.
         trust_remote_code: whether code from the checkpoint may run in this process.
 
     Raises:
@@ -80,8 +80,8 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     """Build a model on `meta`, without weights. Only the configuration is read.
 
     Args:
-        name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type
-            ("llama") for the default configuration of that type.
+        name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type
+            ("llama") stands for its default configuration.
         revision: branch, tag or commit on the hub.
 
     Raises:

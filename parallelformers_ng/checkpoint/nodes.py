@@ -1,4 +1,4 @@
-"""Expression tree of a tensor: its nodes say how to compute the tensor from stored tensors; `reading` evaluates it."""
+"""Nodes of the expression that computes a tensor from stored tensors. The module `reading` evaluates expressions."""
 
 from __future__ import annotations
 

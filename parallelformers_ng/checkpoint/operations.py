@@ -142,8 +142,8 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
     "aten.squeeze.dim": _squeeze,
     "aten.unsqueeze.default": _unsqueeze,
 }
-"""Name of an operation → function that returns which part of the operand to read, for a cut of the result with one
-range per dimension. The function returns None if the operation must run on the whole operand."""
+"""Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has
+one range per dimension. The function returns None if the operation must run on the whole operand."""
 
 # -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
 

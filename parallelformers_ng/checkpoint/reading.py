@@ -1,8 +1,8 @@
 """Reads parts of tensors from files, from shared memory or from the workers.
 
-A rank needs a slice of a tensor. A checkpoint may store that tensor under another name, with another data type, as one
-of many experts, or as a third of a fused projection. `read` finds which part of each stored tensor the slice needs, and
-reads only the bytes of that part. An operation that `read` does not know runs on whole operands, and its result is cut.
+A rank needs a slice of a tensor. A checkpoint may store a tensor under another name, with another data type, as one of
+many experts, or within a fused projection. `read` finds which part of each stored tensor the slice needs, and reads
+only the bytes of that part. An operation that `read` does not know runs on whole operands, and its result is cut.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(tensor: Any) -> Any:
-    """Return a `meta` tensor for a tensor on workers, so that transformers finds tied weights without reading them."""
+    """Return a `meta` tensor for a tensor on workers, so that transformers finds ties without reading weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 

@@ -77,7 +77,7 @@ def write_rank(
 
 
 def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
-    """Return the storage names of the tensors to save, as ranks hold them: parameters and persistent buffers."""
+    """Return the storage names of the tensors to save: parameters and persistent buffers, quantized as on the ranks."""
     names = [name for name in torch.nn.Module.state_dict(model) if name in plan.tensors]
     return list(dict.fromkeys(part.storage for name in names for part in plan.parts(name)))
 

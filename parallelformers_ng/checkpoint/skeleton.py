@@ -38,7 +38,7 @@ class Skeleton:
         self.model = model
         self.plan = plan
         self.code: CodeChanges | None = None
-        """Changes that ranks make to the imported code before they build the model; None for no changes."""
+        """Changes that each rank makes to its imported code before it builds the model; None for no changes."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: ShardPlan, modules: Collection[str] = ()) -> Skeleton:

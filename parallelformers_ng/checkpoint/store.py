@@ -1,4 +1,4 @@
-"""Keeps shards in anonymous shared memory: the parent writes the shards, workers map them, the parent gathers them.
+"""Keeps shards in anonymous shared memory, which the parent writes, the workers map, and the parent gathers again.
 
 A CPU worker computes directly with the mapped memory, without a copy. The memory is mapped copy-on-write, so no worker
 can change the shards of another worker, and a restarted worker maps unchanged weights.
@@ -110,7 +110,7 @@ class ShardStore:
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Write the shards of one stored tensor.
 
-        The free memory is checked first, because the system kills processes if a memory file exceeds it.
+        The free memory is checked first, because the system kills processes if a memory file exceeds the free memory.
         """
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
@@ -218,7 +218,7 @@ def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int)
 def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None) -> None:
     """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
 
-    Afterwards these tensors of the model are on `meta`, with their whole shapes and the data types of the plan.
+    Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan.
 
     Args:
         model: the model.

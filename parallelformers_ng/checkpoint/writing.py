@@ -92,8 +92,8 @@ def write_safetensors(
 def checksum(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of the 64-bit sums of a tensor's blocks of 1 MiB.
 
-    The checksum detects flipped bits, lost pages and swapped blocks, and is computed about as fast as memory is read.
-    It does not protect against deliberate changes.
+    The checksum detects flipped bits, lost pages and swapped blocks, but not deliberate changes. It is computed about
+    as fast as memory is read.
     """
     data = _bytes_of(tensor)
     blocks = len(data) // _BLOCK

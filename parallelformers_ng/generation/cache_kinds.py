@@ -69,7 +69,7 @@ def take_kind(cache: Cache) -> Cache:
 
 
 def _parts(cache: Cache) -> Iterator[DynamicCache]:
-    """Yield the cache itself, or the two subcaches of an encoder-decoder cache, if they are dynamic caches."""
+    """Yield the dynamic caches among a cache, or among the two subcaches of an encoder-decoder cache."""
     caches = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return (part for part in caches if isinstance(part, DynamicCache))
 

@@ -97,7 +97,7 @@ class CacheRegistry:
         """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle.
 
         Args:
-            cache: the cache that was sent; None if the caller no longer has it.
+            cache: the cache that was sent; None if the cache was not sent with the request.
             incarnation: number of restarts of the request's workers.
             number: number of the cache.
             info: facts about the cache after the request.
@@ -134,7 +134,7 @@ class CacheRegistry:
     def free_after_failure(
         self, incarnation: int, numbers: list[int], in_flight: Mapping[int, Cache] | None = None
     ) -> None:
-        """After a failed request, free the caches that the request made, and the caches that it should have freed.
+        """After a failed request, free the caches that the request made, and the caches that the request had to free.
 
         Args:
             incarnation: number of restarts of the request's workers.

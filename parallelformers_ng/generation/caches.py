@@ -46,7 +46,7 @@ _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_
 
 
 def info_of(cache: Cache) -> CacheInfo:
-    """Return the facts about a cache. They are the same on all ranks, because each rank has all tokens of its heads."""
+    """Return the facts about a cache, which are the same on all ranks: each rank has all tokens of its heads."""
     counted, subcaches = cache, {}
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
@@ -79,8 +79,8 @@ CACHE_BLOCK = 1 << 16
 class CacheTable:
     """The caches of one rank, by number.
 
-    The caller gives each request a block of numbers, so all ranks use the same numbers, even if an earlier request made
-    a cache on only some ranks. Caches that the caller made have negative numbers.
+    The caller gives each request a block of numbers for its new caches. So all ranks use the same numbers, even after
+    an earlier request made a cache on only some ranks. Caches that the caller made have negative numbers.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class CacheTable:
         """Return the value that stands for a cache in an answer to the caller.
 
         Args:
-            cache: the cache, which is added to the table if it is not there.
+            cache: the cache; a new cache is added to the table.
             known: numbers of caches whose info the answer contains already.
         """
         number, subcache = self._whole_of(cache)

@@ -3,7 +3,7 @@
 After each token, `generate` reads from the device whether all sequences have ended. The host waits for that answer, and
 the device then waits for the host to queue the next step. transformers can read the answer one step later: the host
 queues a step while the device computes the step before. One extra step may run; its result is thrown away. transformers
-uses this only on MPS devices; this module enables it on CUDA devices.
+checks late only on MPS devices; this module enables late checks on CUDA devices.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ LEAST_SPARE_TOKENS = 128
 class _Room(NamedTuple):
     """The newest key and value tensors of a layer, and the capacity of their memory.
 
-    Only this layer may write into the spare memory, and only while its keys and values are these objects. After a crop,
-    a reorder or a copy, the keys and values are copied to new memory first.
+    Only this layer may write into the spare memory, and only while the layer's keys and values are these very tensors.
+    After a crop, a reorder or a copy, the layer first copies its keys and values to new memory.
 
     Attributes:
         owner: id of the layer.

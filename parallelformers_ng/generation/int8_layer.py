@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 _LARGEST = 127
 _SCALE = torch.bfloat16
-"""Data type of the scales: it has the range of float32. Its rounding adds no error, because numbers are divided by the
-rounded scale."""
+"""Data type of the scales, with the range of float32. Rounding the scales adds no error, because numbers are divided by
+the rounded scale."""
 
 
 class Int8Layer(DynamicLayer):

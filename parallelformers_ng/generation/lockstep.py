@@ -21,13 +21,12 @@ from parallelformers_ng.runtime.cancellation import cancellation_error
 class AgreedCriteria(StoppingCriteriaList):
     """Stopping criteria of one generation that give the same result on all ranks.
 
-    After every token each rank sends all ranks a fingerprint of the tokens chosen so far, whether the rank saw a
-    cancellation, and which sequences the rank would end. Ranks may see a cancellation at different times, so a
-    cancellation that any rank saw counts. Clocks may differ between ranks, so the ranks end the sequences that rank 0
-    ends.
+    After every token each rank sends three values to all ranks: a fingerprint of the tokens so far, whether the rank
+    saw a cancellation, and which sequences the rank would end. A cancellation counts if any rank saw it, because ranks
+    may see a cancellation at different times. All ranks end the sequences that rank 0 ends, because clocks may differ.
 
-    On CUDA devices the host does not wait for these values. If fingerprints differ or a rank saw a cancellation, all
-    sequences end, and `check` then raises the error.
+    On CUDA devices the host does not wait for the values of the ranks. If fingerprints differ or a rank saw a
+    cancellation, all sequences end, and `check` then raises the error.
 
     Different devices may choose different tokens; see `devices_alike`. On such devices the ranks send tokens instead of
     fingerprints, and continue with the tokens of rank 0.
@@ -59,7 +58,7 @@ class AgreedCriteria(StoppingCriteriaList):
             scores: argument for the criteria.
 
         Raises:
-            RequestCancelledError, DivergedError: see `check`. Only CPU ranks raise these errors here.
+            RequestCancelledError, DivergedError: see `check`. With several CUDA ranks, only `check` raises errors.
         """
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
@@ -158,8 +157,8 @@ def agreed_criteria(
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     """Return whether the devices of all ranks compute and draw the same numbers. All ranks must call this together.
 
-    CUDA devices must have the same model, because the model decides which kernels run. They must also have the same
-    number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
+    CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
+    the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
     DistributionTemplates.h).
 
     Args:
@@ -246,8 +245,8 @@ class CallersRandomness:
     """Context in which every rank draws the same random numbers, from the state of the caller's generator.
 
     CPU ranks use the caller's state itself, so sampling chooses the same tokens as in the caller's process. CUDA
-    generators use another algorithm, so they are seeded from the caller's state. If a CUDA rank drew a number, the
-    caller's generator advances by one draw.
+    generators use another algorithm, and are seeded from the caller's state. If a CUDA rank drew a number, the caller's
+    generator advances by one draw.
 
     Args:
         state: state of the caller's CPU generator; None to change no generator.

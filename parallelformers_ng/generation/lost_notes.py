@@ -18,7 +18,7 @@ _STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR
 
 
 def globals_written_by(root: Any) -> list[str]:
-    """Return the names of the global variables that a callable writes to, or that functions it names write to.
+    """Return the names of the global variables that a callable writes to, directly or through functions that it names.
 
     Args:
         root: a function, a method, or an object with `__call__`.
@@ -40,7 +40,7 @@ def globals_written_by(root: Any) -> list[str]:
 
 @functools.lru_cache(256)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the global variables that code writes to, and the names of those that code reads."""
+    """Return the names of the global variables that code writes to, and the names of all that the code reads."""
     written, read = list[str](), dict[str, None]()
     for part in _parts(code):
         begins: dict[tuple[Any, Any], str] = {}  # (line, column) → name of the global variable at that position
@@ -58,7 +58,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and the code objects nested in it."""
+    """Yield a code object and all nested code objects."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

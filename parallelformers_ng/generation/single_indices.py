@@ -4,8 +4,8 @@ Model code uses such indices in decode steps. torch makes a tensor of the list, 
 `x` at each use. The host waits for that copy, and a step with that copy cannot be recorded as a CUDA graph.
 
 A `Tensor.__getitem__` in Python makes C code see tensors as sequences (`sq_item`) until the process ends. Then
-`torch.tensor([a, b])` would raise an error for tensors without dimensions, because they have no length; Qwen's vision
-models make such lists. So `torch.tensor` here converts such tensors to numbers first.
+`torch.tensor([a, b])` raises an error if `a` and `b` are tensors without dimensions, which have no length. Qwen's
+vision models make such lists. So this module makes `torch.tensor` convert tensors in a list to numbers first.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class _Loop:
         return prepare_known
 
     def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Wrap `_update_model_kwargs_for_generation`: remember each mask that it makes longer by one token."""
+        """Wrap `_update_model_kwargs_for_generation`: remember each longer mask that is made from a known mask."""
 
         @functools.wraps(update)
         def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

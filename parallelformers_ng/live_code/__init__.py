@@ -1,1 +1,1 @@
-"""Finds the code that a model runs, detects changes that the program made to it, and sends the changes to the ranks."""
+"""Finds the code that a model runs, detects the program's changes to that code, and sends the changes to the ranks."""

@@ -22,7 +22,7 @@ ABSENT = b""
 """Digest of a place that has no value."""
 _NOTHING = object()
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
-"""Registry in which transformers 5.17 stores the classes of all models of a process; it always differs on a rank."""
+"""Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry."""
 
 
 def attentions_of(model: nn.Module) -> set[str]:
@@ -190,7 +190,7 @@ def _holder_of(place: str) -> tuple[Any, str]:
     name, _, path = place.partition(":")
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # importing a module runs it, and it may raise anything
+    except Exception as error:  # an import runs the module's code, which may raise any error
         raise ImportError(f"{name} cannot be imported here: {error}") from error
     if path.endswith("]"):
         path, _, key = path[:-1].partition("[")
@@ -213,7 +213,7 @@ def _put(holder: Any, key: str, value: Any) -> None:
 def _put_by_value(
     place: str, value: Any, classes: Mapping[str, type], scopes: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Set a value where code that was pickled by value looks for it.
+    """Set the value of a place for code that was pickled by value.
 
     Args:
         place: name of the place.

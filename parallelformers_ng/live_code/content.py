@@ -93,7 +93,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 def _instructions(code: types.CodeType) -> bytes:
     """Return a code object as bytes that are equal in every process that has read the same file.
 
-    Version 2 of the marshal format is used, because it has no references, which depend on reference counts.
+    The bytes are in version 2 of the marshal format. Later versions have references, which depend on reference counts.
     """
     return marshal.dumps(_without_origin(code), 2)
 

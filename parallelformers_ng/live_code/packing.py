@@ -1,4 +1,4 @@
-"""Pickles changed code by value, to send it to the ranks."""
+"""Pickles changed code by value, for the ranks."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
 class _CodePickler(cloudpickle.Pickler):
     """Pickles functions that are named after a changed place by value, and the original function as the place's name.
 
-    `functools.wraps` gives a replacement the name of the function that it replaces. A replacement often calls the
-    original function, which a rank can find by the name of the place.
+    `functools.wraps` gives a replacement the name of the replaced function. A replacement often calls the original
+    function, which a rank can find by the name of the place.
     """
 
     def __init__(self, buffer: io.BytesIO, places: Collection[str], imported: Digests) -> None:

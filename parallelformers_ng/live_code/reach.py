@@ -21,7 +21,7 @@ LIBRARIES = frozenset({
     "huggingface_hub", "safetensors", "tokenizers", "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2",
     "httpx", "requests", "triton", "scipy", "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
 }) | sys.stdlib_module_names  # fmt: skip
-"""Packages that transformers and its models use. Their code is not foreign, unless it replaces other code."""
+"""Packages that transformers and its models use. Code of these packages is foreign only if it replaces other code."""
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
 _NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
@@ -65,9 +65,9 @@ def reach(
 ) -> dict[str, Slot]:
     """List the places of the code that methods of these classes can run.
 
-    A method counts if any listed code names it, on whatever object. Global variables are followed into transformers,
-    and into the packages of the classes and functions. torch's code is not followed, but the functions that torch's
-    layers name are listed.
+    A method is listed if listed code contains the name of the method, for an object of any class. Global variables are
+    followed into transformers, and into the packages of the classes and functions. torch's code is not followed, but
+    the functions that torch's layers name are listed.
 
     Args:
         classes: classes of a model's modules.
@@ -138,7 +138,7 @@ class _Walk:
                     self._read(function)
 
     def _add(self, cls: type) -> None:
-        """Register the methods of a class by name, so that code which names a method reaches it."""
+        """Register the methods of a class by name, for `_name`."""
         for base in cls.__mro__:
             followed = package_of(base) in self._packages or (
                 package_of(base) == "torch" and issubclass(base, nn.Module)
@@ -302,6 +302,6 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a code object looks up, also in the functions nested in it."""
+    """Return the names that a code object looks up, also in nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))

@@ -59,8 +59,8 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
 def _replaced_modules(model: nn.Module) -> dict[str, str]:
     """Return path → description of the torch modules with which the program replaced modules of the model.
 
-    An example is an activation that reads all columns. Layers and element-wise activations are ignored: other checks
-    find them, or they do no harm.
+    An example is an activation that reads all columns. Modules of the classes in `_HARMLESS` are ignored: other checks
+    find replaced layers, and element-wise activations do no harm.
     """
     modules = {
         path: module
@@ -95,7 +95,7 @@ def _classes_built(model: PreTrainedModel) -> dict[str, type]:
 
 
 def foreign_layer(module: nn.Module) -> str:
-    """Return why a layer may compute something other than the product or look-up of its class; "" if it does not.
+    """Return why a layer may not compute the plain product or look-up of its weight; "" if there is no reason.
 
     The forward of the layer must be torch's, or that of a class in `transformers.models`, and must use the layer's own
     parameters.
@@ -182,7 +182,7 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _foreign_on_module(module: nn.Module) -> str:
-    """Return a description of the program's function on a module object; "" if there is no such function."""
+    """Return a description of the first function of the program on a module object; "" without such a function."""
     name = next(iter(functions_of(module)), "")
     return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
 
@@ -208,7 +208,7 @@ _MISSING = object()
 def foreign_class(cls: type) -> str:
     """Return a description of the foreign code of a class; "" if the class has none.
 
-    The answer is cached until a value that it depends on is replaced.
+    The answer is cached until the program replaces a value that decided the answer.
     """
     known = _OF_CLASS.get(cls)
     if known is not None and all(value_in(holder, key, _MISSING) is value for holder, key, value in known[0]):

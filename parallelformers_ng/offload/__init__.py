@@ -1,1 +1,1 @@
-"""Offloads weights that do not fit on the devices to RAM or disk, and moves each layer to its device when it runs."""
+"""Offloads weights that do not fit on the devices to RAM or disk, and moves each layer to its device for its run."""

@@ -28,8 +28,8 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
         budget: memory for weights; None for no limits.
 
     Raises:
-        ParallelError: a device has too little memory for the weights outside of layers and one layer, or the RAM budget
-            is too small and there is no offload folder.
+        ParallelError: the weights outside of layers and one layer do not fit on a device, or the RAM budget is too
+            small without an offload folder.
     """
     if budget is None:
         return None
@@ -69,7 +69,7 @@ def _leave_to_disk(
         budget: the budget.
 
     Raises:
-        ParallelError: the RAM budget is too small and there is no offload folder.
+        ParallelError: the RAM budget is too small, and `budget` has no offload folder.
     """
     in_ram = [
         {path: _bytes(plan, layers[path], rank) for path, place in of_rank.items() if place == "cpu"}

@@ -1,6 +1,6 @@
 """Moves the weights of each layer to the device before the layer runs, and away when another layer runs.
 
-While a layer computes, the layer that followed it last time is already moved to the device.
+While a layer computes, the layer that is expected to run next is already moved to the device.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class CopiedLayer(MovedLayer):
 
     Args:
         module: the layer.
-        places: for each weight, the parameter dictionary of its module, and its name there. While the layer does not
-            run, the dictionary has the weight in host memory, so that other code can read it.
+        places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
+            the layer does not run, the dictionary has the weight in host memory, where other code can read the weight.
         staging: buffers for copies from mapped files; None for weights in page-locked memory. A direct copy from a
             mapped file would wait for each piece.
         device: CUDA device.

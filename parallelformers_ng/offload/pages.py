@@ -1,4 +1,4 @@
-"""Reads mapped pages of files ahead and frees them, or replaces the pages by copies that are read with direct I/O."""
+"""Reads ahead and frees pages of mapped files, or replaces such pages by copies that are read with direct I/O."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
 
 
 def source_of(stretch: Stretch) -> PageSource | None:
-    """Return the file that a range of pages maps; None if no file is mapped there, or direct I/O is not supported."""
+    """Return the file that a range of pages maps; None without a mapped file, or without support for direct I/O."""
     file = file_at(stretch.start)
     if file is None or file.direct is None:
         return None
@@ -105,7 +105,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
             for (stretch, source), start in zip(places, memory, strict=True)
             for done in range(0, stretch.length, _PIECE)
         ]
-        wait(reads)  # no read may write into memory after it is freed
+        wait(reads)  # so that no read writes into freed memory
         for each in reads:
             each.result()
         while memory:

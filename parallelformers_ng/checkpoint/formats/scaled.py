@@ -126,7 +126,7 @@ def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
 
 
 def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
-    """Return the integers, the zero points (None if the weight has none) and the bits per integer of a packed weight.
+    """Return a packed weight's integers, its zero points (None without zero points), and its bits per integer.
 
     A packed code of b bits is the integer plus 2^(b − 1).
     """
@@ -156,7 +156,7 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
 def _blocks(
     stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
-    """Return the block sizes of a weight: those of the first group of layers that fits the number of scales.
+    """Return the block sizes of a weight, from the first group of layers whose block sizes fit the number of scales.
 
     Args:
         shape: shape of the weight.

@@ -120,7 +120,7 @@ class StoredTensors:
         """Return the error for a format that cannot be read.
 
         Args:
-            what: reason; continues a sentence that starts with "it".
+            what: reason; the end of a sentence that starts with the word "it".
         """
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
@@ -136,7 +136,7 @@ class StoredTensors:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise CheckpointError if `state` still has a tensor with one of these endings: its weight is missing."""
+        """Raise CheckpointError if `state` still has a name with one of these endings: the tensor's weight is missing."""
         for name in self.state:
             if name.endswith(tuple(endings)):
                 raise self.damaged(f"{name} belongs to no quantized weight")
@@ -153,8 +153,8 @@ class StoredTensors:
     ) -> Node:
         """Return the node of a weight with one scale per block.
 
-        The node is quantized (`Decoded`) if a scheme of `quantize=` has the same format, else in high precision. With
-        `dequantize`, a format that no kernel can compute with also becomes high precision.
+        The node is quantized (`Decoded`) if a scheme of `quantize=` has the same format, and in high precision
+        otherwise. With `dequantize`, a format that no kernel can compute with also becomes high precision.
 
         Args:
             name: name of the weight.
