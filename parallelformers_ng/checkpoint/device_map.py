@@ -55,7 +55,7 @@ def balanced_device_map(
     if len(devices) != num_devices:
         raise PlacementError(f"num_devices is {num_devices}, but device_ids has {len(devices)} devices: {devices}")
     if batch < 1 or length < 0:
-        raise ParallelError(f"batch is {batch} and length {length}; batch is at least 1, length at least 0")
+        raise ParallelError(f"batch is {batch} and length is {length}; batch must be at least 1, length at least 0")
     model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     unit_tensors: dict[str, Sizes] = {
         unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)

@@ -51,7 +51,7 @@ def class_of(
     if names or (named_class := _of_auto_mappings(config)) is None:
         raise UnsupportedModelError(
             f"{where}: transformers {transformers.__version__} has no model class"
-            f" {' or '.join(names) or f'for {type(config).__name__}, and it names none'}; pass model_class="
+            f" {' or '.join(names) or f'for {type(config).__name__}, which names no class'}; pass model_class="
         )
     if location is not None:
         log.warning(

@@ -115,7 +115,7 @@ def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
         return None
     name = type(model).__name__
     if CACHE not in inspect.signature(model.forward).parameters:
-        raise ParallelError(f"fit: cache is {kind!r}, and {name} takes no cache of keys and values; leave it out")
+        raise ParallelError(f"fit: cache is {kind!r}, and {name} takes no cache of keys and values; leave cache out")
     if kind == "offload" and model.config.is_encoder_decoder:
         raise ParallelError(
             f"fit: cache='offload' does not bring back keys and values that no step changes, and {name} has such keys"

@@ -126,7 +126,7 @@ def test_modes_of_the_programs_are_refused(groups, mode: type) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     with parallelize(cut, workers=groups(2)):
         for call in (cut, cut.generate):
-            with mode(), pytest.raises(ParallelError, match=f"made within {mode.__name__}"):
+            with mode(), pytest.raises(ParallelError, match=f"the mode {mode.__name__} is active"):
                 call(prompt())
         with torch.device("cpu"):
             assert_agree(cut, whole, prompt())

@@ -136,7 +136,7 @@ class StoredTensors:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise CheckpointError if `state` still has a name with one of these endings: the tensor's weight is missing."""
+        """Raise CheckpointError if `state` still has a name with one of `endings`: the tensor's weight is missing."""
         for name in self.state:
             if name.endswith(tuple(endings)):
                 raise self.damaged(f"{name} belongs to no quantized weight")
