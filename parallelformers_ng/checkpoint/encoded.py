@@ -96,12 +96,7 @@ class InLines(Computed):
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines.
-
-        Args:
-            dim: dimension along which the lines run.
-            wanted: wanted ranges along `dim`.
-        """
+        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines."""
         return {}, Shard(dim, wanted).of
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
@@ -181,8 +176,6 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
     A tensor that the plan quantizes becomes two tensors: numbers and scales.
 
     Args:
-        plan: plan of the model.
-        name: name of the tensor in the model.
         node: node of the tensor as the checkpoint or the model has it.
     """
     encoding = plan.quantized.get(name)
@@ -281,8 +274,6 @@ def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPla
     """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales.
 
     Args:
-        plan: plan of the model.
-        tensor: the tensor.
         node_of: function that returns the node of a stored tensor.
     """
     parts = plan.parts(tensor.name)

@@ -35,7 +35,6 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     """Return a plain model with unread weights for a quantized model; None if the model is not quantized.
 
     Args:
-        model: the caller's model.
         dtype: data type of weights in high precision; None for the model's data type.
         dequantize: whether ranks may hold a weight in high precision if no kernel can compute with its format.
 
@@ -76,7 +75,6 @@ class Given:
     """A quantized model whose quantized layers have been converted to plain layers, in place.
 
     Args:
-        model: the quantized model.
         plain: result of `open_given` for `model`.
 
     Attributes:

@@ -22,7 +22,6 @@ class MappedFile:
     Attributes:
         start: address of the first byte.
         size: number of mapped bytes.
-        descriptor: open file descriptor.
     """
 
     start: int
@@ -46,7 +45,6 @@ def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
     """Map a file copy-on-write. The caller may close the descriptor afterwards.
 
     Args:
-        descriptor: open file descriptor.
         size: bytes to map from the beginning; 0 for the whole file.
     """
     mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)

@@ -111,7 +111,6 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
     """Return a node for a tensor whose shards are on the ranks.
 
     Args:
-        tensor: plan of the tensor.
         part: function that returns the shard of a rank, given the rank's number.
     """
     ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]

@@ -31,7 +31,6 @@ def read_shard(
     """Return one rank's part of a tensor, contiguous: a view of the stored tensor if possible, else a copy.
 
     Args:
-        node: the tensor.
         shard: the part.
         rank: rank whose shards are preferred if several ranks stored the same part.
         copy: whether a view that is not contiguous is copied. A caller that passes False copies the result itself, and
@@ -67,8 +66,6 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
 
     Args:
-        node: the tensor.
-        cut: the part.
         rank: rank whose shards are preferred if several ranks stored the same part.
     """
     cut = _without_whole(cut, node.shape)

@@ -54,7 +54,6 @@ def write_pretrained(
         directory: directory of the checkpoint; created if it does not exist.
         max_shard_size, save_original_format: same as in
             `PreTrainedModel.save_pretrained`.
-        progress: whether to show the progress.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written to.
@@ -127,10 +126,8 @@ def shard_checkpoint(
 
     Args:
         model: result of `load_skeleton`.
-        plan: plan of the model.
         directory: sharded directory to write or replace.
         max_shard_size: largest size of a file, in bytes or as a text like "5GB".
-        progress: whether to show the progress.
 
     Raises:
         CheckpointError: `max_shard_size` is invalid, or `directory` exists and is not a sharded directory.

@@ -54,13 +54,10 @@ def write_rank(
     """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
     Args:
-        directory: directory of the files.
         plan: plan of the stored tensors (`ShardPlan.held`).
         names: storage names of the tensors to save; see `saved_names`.
-        rank: number of the rank.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
         part: function that returns the rank's shard of a tensor.
-        progress: function to call with the number of bytes of each written tensor.
 
     Returns:
         The written files.
@@ -88,10 +85,7 @@ def write_index(
     """Write the configuration files, and then the index.
 
     Args:
-        directory: sharded directory.
-        model: the model.
         plan: plan of the model.
-        names: storage names of the saved tensors.
         ranks: result of `write_rank` for each rank.
     """
     write_configs(model, directory)
@@ -153,9 +147,6 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     """Return name of a tensor in the model → its node, for all tensors of a sharded directory. No weights are read.
 
     A rank that later reads its own shard reads only its own file, and gets a view of the mapped file.
-
-    Args:
-        path: sharded directory.
 
     Raises:
         CheckpointError: a file is missing, damaged, or differs from the saved file; the message names the file.

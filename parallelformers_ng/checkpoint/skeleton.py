@@ -46,7 +46,6 @@ class Skeleton:
 
         Args:
             model: the model, on any device.
-            plan: plan of the model.
             modules: names of the Python modules whose code is pickled by value.
 
         Raises:

@@ -41,9 +41,6 @@ class ShardStore:
     The system frees memory and disk space when no process has a file open or mapped. A store closes its files when it
     is garbage-collected.
 
-    Args:
-        plan: plan of the model.
-
     Raises:
         OSError: not enough memory (ENOMEM), or a file would be too large (EFBIG); `write` also raises OSError.
         ParallelError: the offload folder has not enough disk space.
@@ -81,10 +78,6 @@ class ShardStore:
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Quantize and shard a tensor as the plan says, and write each rank's shard.
 
-        Args:
-            tensor: plan of the tensor.
-            whole: the whole tensor.
-
         Raises:
             OSError: not enough memory or disk space.
         """
@@ -96,12 +89,7 @@ class ShardStore:
         self.take(tensor, node)
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
-        """Write each rank's shard of a tensor, as `write`, from a node. Numbers that are stored quantized are copied.
-
-        Args:
-            tensor: plan of the tensor.
-            node: node of the whole tensor.
-        """
+        """Write each rank's shard of a tensor from a node, as `write`. Numbers that are stored quantized are copied."""
         for part, shard in zip(
             self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
@@ -131,7 +119,6 @@ class ShardStore:
         """Return a whole tensor of the model, on CPU, dequantized.
 
         Args:
-            tensor: plan of the tensor.
             release: whether to free the memory of its shards afterwards, so that gathering a model does not need
                 memory for two copies.
         """
@@ -191,7 +178,6 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
 
     Args:
         plan: plan of the stored tensors (`ShardPlan.held`).
-        rank: number of the rank.
         fds: descriptors of the rank's memory file, the shared memory file, and the rank's disk file.
     """
     layout = Layout(plan)
@@ -221,10 +207,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
     Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan.
 
     Args:
-        model: the model.
-        store: the store.
         which: names of the tensors to move.
-        progress: function to call with the number of bytes of each moved tensor.
 
     Raises:
         OSError: not enough memory; the model has all its tensors again.
@@ -264,10 +247,8 @@ def take_back(
 
     Args:
         model: the model, with tensors on `meta`.
-        plan: plan of the model.
         read: function that returns a whole tensor; its second argument says whether the source may free the tensor.
         names: names of the tensors; None for all tensors of the plan.
-        progress: function to call with the number of bytes of each gathered tensor.
     """
     for group in names_of_each(model, plan, names):
         # Tied tensors may be sharded differently; each has all values, so only the first tensor is read.

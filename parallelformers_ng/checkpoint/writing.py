@@ -55,10 +55,8 @@ def write_safetensors(
     Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`.
 
     Args:
-        path: path of the file.
         entries: name of a tensor → shape and data type.
         tensor: function that returns the tensor of a name.
-        progress: function to call with the number of bytes of each written tensor.
 
     Raises:
         OSError: the disk is full, or the path cannot be written to.
@@ -132,7 +130,6 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
     After an interruption, `target` is either the complete old directory or the complete new directory.
 
     Args:
-        target: path of the directory.
         ours: function that returns the names of the replaceable files in an existing directory; None if the directory
             is not a sharded directory. Files that are not replaceable are kept.
 

@@ -40,7 +40,6 @@ class CacheHandle(Cache):
     `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths.
 
     Attributes:
-        number: number of the cache on the workers.
         incarnation: number of restarts of the workers when the cache was made.
         info: facts about the cache after the last request.
     """
@@ -192,10 +191,6 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
 
     Args:
         cache: the caller's cache object, which is changed in place; None for a new object.
-        registry: registry of the handle.
-        incarnation: number of restarts of the workers.
-        number: number of the cache on the workers.
-        info: facts about the cache.
     """
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:

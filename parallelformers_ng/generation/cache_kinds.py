@@ -105,7 +105,6 @@ def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
     """Return `kind` if a model's caches can have that kind.
 
     Args:
-        model: the model.
         kind: "int8", "offload" or None.
 
     Raises:

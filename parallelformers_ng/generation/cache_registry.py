@@ -98,8 +98,6 @@ class CacheRegistry:
 
         Args:
             cache: the cache that was sent; None if the cache was not sent with the request.
-            incarnation: number of restarts of the request's workers.
-            number: number of the cache.
             info: facts about the cache after the request.
         """
         if isinstance(cache, CacheHandle):
@@ -137,7 +135,6 @@ class CacheRegistry:
         """After a failed request, free the caches that the request made, and the caches that the request had to free.
 
         Args:
-            incarnation: number of restarts of the request's workers.
             numbers: numbers of caches and of blocks to free.
             in_flight: number → cache, for the caches of the request. A handle is compared with the ranks' caches before
                 its next use. A cache that the caller made is freed on the ranks.

@@ -156,9 +156,7 @@ class CacheTable:
         """Call a method of a cache or of a subcache, and return its result; a handle if the result is a cache.
 
         Args:
-            number: number of the cache.
             method: name of the method; "copy" for a deep copy.
-            args, kwargs: arguments of the method.
             subcache: name of the subcache; "" for the whole cache.
         """
         cache = self.get(number, subcache)

@@ -72,7 +72,6 @@ def extended(
 
     Args:
         layer: a `DynamicLayer`.
-        tokens: number of new tokens.
         key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
             empty.
 

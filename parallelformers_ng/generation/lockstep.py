@@ -33,7 +33,6 @@ class AgreedCriteria(StoppingCriteriaList):
 
     Args:
         criteria: stopping criteria of this rank: limits of length and time, end tokens, the caller's criteria.
-        communicator: communicator of the ranks.
         sequence: number of the request, by which the parent cancels it.
         sends: whether ranks send the newest tokens, the last column of `input_ids`, instead of fingerprints.
     """
@@ -55,7 +54,6 @@ class AgreedCriteria(StoppingCriteriaList):
 
         Args:
             input_ids: tokens of all sequences so far, int64 `[rows, tokens]`.
-            scores: argument for the criteria.
 
         Raises:
             RequestCancelledError, DivergedError: see `check`. With several CUDA ranks, only `check` raises errors.
@@ -123,7 +121,6 @@ def agreed_criteria(
 
     Args:
         models: the model and its parts that have a `generate`.
-        communicator: communicator of the ranks.
         sequence: number of the request, by which the parent cancels it.
         alike: whether the ranks' devices choose the same tokens; see `devices_alike`.
 
@@ -160,10 +157,6 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
     the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
     DistributionTemplates.h).
-
-    Args:
-        communicator: communicator of the ranks.
-        device: device of this rank.
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
@@ -182,7 +175,6 @@ def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
     """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently.
 
     Args:
-        communicator: communicator of the ranks.
         alike: result of `devices_alike`; True changes nothing.
     """
     usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}

@@ -30,7 +30,6 @@ def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
     """Pass an event of an `EmittingStreamer` to the caller's streamer, in the calling thread.
 
     Args:
-        streamer: the caller's streamer.
         event: tokens, or None for the end.
     """
     if event is None:

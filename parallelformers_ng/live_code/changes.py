@@ -94,7 +94,6 @@ class AppliedChanges:
         """Set the new values at their places, and restore the places that have the imported value again.
 
         Args:
-            changes: the changes.
             model: the model of the rank; None before the model is built.
         """
         for place in changes.restored:
@@ -141,11 +140,7 @@ def module_of(place: str) -> str:
 
 
 def is_by_value(name: str) -> bool:
-    """Return whether the code of a module must be pickled by value, because a rank cannot import the same code.
-
-    Args:
-        name: name of the module.
-    """
+    """Return whether the code of a module must be pickled by value, because a rank cannot import the same code."""
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
         return True
@@ -216,8 +211,6 @@ def _put_by_value(
     """Set the value of a place for code that was pickled by value.
 
     Args:
-        place: name of the place.
-        value: new value.
         classes: `module:qualified name` → class, for the classes of the model's modules.
         scopes: name of a module → globals of its functions that were pickled by value.
     """

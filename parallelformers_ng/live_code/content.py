@@ -39,7 +39,6 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     """Add a value to a hash.
 
     Args:
-        hasher: the hash.
         seen: ids of the values around this value, for values that contain themselves.
     """
     value = original(value)

@@ -210,7 +210,6 @@ class _Walk:
 
         Args:
             module: module that the code names.
-            names: all names in the code.
             above: modules that contain `module`, for modules that contain themselves.
         """
         if module in above or package_of(module) not in self._packages | {"torch"}:
@@ -274,7 +273,6 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
     For a function, wrapped functions and functions in its closure are included. For a property, the getter is yielded.
 
     Args:
-        value: any object.
         seen: ids of values that were visited, for functions that refer to themselves.
     """
     while True:

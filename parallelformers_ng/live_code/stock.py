@@ -191,7 +191,6 @@ def _without_accelerate(module: nn.Module, forward: Any) -> Any:
     """Return the forward that accelerate's hook calls; None if that forward is the method of the class.
 
     Args:
-        module: the module.
         forward: forward of the module object, returned if the module has no hook of accelerate.
     """
     if "_hf_hook" not in vars(module):

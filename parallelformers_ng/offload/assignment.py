@@ -23,8 +23,6 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     layers run. Offloaded layers are in RAM as far as the RAM budget allows, and on disk otherwise.
 
     Args:
-        model: the model.
-        plan: plan of the model.
         budget: memory for weights; None for no limits.
 
     Raises:
@@ -63,10 +61,8 @@ def _leave_to_disk(
     """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share.
 
     Args:
-        plan: plan of the stored tensors.
         layers: path of a layer → storage names of its tensors.
         places: for each rank, path of a layer → place; changed in place.
-        budget: the budget.
 
     Raises:
         ParallelError: the RAM budget is too small, and `budget` has no offload folder.

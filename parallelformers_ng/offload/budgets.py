@@ -40,7 +40,6 @@ def budget_of(
     """Return the memory limits that the options set; None if the options set no limits.
 
     Args:
-        options: the options.
         world_size: number of ranks of a replica.
         kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
         device_ids: CUDA device of each rank, replica after replica; by default 0, 1, 2, ….

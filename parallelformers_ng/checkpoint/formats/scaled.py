@@ -156,13 +156,7 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
 def _blocks(
     stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
-    """Return the block sizes of a weight, from the first group of layers whose block sizes fit the number of scales.
-
-    Args:
-        shape: shape of the weight.
-        scales: shape of the scales.
-        groups: weight settings of each group of layers.
-    """
+    """Return the block sizes of a weight, from the first group of layers whose block sizes fit the number of scales."""
     last, rest = shape[-1], (1,) * (len(shape) - 1)
     for group in groups:
         strategy, size = group.get("strategy"), group.get("group_size")

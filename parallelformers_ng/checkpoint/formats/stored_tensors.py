@@ -81,7 +81,6 @@ class StoredTensors:
         """Remove a required tensor from `state`, and return its node.
 
         Args:
-            name: name of the tensor.
             of: name of the weight that needs the tensor, for the error.
             dtypes: allowed data types.
             shape: required shape, with None for any size; None for any shape.
@@ -157,7 +156,6 @@ class StoredTensors:
         otherwise. With `dequantize`, a format that no kernel can compute with also becomes high precision.
 
         Args:
-            name: name of the weight.
             values: quantized numbers, in the shape of the weight.
             scales: scales; along each dimension, one scale per block. A single scale may have any shape.
             blocks: blocks along each dimension; None if a dimension has one scale for all indices or one per index.
@@ -222,8 +220,6 @@ class StoredTensors:
         """Return the group of each input, int64 `[inputs]`.
 
         Args:
-            name: name of the tensor, for the error.
-            order: node of the tensor.
             count: number of groups.
 
         Raises:

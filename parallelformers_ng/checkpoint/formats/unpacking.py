@@ -33,9 +33,6 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
     """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint.
 
-    Args:
-        stored: all tensors of the checkpoint.
-
     Raises:
         UnsupportedModelError: the quantization method or format is unknown, or a weight needs dequantization and
             `stored.dequantize` is False.
