@@ -29,12 +29,7 @@ _NUMBERS = 1 << 21
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight in high precision, dequantized from stored numbers and scales.
-
-    Attributes:
-        encoding: format of the stored numbers and scales.
-        parts: node of the quantized numbers, node of the scales.
-    """
+    """A weight in high precision, dequantized from stored numbers and scales (`parts`)."""
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -219,12 +214,7 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """Apply the node's operation to the numbers or to the scales.
-
-        Args:
-            which: 0 for the numbers, 1 for the scales.
-            per: elements of the weight for one stored element.
-        """
+        """Apply the node's operation to the numbers (0) or to the scales (1), each for `per` elements of the weight."""
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])
@@ -271,11 +261,7 @@ of the result; None if the operation cannot run on numbers and scales."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales.
-
-    Args:
-        node_of: function that returns the node of a stored tensor.
-    """
+    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

@@ -260,11 +260,7 @@ class FileLeaf(Leaf):
 
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file."""
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
 
 
@@ -283,14 +279,7 @@ def mounts() -> tuple[str, str]:
 
 
 def _fetch(in_cache: str) -> None:
-    """Download a file from the hub into the cache of this host.
-
-    Args:
-        in_cache: path of the file in the cache: `models--org--name/snapshots/commit/file`.
-
-    Raises:
-        CheckpointError: the file cannot be downloaded.
-    """
+    """Download a file from the hub to its path in this host's cache: `models--org--name/snapshots/commit/file`."""
     repository, _, commit, name = in_cache.split(os.sep, 3)
     try:
         hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
@@ -301,6 +290,5 @@ def _fetch(in_cache: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Return the device, inode, size in bytes and modification time in ns of a file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -122,10 +122,7 @@ def _unpacked(layer: nn.Module) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and tensors that a checkpoint of the model would contain.
-
-    A torchao tensor is yielded as its parts, for example `layer._weight_qdata` and `layer._weight_scale`.
-    """
+    """Yield the names and tensors that a checkpoint of the model would contain: a torchao tensor is several tensors."""
     for name, tensor in state.items():
         if hasattr(tensor, "tensor_data_names"):
             path, _, short = name.rpartition(".")

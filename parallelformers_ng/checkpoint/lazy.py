@@ -167,11 +167,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.Tensor) -> Node:
-    """Return the node of an operation's result; the operand's node if the operation changes no value.
-
-    Args:
-        like: tensor with the shape and the data type of the result.
-    """
+    """Return the node of an operation's result; the operand's node if the operation changes no value."""
     source = args[0]
     same = name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape)
     if isinstance(source, LazyTensor) and source.dtype == like.dtype and same:

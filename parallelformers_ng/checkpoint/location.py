@@ -124,12 +124,7 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError if `options` is not empty: no model is loaded that could use an option.
-
-    Args:
-        options: name → value of the arguments that are not arguments of `parallelize`.
-        why: reason why no model is loaded, for the message.
-    """
+    """Raise ParallelError for the first option: no model is loaded that could use an option, for the reason `why`."""
     for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
@@ -185,7 +180,6 @@ def read_source(
 
 
 def _refuse_by_name(name: str) -> None:
-    """Raise ParallelError for an argument that `parallelize` takes in another form or does not take."""
     if name in WorkerOptions.__dataclass_fields__:
         raise ParallelError(f"parallelize takes no {name}: pass workers={{{name!r}: …}}")
     if name in _INSTEAD:

@@ -19,10 +19,9 @@ log = logging.getLogger("parallelformers_ng")
 def class_of(
     config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the model class that a configuration names, or else the class from transformers' auto mappings.
+    """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
 
-    The auto mappings are searched in this order: causal language model, sequence-to-sequence model, image-text-to-text
-    model, masked language model, base model. A warning in the log names the class from an auto mapping.
+    A warning in the log names the class of an auto mapping.
 
     Args:
         config: the configuration.

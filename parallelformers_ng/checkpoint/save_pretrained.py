@@ -51,7 +51,6 @@ def write_pretrained(
     Args:
         model: the model, with weights on `meta` or on workers.
         nodes: name of a parameter or buffer → node that reads it.
-        directory: directory of the checkpoint; created if it does not exist.
         max_shard_size, save_original_format: same as in
             `PreTrainedModel.save_pretrained`.
 
@@ -126,12 +125,10 @@ def shard_checkpoint(
 
     Args:
         model: result of `load_skeleton`.
-        directory: sharded directory to write or replace.
         max_shard_size: largest size of a file, in bytes or as a text like "5GB".
 
     Raises:
         CheckpointError: `max_shard_size` is invalid, or `directory` exists and is not a sharded directory.
-        OSError: the disk is full, or the directory cannot be written to.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

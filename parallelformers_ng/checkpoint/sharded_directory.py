@@ -58,12 +58,6 @@ def write_rank(
         names: storage names of the tensors to save; see `saved_names`.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
         part: function that returns the rank's shard of a tensor.
-
-    Returns:
-        The written files.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written to.
     """
     written = []
     for file, file_tensors in _files_of(plan, names, rank, limit).items():
@@ -176,7 +170,6 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
 
 
 def _encodings(plan: ShardPlan) -> dict[str, Any]:
-    """Return the entry of the index that describes the quantized tensors."""
     return {
         name: {"dtype": str(plan.tensors[name].dtype).removeprefix("torch."), "encoding": dataclasses.asdict(encoding)}
         for name, encoding in plan.quantized.items()

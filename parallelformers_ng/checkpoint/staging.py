@@ -52,10 +52,7 @@ class Staging:
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split two tensors of the same shape into pieces of at most `limit` bytes; yield (source piece, target piece).
-
-    A piece has several rows, or part of one row if a row is larger than `limit`.
-    """
+    """Split two tensors of the same shape into pieces of at most `limit` bytes; yield (source piece, target piece)."""
     if source.nbytes <= limit:
         if source.numel():
             yield source, target

@@ -107,11 +107,8 @@ def parse_size(
 
     Args:
         size: number of bytes, or a number with a unit: KB, MB, GB, TB, KiB, MiB, GiB or TiB.
-        argument: name of the caller's argument, for the error message.
+        argument: name of the caller's argument, for the error.
         refusal: class of the error for an invalid size.
-
-    Raises:
-        CheckpointError: the size is invalid; `refusal` replaces the class of this error.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size

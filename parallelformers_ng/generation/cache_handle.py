@@ -206,12 +206,7 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info.
-
-    Args:
-        cls: class of the cache.
-        base: class of the handle; `EncoderDecoderCacheHandle` replaces this class for encoder-decoder caches.
-    """
+    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info."""
     if issubclass(cls, CacheHandle):
         return cls
     base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else base
@@ -230,8 +225,6 @@ def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> typ
 
 
 def _flag(name: str) -> property:
-    """Return a property that reads the handle's info, or the workers' cache if the info has no such flag."""
-
     def read(self: CacheHandle) -> Any:
         self.check()
         if name in self.info.flags:
@@ -242,8 +235,6 @@ def _flag(name: str) -> property:
 
 
 def _forwarded(name: str, original: Any) -> Any:
-    """Return a method that runs on the workers."""
-
     @functools.wraps(original)
     def call(self: CacheHandle, *args: Any, **kwargs: Any) -> Any:
         return self._remote(name, *args, **kwargs)

@@ -79,15 +79,10 @@ def _is_plain(layer: Any) -> bool:
 
 
 def check_kind(kind: str | None, device: str, decode: Any) -> None:
-    """Check that ranks can use a kind of cache.
-
-    Args:
-        kind: "int8", "offload" or None.
-        device: device of the ranks, "cpu" or "cuda".
-        decode: argument `decode=` of `parallelize`.
+    """Check that a kind of cache works on a device ("cpu" or "cuda") and with an argument `decode=` of `parallelize`.
 
     Raises:
-        ParallelError: the device or `decode` does not work with that kind; the message says why.
+        ParallelError: the kind does not work with the device or with `decode`; the message says why.
     """
     if kind is not None and decode not in ("auto", "eager"):
         raise ParallelError(
@@ -103,9 +98,6 @@ def check_kind(kind: str | None, device: str, decode: Any) -> None:
 
 def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
     """Return `kind` if a model's caches can have that kind.
-
-    Args:
-        kind: "int8", "offload" or None.
 
     Raises:
         ParallelError: the model's caches cannot have that kind; the message says why.

@@ -68,15 +68,11 @@ class CacheRegistry:
     # -- with requests -------------------------------------------------------------------------------------------
 
     def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
-        """Return the value that stands for a cache in a message, and add the cache to `in_flight`.
-
-        Args:
-            cache: a handle, or an empty cache of the caller.
-            in_flight: number → cache, for the caches of the request.
+        """Return the value that stands for a cache in a message, and add the cache to `in_flight` by its number.
 
         Raises:
             ParallelError: the cache belongs to another model, or was filled in this process.
-            StaleCacheError: the workers no longer have the cache, or ranks may have different lengths of the cache.
+            StaleCacheError: see `CacheHandle.check`.
         """
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
@@ -94,12 +90,7 @@ class CacheRegistry:
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
-        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle.
-
-        Args:
-            cache: the cache that was sent; None if the cache was not sent with the request.
-            info: facts about the cache after the request.
-        """
+        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle."""
         if isinstance(cache, CacheHandle):
             cache.info = info
         elif cache is not None:

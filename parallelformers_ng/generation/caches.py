@@ -153,12 +153,7 @@ class CacheTable:
         return 0, ""
 
     def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = "") -> Any:
-        """Call a method of a cache or of a subcache, and return its result; a handle if the result is a cache.
-
-        Args:
-            method: name of the method; "copy" for a deep copy.
-            subcache: name of the subcache; "" for the whole cache.
-        """
+        """Call a method of a cache or of a subcache ("copy" copies it). A result that is a cache becomes a handle."""
         cache = self.get(number, subcache)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
         return self.handle(result) if isinstance(result, Cache) else result
@@ -178,11 +173,7 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
     """Return a value with all objects of a kind inside replaced. Containers and model outputs keep their types.
 
     Args:
-        value: an object, or nested tuples, lists and mappings of objects.
-        kind: class or classes of the objects to replace.
-        change: function that returns the replacement of an object.
-        in_place: whether to change mappings in place, for a value without other users; a copy of a model output is
-            slow.
+        in_place: whether to change mappings in place, for a value without other users; copies of outputs are slow.
     """
     if isinstance(value, kind):
         return change(value)

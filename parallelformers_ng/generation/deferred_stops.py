@@ -37,8 +37,6 @@ def defer_stops() -> None:
 
 
 def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap `DeferredStopCheck.is_supported`: answer as for MPS if the current request allows an extra step."""
-
     @functools.wraps(usual)
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         unseen = _allowed and not cache_is_returned
@@ -48,8 +46,6 @@ def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _saving_look_ups(usual: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap `DeferredStopCheck.__call__`: save the record of looked-up ids before each step that may be extra."""
-
     @functools.wraps(usual)
     def call(check: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
         stops = usual(check, unfinished_sequences, tokens, length)
@@ -61,8 +57,6 @@ def _saving_look_ups(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
-    """Wrap `DeferredStopCheck.finish`: restore the saved record of looked-up ids if a step was undone."""
-
     @functools.wraps(usual)
     def finish(check: Any) -> int:
         undone = usual(check)

@@ -64,8 +64,6 @@ class Int8Layer(DynamicLayer):
 
 
 def _to_both(name: str) -> Callable[..., None]:
-    """Return a method that calls the method `name` of both parts."""
-
     def call(layer: Int8Layer, *args: Any, **kwargs: Any) -> None:
         for part in layer.parts:
             getattr(part, name)(*args, **kwargs)

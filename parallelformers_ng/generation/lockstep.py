@@ -99,8 +99,7 @@ class AgreedCriteria(StoppingCriteriaList):
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Add the newest tokens to the fingerprint of all tokens, and return the fingerprint.
 
-        fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token, in 64-bit integers. Fingerprints of
-        different tokens differ, except by rare chance.
+        fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
         """
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
@@ -196,10 +195,7 @@ def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
 
 
 def _begin_stream(host: bytes, device: torch.device) -> torch.Tensor:
-    """Seed the generator of a CUDA device from the state of a CPU generator, and return the CUDA generator's state.
-
-    The CPU state cannot be copied, because the two generators use different algorithms.
-    """
+    """Seed the generator of a CUDA device from the state of a CPU generator, and return the CUDA generator's state."""
     torch.cuda.manual_seed(zlib.crc32(host))
     return torch.cuda.get_rng_state(device)
 

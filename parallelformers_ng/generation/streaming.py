@@ -10,11 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class EmittingStreamer(BaseStreamer):
-    """A streamer on the worker that sends the tokens of each `put` to the caller at once, and None at the end.
-
-    Args:
-        emit: function that sends an event to the caller.
-    """
+    """A streamer on the worker that sends the tokens of each `put` to the caller at once, and None at the end."""
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit
@@ -27,11 +23,7 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """Pass an event of an `EmittingStreamer` to the caller's streamer, in the calling thread.
-
-    Args:
-        event: tokens, or None for the end.
-    """
+    """Pass an event of an `EmittingStreamer`, tokens or None, to the caller's streamer in the calling thread."""
     if event is None:
         streamer.end()
     else:

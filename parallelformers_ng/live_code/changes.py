@@ -37,20 +37,13 @@ def classes_of(model: nn.Module) -> set[type]:
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Return name of a place → digest of its value, for places in modules that a rank can import.
-
-    Args:
-        slots: name of a place → the place and its value.
-    """
+    """Return name of a place → digest of its value, for places in modules that a rank can import."""
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {place: digest(slot.value) for place, slot in slots.items() if module_of(place) not in by_value}
 
 
 def differences(digests: Digests) -> Digests:
-    """Compare the code of another process with the code of this process.
-
-    Args:
-        digests: name of a place → digest of its value in the other process.
+    """Compare digests of another process with the code of this process.
 
     Returns:
         Name of a place → digest of its value in this process, or `ABSENT` without a value, for places that differ.
@@ -65,12 +58,7 @@ def differences(digests: Digests) -> Digests:
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Return whether a place differs only because transformers stores a value there at first use.
-
-    Args:
-        slot: the place, with its value in the caller's process.
-        here: digest of the place on a rank.
-    """
+    """Return whether a place differs from a rank's digest `here` only because transformers fills it at first use."""
     if slot.place == _BUILT:
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -168,7 +156,6 @@ def _found_on_path(name: str) -> Any:
 
 
 def _look_up(place: str) -> Any:
-    """Return the value at a place of this process, unwrapped; `_NOTHING` if the place does not exist."""
     try:
         holder, key = _holder_of(place)
     except (ImportError, AttributeError, KeyError):
@@ -208,12 +195,7 @@ def _put(holder: Any, key: str, value: Any) -> None:
 def _put_by_value(
     place: str, value: Any, classes: Mapping[str, type], scopes: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Set the value of a place for code that was pickled by value.
-
-    Args:
-        classes: `module:qualified name` → class, for the classes of the model's modules.
-        scopes: name of a module → globals of its functions that were pickled by value.
-    """
+    """Set the value of a place in the classes and globals of code that was pickled by value."""
     owner, _, key = place.rpartition(".")
     if ":" in owner:
         if owner in classes:

@@ -36,11 +36,7 @@ def original(value: Any) -> Any:
 
 
 def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
-    """Add a value to a hash.
-
-    Args:
-        seen: ids of the values around this value, for values that contain themselves.
-    """
+    """Add a value to a hash; `seen` has the ids of the values that contain this value."""
     value = original(value)
     if id(value) in seen:
         return hasher.update(b"again")

@@ -73,11 +73,7 @@ def pack(
 
 @contextlib.contextmanager
 def by_value(names: Iterable[str]) -> Iterator[None]:
-    """Pickle functions and classes of these modules by value within the context.
-
-    Args:
-        names: names of modules; names of modules that are not loaded are ignored.
-    """
+    """Pickle functions and classes of these modules by value within the context."""
     known = cloudpickle.list_registry_pickle_by_value()
     modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
     for module in modules:

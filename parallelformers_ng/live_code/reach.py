@@ -96,13 +96,7 @@ def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[st
 
 
 class _Walk:
-    """A search through code: from a name to all functions of that name, and from a function to the names in its code.
-
-    Attributes:
-        slots: name of a place → slot, for the places that were reached.
-        scopes: name of a module → id → globals dictionary, for the functions that were read.
-        classes: classes of the model's modules.
-    """
+    """A search through code: from a name to all functions of that name, and from a function to all names in it."""
 
     def __init__(self, classes: list[type], functions: list[Any], attentions: Collection[str] | None) -> None:
         self._attentions = attentions
@@ -138,7 +132,7 @@ class _Walk:
                     self._read(function)
 
     def _add(self, cls: type) -> None:
-        """Register the methods of a class by name, for `_name`."""
+        """Register the methods of a class by name."""
         for base in cls.__mro__:
             followed = package_of(base) in self._packages or (
                 package_of(base) == "torch" and issubclass(base, nn.Module)
@@ -156,13 +150,11 @@ class _Walk:
                     self._pending.append((base, name, value))
 
     def _name(self, name: str) -> None:
-        """Reach all methods of a name."""
         if name not in self._named:
             self._named.add(name)
             self._pending.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
 
     def _read(self, function: types.FunctionType) -> None:
-        """Reach the methods and global variables that a function names, if the code of its package is followed."""
         scope = function.__globals__
         module = scope.get("__name__", "")
         if module.startswith(_LAYERS_OF_TORCH):
@@ -206,12 +198,7 @@ class _Walk:
     def _read_module(
         self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
     ) -> None:
-        """Record the functions of a module that code names, for example `silu` for the code `nn.functional.silu`.
-
-        Args:
-            module: module that the code names.
-            above: modules that contain `module`, for modules that contain themselves.
-        """
+        """Record the functions of a module that code names, for example `silu` for the code `nn.functional.silu`."""
         if module in above or package_of(module) not in self._packages | {"torch"}:
             return
         for name in names & vars(module).keys():
@@ -268,13 +255,7 @@ def package_of(part: Any) -> str:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that run if `value` is called or read.
-
-    For a function, wrapped functions and functions in its closure are included. For a property, the getter is yielded.
-
-    Args:
-        seen: ids of values that were visited, for functions that refer to themselves.
-    """
+    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters."""
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

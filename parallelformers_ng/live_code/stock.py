@@ -59,8 +59,7 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
 def _replaced_modules(model: nn.Module) -> dict[str, str]:
     """Return path → description of the torch modules with which the program replaced modules of the model.
 
-    An example is an activation that reads all columns. Modules of the classes in `_HARMLESS` are ignored: other checks
-    find replaced layers, and element-wise activations do no harm.
+    Layers and element-wise activations are ignored: other checks find replaced layers.
     """
     modules = {
         path: module
@@ -188,11 +187,7 @@ def _foreign_on_module(module: nn.Module) -> str:
 
 
 def _without_accelerate(module: nn.Module, forward: Any) -> Any:
-    """Return the forward that accelerate's hook calls; None if that forward is the method of the class.
-
-    Args:
-        forward: forward of the module object, returned if the module has no hook of accelerate.
-    """
+    """Return `forward`, or the forward that accelerate's hook calls; None if that is the method of the class."""
     if "_hf_hook" not in vars(module):
         return forward
     before = vars(module).get("_old_forward")

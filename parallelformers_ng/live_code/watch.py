@@ -50,10 +50,7 @@ class CodeWatch:
 
 
 def refuse_modes() -> None:
-    """Raise ParallelError if a torch function mode or dispatch mode of the program is active in this thread.
-
-    Such a mode changes torch functions in this process, and workers would not see the change.
-    """
+    """Raise ParallelError if a torch function mode or dispatch mode of the program is active in this thread."""
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

@@ -17,13 +17,10 @@ from parallelformers_ng.sharding.wording import human_bytes
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
     """Assign a place to the weights of each layer; return None if all weights fit on the devices.
 
-    A rank's device has all weights outside of layers, and as many layers as the budget allows. Two more layers have
-    reserved memory: the running layer and the next layer. If the budget has memory for only one more layer, the next
-    layer exceeds the budget. The layers on the device are spread evenly, so that an offloaded layer arrives while other
-    layers run. Offloaded layers are in RAM as far as the RAM budget allows, and on disk otherwise.
-
-    Args:
-        budget: memory for weights; None for no limits.
+    A rank's device has all weights outside of layers, the running layer, the next layer, and as many further layers as
+    the budget allows. If the budget has no memory for the next layer, that layer exceeds the budget. Further layers are
+    spread evenly, so that an offloaded layer arrives while other layers run. Offloaded layers are in RAM as far as the
+    RAM budget allows, and on disk otherwise.
 
     Raises:
         ParallelError: the weights outside of layers and one layer do not fit on a device, or the RAM budget is too
@@ -58,15 +55,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
 def _leave_to_disk(
     plan: ShardPlan, layers: dict[str, list[str]], places: list[dict[str, Place]], budget: Budget
 ) -> None:
-    """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share.
-
-    Args:
-        layers: path of a layer → storage names of its tensors.
-        places: for each rank, path of a layer → place; changed in place.
-
-    Raises:
-        ParallelError: the RAM budget is too small, and `budget` has no offload folder.
-    """
+    """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share."""
     in_ram = [
         {path: _bytes(plan, layers[path], rank) for path, place in of_rank.items() if place == "cpu"}
         for rank, of_rank in enumerate(places)
@@ -83,12 +72,7 @@ def _leave_to_disk(
 
 
 def _spread(sizes: dict[str, int], room: int) -> set[str]:
-    """Choose layers of at most `room` bytes together, spread evenly over all layers.
-
-    Args:
-        sizes: path of a layer → size in bytes, in the order of the layers.
-        room: memory in bytes.
-    """
+    """Choose layers of at most `room` bytes together, spread evenly over all layers."""
     total, credit, stays = sum(sizes.values()), 0, set()
     for path, size in sizes.items():
         credit += size * min(room, total)
@@ -99,15 +83,13 @@ def _spread(sizes: dict[str, int], room: int) -> set[str]:
 
 
 def _bytes(plan: ShardPlan, names: Iterable[str], rank: int) -> int:
-    """Return the bytes of a rank's shards of some tensors."""
     return sum(plan.tensors[name].bytes_on(rank) for name in names)
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
     """Return the path of each layer of a model → storage names of the parameters that only this layer has.
 
-    A layer is an item of an outermost `ModuleList` that contains a block of the plan. Parameters that are tied to other
-    modules are left out.
+    A layer is an item of an outermost `ModuleList` that contains a block of the plan.
     """
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     items = {}

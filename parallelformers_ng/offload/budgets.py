@@ -20,12 +20,10 @@ class Budget:
     """Memory limits for the weights of a replica.
 
     Attributes:
-        devices: for each rank, name and limit in bytes of its device. If replicas have different limits for a rank, the
-            smallest limit counts.
-        cpu: RAM in bytes for weights that do not fit on the devices, for all ranks of a replica together.
+        devices: for each rank, name and limit in bytes of its device; the smallest limit of all replicas counts.
+        cpu: RAM in bytes for offloaded weights of all ranks of a replica.
         folder: folder for weights that do not fit in RAM; None for no folder.
-        is_cuda: whether ranks compute on CUDA devices, so that weights in RAM are copied to the device. CPU ranks
-            compute with weights in RAM directly.
+        is_cuda: whether ranks compute on CUDA devices, to which weights in RAM must be copied.
     """
 
     devices: list[tuple[str, int]]

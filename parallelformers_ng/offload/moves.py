@@ -90,9 +90,8 @@ class CopiedLayer(MovedLayer):
     Args:
         module: the layer.
         places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
-            the layer does not run, the dictionary has the weight in host memory, where other code can read the weight.
-        staging: buffers for copies from mapped files; None for weights in page-locked memory. A direct copy from a
-            mapped file would wait for each piece.
+            the layer does not run, the dictionary has the weight in host memory.
+        staging: buffers for copies from mapped files; None for weights in page-locked memory.
         device: CUDA device.
         stream: CUDA stream of the copies that run ahead.
     """

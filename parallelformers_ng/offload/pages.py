@@ -35,8 +35,7 @@ class PageSource(NamedTuple):
     """The file that a range of pages maps.
 
     Attributes:
-        descriptor: file descriptor.
-        direct: file descriptor for direct I/O (O_DIRECT), which bypasses the page cache.
+        direct: file descriptor for direct I/O (O_DIRECT).
         offset: offset of the range in the file, in bytes.
         end: size of the file in bytes.
     """
@@ -90,9 +89,6 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
 
     Each range of pages is replaced in one step, so other threads see the same bytes at any time.
 
-    Args:
-        places: ranges of pages, each with its file.
-
     Raises:
         OSError: the file cannot be read, or there is not enough memory.
     """
@@ -139,17 +135,7 @@ def _memory_for(stretch: Stretch) -> int:
 
 
 def _read(source: PageSource, skipped: int, start: int, length: int) -> None:
-    """Read a piece of the file of a range of pages into memory.
-
-    Args:
-        source: file of the range.
-        skipped: offset of the piece from the start of the range, in bytes.
-        start: address of the memory for the whole range.
-        length: length of the piece in bytes.
-
-    Raises:
-        OSError: the file cannot be read, or has become shorter.
-    """
+    """Read `length` bytes of the file, `skipped` bytes after the start of the pages, to address `start + skipped`."""
     offset, end = source.offset + skipped, min(source.offset + skipped + length, source.end)
     while offset < end:  # after the end of the file, the last page stays zero, as in a mapping
         address = start + offset - source.offset
@@ -167,7 +153,6 @@ def _readers() -> ThreadPoolExecutor:
 
 
 def _checked(address: int) -> int:
-    """Return the result of `mmap` or `mremap`; raise OSError if the call failed."""
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
     return address

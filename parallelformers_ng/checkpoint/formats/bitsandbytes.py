@@ -1,8 +1,5 @@
-"""Reads the formats of bitsandbytes: 8-bit integers with one scale per row, and 4-bit codes with one scale per block.
-
-The scale of an integer is the largest absolute weight of its row, divided by 127. The scale of a 4-bit code is the
-largest absolute weight of its block. A block may continue from one row to the next.
-"""
+"""Reads the formats of bitsandbytes: 8-bit integers with the largest absolute weight of each row, and 4-bit codes with
+the largest absolute weight of each block. A block may continue from one row to the next."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the bitsandbytes weights.
-
-    An 8-bit weight has the tensors `weight` and `SCB`. A 4-bit weight has the tensors `weight`, `weight.absmax`,
-    `weight.quant_map` and `weight.quant_state.bitsandbytes__…`.
-    """
+    """Return name → node of the weights: 8-bit weights with `SCB`, and 4-bit weights with `weight.absmax`."""
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
         weights[f"{path}.weight"] = _in_8_bits(stored, path)

@@ -207,12 +207,7 @@ class Repeated(Computed):
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """Return the positions of consecutive numbers in a word, with the first number in the lowest bits.
-
-    Args:
-        words: data type of the words.
-        bits: bits of a number.
-    """
+    """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
 
 

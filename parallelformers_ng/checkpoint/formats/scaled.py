@@ -103,12 +103,7 @@ _OF_ACTIVATIONS = tuple(
 
 
 def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
-    """Return the weight settings of each group of layers in the configuration.
-
-    Raises:
-        UnsupportedModelError: the configuration has a feature or a format that cannot be read.
-        CheckpointError: the configuration has no settings of weights.
-    """
+    """Return the weight settings of each group of layers in the configuration."""
     settings = stored.quantization
     if any((settings.get("transform_config") or {}).get("config_groups") or {}):
         raise stored.unread("has a transform_config, which also transforms activations")

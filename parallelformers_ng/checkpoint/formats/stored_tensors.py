@@ -108,7 +108,6 @@ class StoredTensors:
             raise self.damaged(f"the shape of {name} is {list(node.shape)}; it must be [{wanted}]")
 
     def drop(self, *names: str) -> None:
-        """Remove tensors that are not needed from `state`; names without a tensor are ignored."""
         for name in names:
             self.state.pop(name, None)
 
@@ -116,20 +115,11 @@ class StoredTensors:
         return CheckpointError(f"{self.where} is damaged: {what}")
 
     def unread(self, what: str) -> UnsupportedModelError:
-        """Return the error for a format that cannot be read.
-
-        Args:
-            what: reason; the end of a sentence that starts with the word "it".
-        """
+        """Return the error for a format that cannot be read; `what` completes a sentence that starts with "it"."""
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
-        """Raise CheckpointError if `state` still has a matrix of one of the data types `kinds`: its scales are missing.
-
-        Args:
-            kinds: data types of quantized numbers.
-            ending: ending of the names of the scales, for the error.
-        """
+        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing."""
         for name, tensor in self.state.items():
             if tensor.dtype in kinds and tensor.ndim > 1:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
@@ -254,13 +244,7 @@ def _why_not(
     inputs: int,
     dtype: torch.dtype,
 ) -> str:
-    """Return why ranks cannot hold a weight in its stored format; "" if ranks can.
-
-    Args:
-        kind: format of `Encoding` that fits the numbers.
-        values, scales, blocks, zeros, inputs: same as in `StoredTensors.scaled`.
-        dtype: data type of weights in high precision.
-    """
+    """Return why ranks cannot hold a weight in its stored format; "" if ranks can. See `StoredTensors.scaled`."""
     if zeros is not None:
         return "it has zero points"
     if values.dtype not in (torch.int8, torch.float8_e4m3fn):
