@@ -115,8 +115,5 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Return whether `module` itself writes keys and values, and is not a decoder layer with an attention inside.
-
-    Attention modules and decoder layers have a `layer_idx`; only a decoder layer contains a module with a `layer_idx`.
-    """
+    """Return whether a module with a `layer_idx` is an attention, not a decoder layer that contains an attention."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

@@ -192,8 +192,7 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 def stored_encoding(node: Node) -> Decoded | None:
     """Return a node that dequantizes a stored quantized weight; None if the weight is not stored quantized.
 
-    The weight may be cut from, or joined from, several quantized tensors (experts). The result then cuts or joins
-    their numbers and their scales.
+    The weight may be joined from several quantized tensors (experts).
     """
     if isinstance(node, Decoded):
         return node

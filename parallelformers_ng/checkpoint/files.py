@@ -45,8 +45,7 @@ class CheckpointFile:
 
     Workers on the same host open the file through that process (`/proc/PID/fd`), also after a restart. So workers read
     the same file, even if a save has put a new file of the same name into the directory. Workers on other hosts open
-    the file by its path, or from the hub's cache. A file on another host must have the same size; a safetensors file
-    must also have the same header.
+    the file by its path, or from the hub's cache, if size and header are the same.
 
     Args:
         path: path of the file.

@@ -36,11 +36,10 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
 
     Args:
         dtype: data type of weights in high precision; None for the model's data type.
-        dequantize: whether ranks may hold a weight in high precision if no kernel can compute with its format.
+        dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
         UnsupportedModelError: the format cannot be read, or a weight needs `dequantize`.
-        CheckpointError: the scales of a weight are missing or do not fit the weight.
     """
     bare: Any = without_adapters(model)
     described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}

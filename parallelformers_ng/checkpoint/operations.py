@@ -38,7 +38,7 @@ class OperandPart(NamedTuple):
 
     Attributes:
         source: the operand.
-        cut: part of the operand to read; one range per dimension if the cut of the result has one per dimension.
+        cut: part of the operand to read.
         then: function that turns the part of the operand into the part of the result.
     """
 

@@ -26,9 +26,6 @@ def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]
         what: text before the numbers, for example "loading LlamaForCausalLM".
         total: total bytes.
         show: whether to show the bar or log the lines.
-
-    Yields:
-        Function to call with the number of bytes of each finished piece.
     """
     if show and (sys.stderr is None or not sys.stderr.isatty()):
         yield _Lines(what, total).update
@@ -40,8 +37,6 @@ def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]
 
 
 class _Lines:
-    """Progress as lines in the log."""
-
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._last = time.monotonic(), 0

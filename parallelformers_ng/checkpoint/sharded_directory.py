@@ -54,8 +54,7 @@ def write_rank(
     """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
     Args:
-        plan: plan of the stored tensors (`ShardPlan.held`).
-        names: storage names of the tensors to save; see `saved_names`.
+        names: storage names of the tensors to save.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
         part: function that returns the rank's shard of a tensor.
     """

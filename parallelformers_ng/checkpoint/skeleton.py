@@ -99,8 +99,6 @@ class Skeleton:
 
 
 class _SkeletonPickler(ReferencePickler):
-    """Pickles modules with their library hooks only, and modules with parametrized weights."""
-
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)

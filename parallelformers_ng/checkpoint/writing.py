@@ -35,7 +35,6 @@ class WrittenFile:
     """A safetensors file that was written.
 
     Attributes:
-        name: name of the file in its directory.
         size: size of the file in bytes.
         header: CRC-32 of the 8 bytes of header length and of the header.
         checksums: name of each tensor in the file → `checksum` of the tensor.

@@ -34,14 +34,10 @@ class Registry(Protocol):
 class CacheHandle(Cache):
     """The caller's stand-in for a cache on the workers, and also an instance of that cache's class.
 
-    The handle itself answers for lengths and properties. Methods that read or change the contents (`crop`,
+    The handle itself knows lengths and properties. Methods that read or change the contents (`crop`,
     `reorder_cache`, `reset`, copies) run on the workers. The workers free the cache when the handle is
     garbage-collected. A use of the handle raises `StaleCacheError` after a restart of the workers. A use also raises
     `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths.
-
-    Attributes:
-        incarnation: number of restarts of the workers when the cache was made.
-        info: facts about the cache after the last request.
     """
 
     number: int
@@ -187,11 +183,7 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle.
-
-    Args:
-        cache: the caller's cache object, which is changed in place; None for a new object.
-    """
+    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)

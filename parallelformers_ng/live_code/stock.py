@@ -59,7 +59,7 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
 def _replaced_modules(model: nn.Module) -> dict[str, str]:
     """Return path → description of the torch modules with which the program replaced modules of the model.
 
-    Layers and element-wise activations are ignored: other checks find replaced layers.
+    Layers and element-wise activations are ignored.
     """
     modules = {
         path: module

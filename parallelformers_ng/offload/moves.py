@@ -51,11 +51,9 @@ class MovedLayer:
 class MappedLayer(MovedLayer):
     """Weights of a layer that are views of mapped files, which other code can read at any time.
 
-    While the layer runs, its pages are copies of the file, read with direct I/O. If direct I/O is not supported, the
-    pages belong to the system's page cache.
+    While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
 
     Args:
-        module: the layer.
         tensors: the views.
     """
 
@@ -88,7 +86,6 @@ class CopiedLayer(MovedLayer):
     are read into memory ahead, and copied to the device when the layer runs.
 
     Args:
-        module: the layer.
         places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
             the layer does not run, the dictionary has the weight in host memory.
         staging: buffers for copies from mapped files; None for weights in page-locked memory.

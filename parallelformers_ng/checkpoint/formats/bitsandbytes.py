@@ -85,7 +85,6 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
 
 
 def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
-    """Return the description of a 4-bit weight: JSON text in the tensor `key`."""
     text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
     try:
         description = json.loads(text)

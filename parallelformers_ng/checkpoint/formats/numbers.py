@@ -51,10 +51,9 @@ class Scaled(ByLines):
 
     Attributes:
         values: quantized numbers, in the shape of the weight.
-        scales: scales; along each dimension, one scale per block.
+        scales: one scale per block along each dimension.
         blocks: blocks along each dimension.
         zeros: zero points, in the shape of the scales; None for 0.
-        offset: constant that is added to every element.
     """
 
     values: Node

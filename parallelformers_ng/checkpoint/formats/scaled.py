@@ -70,8 +70,8 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
     """Return name → node of the weights in compressed-tensors' formats.
 
-    A layer has `weight` (8 bits) or `weight_packed` (2 to 8 bits), and `weight_scale`. A layer may also have
-    `weight_zero_point`, and `weight_g_idx` with the group of each input.
+    A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
+    `weight_g_idx`, the group of each input.
     """
     groups = _groups(stored)
     weights = {}

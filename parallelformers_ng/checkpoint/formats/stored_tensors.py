@@ -32,9 +32,9 @@ class StoredTensors:
         quantization: quantization configuration of the checkpoint.
         where: name of the checkpoint, for errors.
         dtype: data type of weights in high precision.
-        plain: function that returns the model for the weights, for example on `meta`.
+        plain: function that returns the model for the weights.
         header: name → text about tensors; None for the text in the files.
-        dequantize: whether ranks may hold a weight in high precision if no kernel can compute with its format.
+        dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Attributes:
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
@@ -98,7 +98,7 @@ class StoredTensors:
         return node
 
     def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
-        """Remove an optional tensor from `state`, and return its node; None if there is no such tensor. See `take`."""
+        """Remove an optional tensor from `state`, and return its node; None without such a tensor."""
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
     def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
@@ -115,7 +115,7 @@ class StoredTensors:
         return CheckpointError(f"{self.where} is damaged: {what}")
 
     def unread(self, what: str) -> UnsupportedModelError:
-        """Return the error for a format that cannot be read; `what` completes a sentence that starts with "it"."""
+        """Return the error for an unsupported format; `what` is the reason, after the word "it"."""
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
@@ -142,8 +142,7 @@ class StoredTensors:
     ) -> Node:
         """Return the node of a weight with one scale per block.
 
-        The node is quantized (`Decoded`) if a scheme of `quantize=` has the same format, and in high precision
-        otherwise. With `dequantize`, a format that no kernel can compute with also becomes high precision.
+        The node is quantized if `quantize=` has a scheme of the same format, and in high precision otherwise.
 
         Args:
             values: quantized numbers, in the shape of the weight.
@@ -190,7 +189,7 @@ class StoredTensors:
     def _in_stored_format(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
     ) -> Decoded:
-        """Return the node of a quantized weight, with its scales repeated to one per index of every other dimension."""
+        """Return the node of a quantized weight. Scales of larger blocks are repeated to one scale per line."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
         # the cast is exact: the new data type contains all values of the stored one
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
