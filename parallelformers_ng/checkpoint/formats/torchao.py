@@ -52,8 +52,8 @@ def _bits(data: Mapping[str, Any]) -> int:
 
     `target_dtype` is the name of a data type, or a mapping with that name under `_data`.
     """
-    description = data.get("target_dtype")
-    name = str(description.get("_data") if isinstance(description, Mapping) else description).removeprefix("torch.")
+    target = data.get("target_dtype")
+    name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8
 
 
