@@ -228,8 +228,8 @@ def test_stages_across_hosts_are_refused(path):
     [
         ([8, 8], 8, None),
         ([2, 4, 2], 2, None),
-        ([1, 1], None, r"hosts of \[1, 1\] ranks have no stages of 2 or more"),
-        ([3, 2], None, r"hosts of \[3, 2\] ranks have no stages of 2 or more"),
+        ([1, 1], None, r"hosts of \[1, 1\] ranks cannot be divided into equal stages of 2 or more"),
+        ([3, 2], None, r"hosts of \[3, 2\] ranks cannot be divided into equal stages of 2 or more"),
         ([4], None, "give tensor=, the ranks of each stage"),
     ],
 )

@@ -254,10 +254,13 @@ def test_impossible_pipelines_are_refused() -> None:
         plan(deep_llama(), 9, fit=PIPELINE)
     for more, words in (
         ({"fit": {"strategy": "circle"}}, "strategy is 'circle'; it takes one of 'tensor', 'pipeline', 'tensor"),
-        ({"fit": {"tensor": 2}}, "strategy='tensor\\+pipeline' takes tensor=, the ranks of each stage, and no other"),
+        ({"fit": {"tensor": 2}}, "only strategy='tensor\\+pipeline' takes tensor=, the ranks of each stage"),
         ({"fit": {"strategy": "tensor+pipeline"}}, "tensor is None and strategy 'tensor\\+pipeline'"),
-        ({"fit": BOTH}, "tensor is 2, and 2 ranks make no stages of 2 each; give a multiple of it"),
-        ({"fit": {**BOTH, "tensor": 1}}, "it takes 2 ranks at least. One is strategy='pipeline'"),
+        (
+            {"fit": BOTH},
+            "tensor is 2, and 2 ranks make no stages of 2 ranks; num_gpus must be a multiple of 2, at least 4",
+        ),
+        ({"fit": {**BOTH, "tensor": 1}}, "it takes at least 2 ranks. For 1 rank, pass strategy='pipeline'"),
         ({"fit": PIPELINE, "decode": "compile"}, "decode is for strategy='tensor'"),
         ({"fit": {**PIPELINE, "cache": "int8"}}, "cache is for strategy='tensor'"),
         ({"fit": {**PIPELINE, "ratio": (1, 2, 3)}}, "ratio has 3 numbers, and there are 2 stages"),
