@@ -17,9 +17,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     flags = command.add_argument_group(
         "forecast", "Memory of each device, tokens per second and the best strategy, from data sheets."
     )
-    flags.add_argument(
-        "--device", metavar="NAME", help="h100, h200, a100, l40s, …; 'here': the devices of this machine"
-    )
+    flags.add_argument("--device", metavar="NAME", help="h100, h200, a100, l40s, …; 'here': CPU ranks of this machine")
     flags.add_argument("--hosts", type=int, metavar="N", help="number of equal hosts (default: 1)")
     flags.add_argument("--gpus-per-host", type=int, metavar="N", help="devices of each host (default: --num-gpus)")
     flags.add_argument("--batch", type=int, metavar="N", help="total of sequences decoded together (default: 1)")
