@@ -18,7 +18,7 @@ from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 
 _MOST_EMPTY = 4
-"""If one in 4 rows or one in 4 columns is empty, the batch drops the empty rows and columns, which copies all caches."""
+"""If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
 
 
 class Rows:

@@ -120,14 +120,14 @@ class Ticket:
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
-        read, ids = 0, self.call.prompt
+        new_count, ids = 0, self.call.prompt
         while True:
             cancellation.check()
             ended = self.ended  # read before the tokens, because no token comes after the end
             while self.states:
                 self.call.restore(unpack(*self.states.popleft()))
-            before, ids, is_last = ids, *self.call.follow(ids, self.tokens[read:])
-            read = ids.shape[1] - self.call.prompt.shape[1]
+            before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
+            new_count = ids.shape[1] - self.call.prompt.shape[1]
             if on_tokens is not None and ids is not before:
                 on_tokens(ids[0, before.shape[1] :].tolist())
             if is_last:
@@ -141,7 +141,7 @@ class Ticket:
             try:
                 self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
             except queue.Empty:
-                if not self.runs and not read:
+                if not self.runs and not new_count:
                     text = "'generate' did not get its turn in the batch before its deadline"
                     raise DeadlineExpiredError(text) from None
-                raise RequestTimeoutError(f"'generate' ran past its deadline with {read} new tokens") from None
+                raise RequestTimeoutError(f"'generate' ran past its deadline with {new_count} new tokens") from None

@@ -136,7 +136,7 @@ def test_nccl_without_such_an_interface_is_refused(believing: pytest.MonkeyPatch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent._Agent, "__init__", elsewhere)
-        with pytest.raises(StartupError, match=r"no interface of this machine has 192\.0\.2\.1"):
+        with pytest.raises(StartupError, match=r"no network interface of this machine has the address 192\.0\.2\.1"):
             started(1, 1)
 
 
