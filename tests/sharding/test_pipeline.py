@@ -311,7 +311,7 @@ def test_bias_of_heads_reaches_later_stages(shares: tuple[float, float], merged:
 def test_auto_explains_its_choice_in_a_line() -> None:
     even = plan(deep_llama(), 2, fit={"strategy": "auto"})
     assert even.strategy == "tensor"
-    assert "strategy: tensor, as 9" in str(even)
+    assert "strategy: tensor, because 9" in str(even)
     model = deep_llama()
     whole = build_plan(model, 2, UNCUT)
     staged = in_stages(build_plan(model, 1, UNCUT), model, [0.5, 0.5])
@@ -319,9 +319,11 @@ def test_auto_explains_its_choice_in_a_line() -> None:
     def refuse() -> Any:
         raise UnsupportedModelError("no policy knows it")
 
-    assert "strategy: pipeline, as its fullest rank has" in str(better(lambda: whole, lambda: staged))
-    assert "strategy: pipeline, as its layers cannot be cut: no policy" in str(better(refuse, lambda: staged))
-    assert "strategy: tensor, as stages cannot be: no policy" in str(better(lambda: whole, refuse))
+    assert "strategy: pipeline, because its fullest rank has" in str(better(lambda: whole, lambda: staged))
+    assert "strategy: pipeline, because the layers cannot be sharded: no policy" in str(better(refuse, lambda: staged))
+    assert "strategy: tensor, because the model cannot be divided into stages: no policy" in str(
+        better(lambda: whole, refuse)
+    )
     with pytest.raises(UnsupportedModelError):
         better(refuse, refuse)
 
