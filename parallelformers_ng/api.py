@@ -84,8 +84,8 @@ def parallelize(
     `.cpu()`, `.cuda()`, `.to()`) ends the workers and restores the weights.
 
     Args:
-        model: a transformers model with its weights, or a peft model; a model on `meta`, with `weights`; or a
-            directory or model id of the hub, also of a peft adapter. From a path, each worker reads its own shards.
+        model: a loaded transformers or peft model; a model on `meta`, with `weights`; or a directory or model id of
+            the hub, also of a peft adapter. From a path, each worker reads its own shards.
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers without a GPU.
         fp16: cast floating-point weights to float16, like `from_pretrained(dtype=torch.float16)`.
         weights: directory or model id with the weights of a model on `meta`.
@@ -105,14 +105,15 @@ def parallelize(
             weight-only torchao config. docs/quantization.md describes the weights that `deparallelize` restores.
         decode: mode of the decode steps of `generate`. "eager": no compiler, no CUDA graphs. "compile":
             `torch.compile` over a cache of a fixed size; the first call waits for the compiler. A transformers
-            `CompileConfig`: "compile" with other settings. "cuda_graphs": CUDA graphs over a cache of a fixed size;
-            other steps run eagerly, and one warning gives the reason; unmeasured, never run on a GPU. "auto": "eager"
-            on CPU ranks; on CUDA, "cuda_graphs" for calls whose output type stays the same, until a capture fails.
+            `CompileConfig`: "compile" with other settings. "cuda_graphs": CUDA graphs over a cache of a fixed size.
+            If a step cannot be captured, the step runs eagerly, and one warning gives the reason. CUDA graphs are
+            unmeasured, never run on a GPU. "auto": "eager" on CPU ranks; on CUDA, "cuda_graphs" for calls whose output
+            type stays the same, until a capture fails.
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
             model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
-            seeds. "auto": on CPU ranks, True from the first two concurrent calls on; on CUDA ranks, False. On CUDA,
-            True decodes the rows of a batch without CUDA graphs; unmeasured, never run on a GPU.
+            seeds. "auto": on CPU ranks, True from the first two concurrent calls on; on CUDA ranks, False. Batches on
+            CUDA ranks are unmeasured, never run on a GPU.
         seed: seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.

@@ -23,8 +23,8 @@ class RayOptions:
     """The resources of a Ray cluster that the ranks use.
 
     Attributes:
-        address: address of the cluster. None: the cluster to which this process is connected; without a connection,
-            the cluster that `ray.init()` finds or starts, for as long as the workers run.
+        address: address of the cluster. None: the cluster to which this process is connected, or without a connection
+            the cluster that `ray.init()` finds or starts until the workers end.
         cpus: number of CPUs, and of threads, of each rank.
         resources: further resources of each rank's Ray bundle, by Ray's names (`{"memory": …}`) or custom names.
         runtime_env: Ray's `runtime_env` for the processes on the hosts.
@@ -185,7 +185,7 @@ class FitOptions:
         return self.strategy == BOTH and self.tensor is None
 
     def over(self, counts: Sequence[int]) -> FitOptions:
-        """Return these options with `tensor` set so that each stage is on one host, if `tensor` is open.
+        """Return the same options with `tensor` set so that each stage is on one host, or unchanged if not `is_open`.
 
         Args:
             counts: number of ranks of each host.
@@ -248,8 +248,8 @@ class QuantizeOptions:
         skip: paths of layers that stay in high precision, from a block or from the model on, with `*` for any one name
             (`["self_attn.o_proj", "mlp.*"]`). Submodules of a skipped layer are skipped, too.
         embeddings: quantize the input embeddings and the output head, too.
-        dequantize: dequantize a checkpoint's weights if no kernel here computes with their scheme; then quantize them
-            by `scheme`, if set. Each rank dequantizes its own shards.
+        dequantize: dequantize a checkpoint whose scheme no kernel supports; then quantize the weights by `scheme`, if
+            set. Each rank dequantizes its own shards.
     """
 
     scheme: str | None = None
@@ -279,7 +279,7 @@ QUANTIZE_HELP = f"hold weights in {', '.join(SCHEMES)}"
 """Help text of the flag `--quantize`."""
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
-"""Worker options that belong to a model and its weights. `start_group` refuses them."""
+"""Worker options that belong to a model and its weights. `start_group` refuses these options."""
 
 
 def check_switches(**switches: Any) -> None:
@@ -347,7 +347,7 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
         quantize: `QuantizeOptions`, a dict of its fields, the name of a scheme, a torchao config, or None.
 
     Raises:
-        ParallelError: the argument is none of these, or no rank computes with the scheme of the torchao config.
+        ParallelError: `quantize` has another type, or ranks cannot compute with the scheme of the torchao config.
     """
     if quantize is None:
         return None

@@ -21,8 +21,9 @@ from parallelformers_ng.sharding.rules import Policy
 from parallelformers_ng.sharding.wording import human_bytes
 
 _MUCH_LESS = 0.8
-"""With strategy "auto", the fullest rank of a pipeline must hold less than this share of tensor parallelism's fullest
-rank, because only one rank of a pipeline computes at a time."""
+"""Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's.
+
+In a pipeline, only one rank computes at a time."""
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 

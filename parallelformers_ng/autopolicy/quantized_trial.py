@@ -1,4 +1,4 @@
-"""Compares the outputs of a sharded quantized twin with those of a whole twin with rounded weights."""
+"""Compares the outputs of a sharded quantized twin with the outputs of a whole twin with rounded weights."""
 
 from __future__ import annotations
 

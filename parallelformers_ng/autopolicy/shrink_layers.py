@@ -69,7 +69,7 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
 def _sections(config: Any, main: str) -> list[str]:
     """Return the settings that count the layers of sections, the longest section last.
 
-    Empty if there are fewer than two such settings, or if their sum is not the number of all layers.
+    Empty for fewer than two such settings, or if the sum of their values is not the number of all layers.
     """
     candidates = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
     counts = {name: count for name, count in candidates.items() if isinstance(count, int) and count > 0}

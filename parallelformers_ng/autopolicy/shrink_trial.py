@@ -64,8 +64,9 @@ def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Return the numbers of a setting, also from nested lists; empty if the setting must not be halved.
 
-    Head counts stay because the proof is about them, and vocabularies because settings hold token ids. Windows and
-    expert counts are small already: masks of transformers do not fit windows of one token, and experts form groups.
+    Head counts stay because a proof must test the real head counts; vocabularies stay because settings hold token ids.
+    Windows and expert counts are small already: masks of transformers do not fit windows of one token, and experts
+    form groups.
     """
     kept = is_id(name) or any(word in name for word in _KEPT)
     numbers = tuple(_flat(value))
@@ -82,7 +83,7 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    """Return a copy of `config` in which the numbers of `chosen` settings are halved if they are at least `least`."""
+    """Return a copy of `config` in which all numbers from `least` on in `chosen` settings are halved."""
 
     def half(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

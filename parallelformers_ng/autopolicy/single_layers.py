@@ -1,6 +1,6 @@
 """Finds layers that no inputs of the model reach, and makes inputs for each layer alone.
 
-A layer qualifies only if the modelling code calls the layer and uses it in no other way (`sharding/layer_uses.py`).
+A layer qualifies only if the modelling code does nothing with the layer except calls (`sharding/layer_uses.py`).
 With gathered outputs, such a column-parallel layer has the same outputs as a whole layer in every model.
 """
 

@@ -1,4 +1,4 @@
-"""Runs a twin sharded by some rules, and compares its outputs with those of the whole twin.
+"""Runs a twin sharded by some rules, and compares the outputs with the outputs of the whole twin.
 
 The ranks are threads. If no output depends on a shard, the trial proves nothing about the shard, and fails.
 """

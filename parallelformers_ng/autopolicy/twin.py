@@ -53,7 +53,7 @@ class Twin:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether there is a probe of the whole model."""
+        """Whether the first probe is a probe of the whole model."""
         return bool(self.probes) and not self.probes[0].path
 
     @property

@@ -194,7 +194,7 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrin
 
 
 def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
-    """Return the index of the first candidate inputs on which a model on `meta` runs; None if it runs on none.
+    """Return the index of the first candidate inputs on which a model on `meta` runs; None if all inputs fail.
 
     A forward that reads values of its inputs cannot run on `meta`.
 

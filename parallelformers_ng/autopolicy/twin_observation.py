@@ -94,7 +94,7 @@ class _Observer:
         return refusal or "its forward takes none of the known inputs"
 
     def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
-        """Run one part, and add a probe of it. Return "", or the reason why these inputs make no probe."""
+        """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
             with torch.random.fork_rng(devices=[]), Trace(part) as trace:
                 torch.manual_seed(0)

@@ -68,7 +68,7 @@ class Batch:
         return bool(self._arrived or self._waiting or self._running)
 
     def add(self, ticket: Ticket) -> None:
-        """Queue a call; it joins the batch as soon as a row and cache tokens are free."""
+        """Queue a call. The call joins the batch as soon as a row and cache tokens are free."""
         self._arrived.append(ticket)
         self.look()
 
@@ -196,7 +196,7 @@ class Batch:
 
         Args:
             error: error for the running calls.
-            others: error for the waiting calls; None marks the waiting calls as lost, so another group may run them.
+            others: error for the waiting calls; None marks the waiting calls as lost, for another group to run.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)

@@ -98,7 +98,7 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
         edits: code that the program changed after the class built the model.
 
     Returns:
-        The reason why calls may not share a batch, "" if they may; and whether prompts may run in pieces.
+        The reason why calls may not share a batch, or ""; and whether prompts may run in pieces.
     """
     if config.is_encoder_decoder:
         return "it has an encoder", False
@@ -112,7 +112,7 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
 
 
 def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
-    """Return the reason why calls of a model may not share a batch; "" if they may.
+    """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.

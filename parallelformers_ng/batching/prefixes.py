@@ -1,4 +1,4 @@
-"""Keeps keys and values of earlier sequences, so that a prompt with the same first tokens need not run them again."""
+"""Keeps keys and values of earlier sequences, so that a new prompt need not run the same first tokens again."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """Return the model's arguments for new tokens, like those that `generate` makes.
+    """Return the same arguments of the model for new tokens as `generate` would make.
 
     Args:
         model: model of the rank.
         ids: token ids, int64 `[rows, tokens]`.
-        positions: positions of the tokens, int64 `[rows, tokens]`. Without them, the forward of some models counts
-            positions from the length of the cache, padding included.
+        positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
+            would count from the length of the cache, padding included.
         arguments: arguments of `prepare_inputs_for_generation`.
     """
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)

@@ -102,7 +102,7 @@ class Prompts:
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> list[BatchRow]:
-        """Return the row of the first prompt, and the rows of the next prompts that may run together with it."""
+        """Return the row of the first prompt, and the rows of next prompts that may run together with the first."""
         if self._done:
             return [self._waiting[0]]
         rows, longest = list[BatchRow](), 0

@@ -61,8 +61,8 @@ class News:
     Attributes:
         tokens: number of a row → its new tokens.
         ended: numbers of complete rows.
-        failed: number of a failed row → the error, or None if another rank raised it. All ranks raise errors of the
-            arguments; only the rank that chooses the row's token raises errors of its processors.
+        failed: number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
+            arguments; only the rank that chooses the row's tokens raises errors of processors.
         states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
             row's tokens.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.

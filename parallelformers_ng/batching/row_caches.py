@@ -76,7 +76,7 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     """Copy the rows of one cache to rows of another cache. The last columns of both caches are aligned.
 
     Args:
-        cache: cache to change; grows to `count` rows if it has fewer.
+        cache: cache to change.
         others: cache with the new rows.
         rows: index in `cache` for each new row.
         count: least number of rows of `cache` afterwards.

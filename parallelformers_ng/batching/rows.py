@@ -30,8 +30,8 @@ class Rows:
                      b b b b b                b b b b b b                              b b b b b b
 
     A row joins with the cache of its prompt; the shorter of the two caches is padded. Each row has its own mask and
-    positions, so the tokens of a row do not depend on the other rows; `batch_proof.py` checks this for each model.
-    Every rank chooses the next tokens of a share of the rows.
+    positions, so the tokens of a row do not depend on other rows. `batch_proof.py` checks this for each model. Every
+    rank chooses the next tokens of a share of the rows.
 
     Args:
         model: model of the rank.
@@ -171,7 +171,7 @@ class Rows:
             row.take(*each[row.number % ranks])
 
     def _pack(self) -> None:
-        """Drop empty rows and columns if there are too many."""
+        """Drop empty rows and columns if at least one in 4 rows or columns is empty."""
         full = [index for index, row in enumerate(self._slots) if row is not None]
         first = int(self._mask[full].any(0).to(torch.uint8).argmax())
         rows, columns = self._mask.shape

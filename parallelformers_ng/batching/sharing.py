@@ -1,4 +1,4 @@
-"""Decides which calls of `generate` may share a batch, and packs them for the ranks."""
+"""Decides which calls of `generate` may share a batch, and prepares the calls for the ranks."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the model's arguments for a sequence, like those that `generate` makes."""
+    """Return the same arguments of the model for a whole sequence as `generate` would make."""
     arguments = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }

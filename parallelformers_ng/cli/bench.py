@@ -150,8 +150,8 @@ def bench(
 
     Raises:
         UnsupportedModelError: the model cannot generate.
-        ValueError: `prompt`, `tokens` or `rounds` is less than 1, or the prompt or the tokens exceed the model's
-            positions; or `dtype` is no data type of torch.
+        ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
+            or `dtype` is no data type of torch.
         ParallelError: `parallelize` failed.
     """
     if min(prompt, tokens, rounds) < 1:

@@ -29,8 +29,8 @@ def policy_sources() -> dict[str, str]:
     only a part of a composite model. An inferred policy is proven on first use.
 
     Returns:
-        Model type → "written", "of its parts" (the model has no layers except those of other models), "inferred" or
-        "no modelling code of its own".
+        Model type → "written", "of its parts" (the model has only layers of other models), "inferred" or "no modelling
+        code of its own".
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}

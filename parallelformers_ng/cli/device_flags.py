@@ -9,7 +9,7 @@ from parallelformers_ng.errors import ParallelError
 
 _FLAGS = ("hosts", "gpus_per_host", "batch", "length", "network", "decode")
 _OF_RANKS = {"ratio": None, "strategy": "tensor"}
-"""Option of a plan → default. A forecast refuses these options, because it chooses the best strategy itself."""
+"""Option of a plan → default. A forecast refuses these options, because a forecast chooses the best strategy."""
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:

@@ -63,7 +63,7 @@ def _reader(kind: Any) -> type:
 
 
 def _types(kind: Any) -> Iterator[Any]:
-    """Yield a type and all types nested in it."""
+    """Yield a type and all nested types: `list[int]` gives `list[int]` and `int`."""
     yield kind
     for part in typing.get_args(kind):
         yield from _types(part)

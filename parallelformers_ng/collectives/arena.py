@@ -48,13 +48,13 @@ def arena_bytes(world_size: int, slot_bytes: int) -> int:
 
 
 class Arena:
-    """An arena that is mapped into this process. The parent creates it with `Arena.create`; each worker maps its `fd`.
+    """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
 
     The arena is anonymous memory without a name in the file system. The kernel frees the memory when the last process
-    has closed it.
+    has closed the arena.
 
     Args:
-        fd: file descriptor of the arena. The caller may close it after the call.
+        fd: file descriptor of the arena. The caller may close the descriptor after the call.
         world_size: number of ranks for which the arena was created.
 
     Attributes:
@@ -88,7 +88,7 @@ class Arena:
             one_shot_bytes: with three ranks or more, most bytes of a tensor that every rank sums by itself, in one
                 round. A larger tensor is reduce-scattered and gathered, in two rounds with less traffic.
             cpus: number of CPUs of all ranks together, by default the CPUs of this process. With fewer CPUs than ranks,
-                a waiting rank yields its CPU at once; spinning would delay the rank that it waits for.
+                a waiting rank yields its CPU at once, because spinning would delay a busy rank.
 
         Raises:
             ValueError: `world_size` is out of range.

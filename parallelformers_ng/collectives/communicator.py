@@ -153,7 +153,7 @@ class Communicator(ABC):
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended the request with the number `sequence`, and will send nothing more for it."""
+        """Record that this rank has ended the request with the number `sequence`, so no rank need wait for this rank."""
         return None
 
     def all_ended(self, sequence: int) -> bool:
@@ -271,7 +271,7 @@ class SingleCommunicator(ArenaCommunicator):
 def give_way(waited: float) -> None:
     """Wait once more in a loop that has waited for `waited` seconds so far.
 
-    In the first 2 ms the call yields the CPU. Later it sleeps an eighth of the time waited so far, at most 0.5 ms.
+    In the first 2 ms the call yields the CPU. Later the call sleeps an eighth of `waited`, at most 0.5 ms.
     """
     if waited < YIELD_SECONDS:
         os.sched_yield()

@@ -83,8 +83,9 @@ def connect(
         arena_fd: file descriptor of the parent's Arena, for shared memory, aborts and cancellations.
         rendezvous: path from `rendezvous_path`, to the same file for all ranks; needed by gloo and NCCL.
         timeout: seconds to wait for another rank.
-        span: for several hosts: `number` of this host; `counts`, the ranks of each host; `address` of this host for
-            other hosts; and `links`, on the first rank of a host only: number of another host → socket and keys.
+        span: description of several hosts; None for one host. `number`: number of this host. `counts`: ranks of each
+            host. `address`: address of this host for other hosts. `links`: number of another host → socket and keys;
+            None except on the first rank of a host.
 
     Returns:
         The communicator of all ranks.

@@ -62,7 +62,7 @@ class _Link:
                 self._unsent[0] = self._unsent[0][count:]
 
     def keep_unsent(self) -> None:
-        """Copy the unsent bytes, so that the caller may free or change the tensor behind them."""
+        """Copy the unsent bytes, so that the caller may free or change the tensor that holds the bytes."""
         self._unsent = [memoryview(bytes(part)) for part in self._unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:

@@ -29,8 +29,8 @@ from parallelformers_ng.errors import CollectiveAbortedError
 def create_rendezvous() -> int:
     """Return the descriptor of a new empty anonymous file, through which the ranks meet.
 
-    The file has no name, so other processes cannot find it, and no file is left on disk after a crash. The caller must
-    keep the descriptor open until the ranks have met, and then close it.
+    The file has no name, so other programs cannot find the file, and a crash leaves no file on disk. The caller must
+    close the descriptor when the group ends.
     """
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
 

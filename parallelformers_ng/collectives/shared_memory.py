@@ -48,7 +48,8 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 
     Attributes:
-        kernel: object of the C kernel. Other C code calls it (`_kernel_api.h`); `check` takes the returned status.
+        kernel: object of the C kernel. Other C code also calls the kernel (`_kernel_api.h`), and `check` takes the
+            returned status.
     """
 
     def __init__(self, arena: Arena, rank: int, timeout: float, width: int | None = None) -> None:
@@ -131,7 +132,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
 
 
 class StagedCommunicator(Communicator):
-    """A communicator for CUDA tensors that copies each tensor to the host, exchanges it there, and copies it back.
+    """A communicator for CUDA tensors, which copies tensors to the host, exchanges the copies, and copies results back.
 
     NCCL refuses several ranks on one device; this class allows such ranks, for example to check the CUDA path with a
     single GPU. It also serves hosts between which NCCL cannot or must not connect. Unmeasured: never run on a GPU.

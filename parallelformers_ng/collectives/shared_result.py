@@ -16,7 +16,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 T = TypeVar("T")
 
 FIRST_BYTES = 32 * 1024
-"""Size of the first exchange, before the other ranks know the size of the result. A decode step's result fits in it."""
+"""Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits."""
 _WORD, _LINE = 8, 64
 
 

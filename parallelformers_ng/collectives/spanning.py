@@ -62,7 +62,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
     """A communicator over NCCL for the CUDA ranks of several hosts. Unmeasured: never run on a GPU.
 
     Args:
-        between: communicator of the same ranks without NCCL, for connecting NCCL. This communicator closes it.
+        between: communicator of the same ranks without NCCL, for connecting NCCL; `close` closes `between`, too.
         place: number of this rank on its host.
         arena: arena of this host.
         address: address at which other hosts reach this host. NCCL uses only the interface with this address.
