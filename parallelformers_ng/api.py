@@ -335,7 +335,7 @@ def _batching(
         return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
     if decode not in ("auto", "eager", "cuda_graphs"):
-        raise ParallelError(f"batching= does not work with decode={decode!r}; leave one of the two arguments out")
+        raise ParallelError(f"decode is {decode!r}, a mode without batching; leave out decode= or batching=")
     return options
 
 

@@ -35,7 +35,7 @@ class AlreadyParallelizedError(ParallelError):
 
 
 class NotParallelizedError(ParallelError):
-    """A call needs a parallelized model, but the model is not parallelized (anymore)."""
+    """A call needs a parallelized model, but the model is not or no longer parallelized."""
 
 
 class CheckpointError(ParallelError):
@@ -104,19 +104,19 @@ class ChannelClosedError(GroupError):
 
 
 class NotPortableError(GroupError, TypeError):
-    """An object cannot be copied to another process. The message names the place of the object in the arguments."""
+    """An object cannot be copied to another process. The message names the argument or attribute with the object."""
 
 
 class SharedMemoryError(GroupError):
-    """The system had too little shared memory for shards, for collectives or for a message. Nothing was sent."""
+    """The system had too little memory for shards, for collectives or for a message. Nothing was sent."""
 
 
 class CollectiveAbortedError(GroupError):
-    """A collective stopped because another rank raised an error, another rank died, or the group is ending."""
+    """A collective stopped because a rank raised an error, died or came too late, or because the group is ending."""
 
 
 class DivergedError(GroupError):
-    """Ranks returned different results for a request that needs equal results. The results were discarded."""
+    """Ranks that must agree have different results or are in different collectives. The results were discarded."""
 
 
 class WorkerError(GroupError):

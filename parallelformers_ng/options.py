@@ -322,12 +322,7 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value has the annotated type of an option.
-
-    Args:
-        value: value of the option.
-        kind: the annotation: a class, a union of types, a list, a dictionary, or a tuple of any length.
-    """
+    """Return whether a value has the type `kind`: a class, a union, a list, a dictionary, or a tuple of any length."""
     if kind is Any:
         return True
     origin, inner = get_origin(kind), get_args(kind)
@@ -381,12 +376,7 @@ def _of_torchao(config: Any) -> QuantizeOptions:
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:
-    """Return `seconds`, or raise ParallelError if `seconds` is not a positive number.
-
-    Args:
-        seconds: value to check.
-        name: name of the argument, for the error message.
-    """
+    """Return `seconds`, or raise ParallelError with the argument's `name` if `seconds` is not a positive number."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
     return seconds

@@ -21,7 +21,7 @@ from parallelformers_ng.sharding.units import and_above, sees_part
 
 
 class CodeCheck:
-    """Checks a plan against code that has changed since the plan was made.
+    """A check of a plan against code that has changed since the plan was made.
 
     Args:
         model: the model, before it is parallelized.
@@ -62,7 +62,7 @@ class CodeCheck:
         for cls in self._outside - self._inside:
             if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
                 return f"{cls.__name__} reads sharded layers"
-        for cls in self._cut:  # a proof cannot show enough here: see `CutUnit.not_stock`
+        for cls in self._cut:  # a proof is not enough here: see `CutUnit.not_stock`
             if foreign_class(cls) and _reaches(cls, moved):
                 return f"{cls.__name__} is sharded"
         changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]

@@ -31,14 +31,10 @@ class Shapes:
     windows: bool = False
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
-        """Return whether a list is a list of layer numbers, from 0 to `count`.
+        """Return whether a list in a configuration consists of layer numbers, from 0 to `count`.
 
         Such a list is sorted, has no number twice, and ends in the last quarter of the layers. Number `count` stands
         for the states after the last layer. Lists of other numbers, such as pooling scales, usually end earlier.
-
-        Args:
-            numbers: list from a configuration.
-            count: number of layers.
         """
         if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
             return False

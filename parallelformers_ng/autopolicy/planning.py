@@ -32,8 +32,6 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
     """Raise an error if two arguments of `parallelize` exclude each other.
 
     Args:
-        fit: fit options.
-        world_size: number of ranks.
         others: further arguments of `parallelize` by name; None for an argument with its default value.
 
     Raises:
@@ -57,11 +55,8 @@ def make_plan(
     """Return the plan of a model for `world_size` ranks.
 
     Args:
-        model: a transformers model, on any device.
-        world_size: number of ranks.
         custom: custom policies of the caller.
         dtype: data type to cast floating-point parameters to; None for no cast.
-        fit: strategy and shares of the ranks.
         quantize: weights to quantize, and the scheme; None for no quantization.
 
     Raises:
@@ -95,10 +90,7 @@ def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> Sha
     """Choose between tensor parallelism and a pipeline for strategy "auto", and set the plan's `why`.
 
     The choice is a pipeline if the layers cannot be sharded, or if the fullest rank of a pipeline holds much less.
-
-    Args:
-        cut: function that returns the plan for tensor parallelism.
-        staged: function that returns the plan for a pipeline.
+    `cut` makes the plan for tensor parallelism, `staged` the plan for a pipeline.
     """
     try:
         tensor = cut()

@@ -80,12 +80,6 @@ def prove_live_code(
 ) -> Selection:
     """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match.
 
-    Args:
-        model: the model, on any device.
-        selection: policies of the model.
-        world_size: number of ranks.
-        parts: fraction of the model for each rank, as for `build_plan`.
-
     Returns:
         The selection with `proven` set if the outputs match; otherwise `selection`, which leaves such modules whole.
     """
@@ -123,12 +117,6 @@ def prove_custom(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
 ) -> None:
     """Check custom policies on a twin.
-
-    Args:
-        model: the model, on any device.
-        policies: custom policies of the caller.
-        world_size: number of ranks.
-        parts: fraction of the model for each rank, as for `build_plan`.
 
     Raises:
         PolicyError: the twin's outputs change, or no twin can prove the policies. The message names the next step.

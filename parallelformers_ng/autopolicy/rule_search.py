@@ -87,10 +87,6 @@ class RuleSearch:
         """Return rules for layers that only a probe of a single layer reaches.
 
         Experts are sharded along their width; other layers become column-parallel with gathered outputs.
-
-        Args:
-            proposals: proposals for other layers.
-            covered: paths that need no rule.
         """
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}

@@ -33,12 +33,7 @@ _SIDE = 4
 
 
 class SampleInputs:
-    """A maker of random arguments for the forward of a model or of a part of a model.
-
-    Args:
-        model: the model or part.
-        seed: seed of the random values.
-    """
+    """A maker of random arguments for the forward of a model or of a part of a model."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model

@@ -96,13 +96,11 @@ class Trials:
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Return whether the sharded twin generates the tokens `wanted`, from `prompt`.
+        """Return whether the sharded twin generates the same tokens as the whole twin.
 
         Args:
-            choices: rules to try in addition to the base policies.
-            vocabulary: whether embeddings and heads are vocabulary-parallel.
-            inputs: keyword arguments of `generate`.
-            wanted: tensors that the whole twin's `generate` returned.
+            choices, vocabulary: same as in `match`.
+            inputs, wanted: inputs and tokens from `prompt`.
         """
         try:
             plan = self.plan(choices, vocabulary)

@@ -65,10 +65,7 @@ class Twin:
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a model on copies of the inputs, because some forwards change their inputs. Return the output's tensors.
 
-    Args:
-        model: a model or a part of a model.
-        inputs: keyword arguments of the forward.
-        dtype: data type to cast floating-point inputs to; None for no cast.
+    If `dtype` is set, floating-point inputs are cast to this data type.
     """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())
@@ -99,13 +96,7 @@ def length_options(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Return whether the outputs of two runs match.
-
-    Args:
-        got: output tensors of one run.
-        wanted: output tensors of the other run.
-        tolerance: largest difference of two values, relative to the tensor's largest value.
-    """
+    """Return whether the outputs of two runs match, up to `tolerance` relative to each tensor's largest value."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 

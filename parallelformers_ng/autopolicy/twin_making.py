@@ -199,7 +199,6 @@ def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int
     A forward that reads values of its inputs cannot run on `meta`.
 
     Args:
-        skeleton: the model, on `meta`.
         only: index of the only candidate inputs to try; None for all candidates.
     """
     with torch.inference_mode(), torch.device("meta"):

@@ -23,12 +23,7 @@ _SECONDS = 4.0
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Return a twin with probes, in float64 because rounding is then far below errors; in float32 if more parts run.
-
-    Args:
-        model: a small random model.
-        seed: seed of the random inputs.
-    """
+    """Return a twin with probes, in float64 for small rounding errors, or in float32 if more parts run in float32."""
     observer = _Observer(model.to(torch.float64), seed)
     exact = observer.probe_parts()
     if exact.runs_whole or (exact.probes and time.thread_time() > observer.end):

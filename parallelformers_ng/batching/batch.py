@@ -165,10 +165,6 @@ class Batch:
 
         A call that may have caused the error is a suspect; suspects run in separate rounds. If recorded steps ran out
         of memory, no call is a suspect, and later steps are not recorded.
-
-        Args:
-            error: error of the round.
-            order: the round that failed.
         """
         running, self._running = self._running, {}
         self._batch = next(self._batches)

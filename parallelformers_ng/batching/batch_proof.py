@@ -61,8 +61,7 @@ class Trial:
         """Return the reason why calls of a model run alone; "" if calls may share a batch.
 
         Args:
-            cls: class of the model.
-            config: configuration of the model.
+            cls, config: class and configuration of the model.
             code: number of changes of the model's code so far.
         """
         self.is_due = True
@@ -93,8 +92,7 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
     """Check on a small copy of a model whether its calls may share a batch.
 
     Args:
-        cls: class of the model.
-        config: configuration of the model.
+        cls, config: class and configuration of the model.
         edits: code that the program changed after the class built the model.
 
     Returns:
@@ -135,7 +133,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     for call in calls:
         if call["input_ids"][0, -1] == model.generation_config.pad_token_id:
-            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # a final pad token bars a batch
+            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # the prompt must not end with padding
     try:
         with torch.inference_mode():
             alone, scores = zip(*(_watched(call) for call in calls), strict=True)

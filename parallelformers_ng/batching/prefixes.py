@@ -16,7 +16,7 @@ LEAST_TOKENS = 16
 
 @dataclass(eq=False)
 class _Sequence:
-    """Token ids, int64 `[tokens]`, and the keys and values of each layer, `[1, heads, tokens, width]`."""
+    """A kept sequence: token ids, int64 `[tokens]`, and each layer's keys and values, `[1, heads, tokens, width]`."""
 
     ids: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]

@@ -39,7 +39,6 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
     """Return the same arguments of the model for new tokens as `generate` would make.
 
     Args:
-        model: model of the rank.
         ids: token ids, int64 `[rows, tokens]`.
         positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
             would count from the length of the cache, padding included.
@@ -53,10 +52,6 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
 
 def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
     """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop.
-
-    Args:
-        model: model of the rank.
-        kwargs: arguments of `generate`.
 
     Raises:
         Exception: `generate` refuses an argument.

@@ -166,13 +166,9 @@ class Prompts:
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:
-    """Return whether a prompt may run together with other prompts.
+    """Return whether a prompt may run together with other prompts, the longest of `longest` tokens.
 
     The prompt must have no padding, and its cache must keep the keys and values of all tokens.
-
-    Args:
-        row: row of the prompt.
-        longest: tokens of the longest of the prompts.
     """
     if row.cache is None:
         return False

@@ -15,10 +15,6 @@ from parallelformers_ng.errors import BatchingError
 def runs_whole(model: Any, row: BatchRow) -> bool:
     """Return whether a decode step of a model runs the whole sequence, because the model has no cache.
 
-    Args:
-        model: model of the rank.
-        row: row whose prompt the model has run.
-
     Raises:
         BatchingError: the model keeps a cache that rows cannot be added to.
     """

@@ -211,7 +211,7 @@ def read_bandwidth(device: str, count: int = 1) -> float:
     best = float("inf")
     for _ in range(_READ_PASSES):
         start = time.perf_counter()
-        data.sum().item()  # waits for the device
+        data.sum().item()  # `item` waits for the device
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best * (count if device == "cuda" else 1)
 

@@ -58,7 +58,7 @@ class Verification:
     Attributes:
         model_class, world_size: class name of the model; number of ranks.
         equal: whether the outputs of the sharded twin and the whole twin match.
-        source: source of the policies, as in `policy_sources`.
+        source: source of the policies: "custom", "written" or "inferred", joined by "+".
         cut_share: share, from 0 to 1, of the cuttable bytes of the model that are sharded.
         rules: rule → number of the model's tensors that the rule shards.
         whole: name of a replicated tensor → its size in bytes, largest first; only tensors that could be sharded.

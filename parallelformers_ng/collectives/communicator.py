@@ -153,7 +153,7 @@ class Communicator(ABC):
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended the request with the number `sequence`, so no rank need wait for this rank."""
+        """Record that this rank has ended the request with the number `sequence`; no rank need wait for it now."""
         return None
 
     def all_ended(self, sequence: int) -> bool:

@@ -69,8 +69,7 @@ class _Link:
         """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations.
 
         Args:
-            generation: number of resets of the links.
-            step: number of the exchange since the last reset.
+            generation, step: number of resets so far, and of exchanges since the last reset.
             size: size of the body in bytes.
 
         Raises:

@@ -189,7 +189,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             self._note(kind)
             yield
         except BaseException:
-            self._trace = -1 - self.rank  # a value that no other rank has
+            self._trace = -1 - self.rank  # no other rank has this value
             raise
         finally:
             self._entering.release()

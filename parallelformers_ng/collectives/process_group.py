@@ -41,10 +41,9 @@ def rendezvous_path(fd: int) -> str:
 
 
 class ProcessGroupCommunicator(ArenaCommunicator):
-    """A communicator on a c10d process group.
+    """A communicator over a c10d process group of torch.
 
     Args:
-        rank, world_size: number of this rank, and number of ranks.
         store: store through which the ranks meet.
         timeout: seconds that a rank waits for another rank.
         arena: memory with the abort and cancel words.

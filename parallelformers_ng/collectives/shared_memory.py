@@ -104,7 +104,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raise an error unless the kernel's status is DONE. Abort the other ranks' collectives if not aborted yet.
+        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks.
 
         Args:
             status: status that the kernel returned.

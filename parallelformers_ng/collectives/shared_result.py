@@ -26,7 +26,6 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
     If `compute` raises an exception, the caller must abort the communicator, as for any collective.
 
     Args:
-        communicator: connection to the other ranks.
         source: number of the rank that sends its result.
         compute: function that returns the result; None on a rank that receives the result. A rank other than `source`
             with a function keeps its own result.

@@ -81,11 +81,9 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
-    """Run `body(communicator)` on `world_size` ranks, each a thread, and return their results in rank order.
+    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order.
 
     Args:
-        world_size: number of ranks.
-        body: function that every rank runs.
         timeout: seconds that a rank waits in a collective for the other ranks.
 
     Raises:
