@@ -146,7 +146,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     if different:
         return f"{different} of {len(calls)} sequences have other tokens in a batch than alone"
     worst = max(starmap(difference, zip(chain(*batch_scores), chain(*scores), strict=True)), default=0.0)
-    return f"scores in a batch and alone differ by {worst:.0e} of the largest score" if worst > _TOLERANCE else ""
+    return f"scores differ in a batch and alone, by {worst:.0e} of the largest score" if worst > _TOLERANCE else ""
 
 
 def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:

@@ -158,7 +158,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             raise StartupError(f"NCCL cannot connect rank {self.rank} on {self._device}: {error}. {_REMEDY}") from error
         expected = self.world_size * (self.world_size + 1) / 2
         if result != expected:
-            raise StartupError(f"NCCL's sum on {self._device} is {result:g} instead of {expected:g}. {_REMEDY}")
+            raise StartupError(f"NCCL sums to {result:g} on {self._device} instead of {expected:g}. {_REMEDY}")
         return group
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
