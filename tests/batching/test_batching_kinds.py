@@ -144,7 +144,7 @@ def test_model_looking_ahead_takes_whole_prompts() -> None:
 def test_call_without_cache_shares_no_batch() -> None:
     prompt = {"input_ids": torch.tensor([[11, 12, 13]])}
     assert not isinstance(shared_call(mpt(), prompt, None), str)
-    assert "others do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
+    assert "other calls do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
 
 
 def test_steps_that_are_not_recorded_say_why() -> None:
@@ -154,12 +154,12 @@ def test_steps_that_are_not_recorded_say_why() -> None:
     ran = prompts.run(0)
     rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
     rows.step(positions=1000)
-    assert "nothing between steps" in captured.reason
+    assert captured.reason == "the model has no cache"
 
 
 def test_argument_that_cannot_be_padded_is_named() -> None:
     model = openai_gpt()
     row = BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
     row.call.model_kwargs["boxes"] = torch.zeros(1, 3, 4)
-    with pytest.raises(BatchingError, match="how to pad boxes"):
+    with pytest.raises(BatchingError, match="argument boxes cannot be padded"):
         whole_logits(model, [row])

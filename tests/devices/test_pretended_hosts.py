@@ -136,7 +136,7 @@ def test_nccl_without_such_an_interface_is_refused(believing: pytest.MonkeyPatch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent._Agent, "__init__", elsewhere)
-        with pytest.raises(StartupError, match=r"no interface of this machine has 192\.0\.2\.1"):
+        with pytest.raises(StartupError, match=r"no network interface of this machine has the address 192\.0\.2\.1"):
             started(1, 1)
 
 
@@ -162,7 +162,7 @@ def test_interface_is_that_of_the_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text():
         assert interface_of("::1") == "lo"
-    with pytest.raises(StartupError, match=r"no interface .* has 192\.0\.2\.1 .* set NCCL_SOCKET_IFNAME"):
+    with pytest.raises(StartupError, match=r"no network interface .* address 192\.0\.2\.1, .* set NCCL_SOCKET_IFNAME"):
         interface_of("192.0.2.1")
 
 

@@ -219,7 +219,7 @@ def test_stages_across_hosts_sum_within_each(path):
 
 
 def test_stages_across_hosts_are_refused(path):
-    with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="stages of 2 ranks do not lie within hosts"):
+    with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="cannot be divided into stages of 2 ranks"):
         parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
 
 
@@ -228,8 +228,8 @@ def test_stages_across_hosts_are_refused(path):
     [
         ([8, 8], 8, None),
         ([2, 4, 2], 2, None),
-        ([1, 1], None, r"hosts of \[1, 1\] ranks have no stages of 2 or more"),
-        ([3, 2], None, r"hosts of \[3, 2\] ranks have no stages of 2 or more"),
+        ([1, 1], None, r"hosts of \[1, 1\] ranks cannot be divided into equal stages of 2 or more"),
+        ([3, 2], None, r"hosts of \[3, 2\] ranks cannot be divided into equal stages of 2 or more"),
         ([4], None, "give tensor=, the ranks of each stage"),
     ],
 )

@@ -338,9 +338,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hosts", "2"], "--hosts is for a forecast; say which devices"),
-        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan of given ranks"),
-        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan of given ranks"),
+        (["--hosts", "2"], "--hosts is for a forecast; add --device"),
+        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan, but --device makes a forecast"),
+        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan, but --device makes a forecast"),
     ],
 )
 def test_flags_without_a_meaning_are_refused(

@@ -170,7 +170,7 @@ def test_an_adapter_of_another_model_is_refused(groups, folder, tmp_path):
 
 
 def test_loaded_model_takes_no_adapters(groups, folder):
-    with pytest.raises(ParallelError, match="put them into the LlamaForCausalLM with peft"):
+    with pytest.raises(ParallelError, match="add adapters to this LlamaForCausalLM with peft"):
         parallelize(
             LlamaForCausalLM.from_pretrained(folder / "base"), workers=groups(2), adapters={"a": folder / "sql"}
         )

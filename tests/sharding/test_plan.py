@@ -206,7 +206,7 @@ class Foreign(nn.Module):
         ({"master_port": 29500}, ParallelError, "takes no master_port: the ranks connect through files"),
         ({"daemon": True}, ParallelError, "takes no daemon"),
         ({"device_map": "auto"}, ParallelError, "takes no device_map: parallelize divides the model"),
-        ({"revision": "main"}, ParallelError, "revision='main' is for loading, and the model given is loaded already"),
+        ({"revision": "main"}, ParallelError, "revision='main' is for loading, and the model is loaded already"),
         ({"num_labels": 3}, ParallelError, "no argument 'num_labels'"),
         ({"verbos": "simple"}, ParallelError, "no argument 'verbos' .did you mean 'verbose'"),
         ({"model_class": PreTrainedModel}, ParallelError, "model_class is for loading a path"),

@@ -126,7 +126,9 @@ class Doubled(Mine):
 @pytest.mark.parametrize("wrong", [Forgotten, Doubled])
 def test_policy_with_wrong_numbers_is_refused(wrong: type[Policy], groups: Callable[[int], WorkerGroup]) -> None:
     model = gpt2()
-    with pytest.raises(PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other values than whole.*prove=False"):
+    with pytest.raises(
+        PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other outputs sharded than whole.*prove=False"
+    ):
         parallelize(model, workers=groups(2), custom_policies=wrong)
     with torch.no_grad():  # the model is unchanged
         want = model(torch.arange(5)[None]).logits
