@@ -115,7 +115,7 @@ class Draft:
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
         if not heads and any(part in ("query", "key") for part in units):
-            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
+            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it is Heads(...)")
         try:
             if interleaved:
                 return cut_interleaved(size, units, heads, widths)

@@ -138,7 +138,7 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantize numbers with their scales: return the weight, or a part of the weight if they are of a part."""
+        """Return the dequantized numbers: the weight, or the part of the weight that the numbers belong to."""
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():

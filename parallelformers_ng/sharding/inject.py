@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 
 def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
-    """Turn `model` into the part of it for rank `rank`: set parallel layers and local attributes, but no weights.
+    """Reduce `model` to the modules of rank `rank`: set parallel layers and local attributes, but no weights.
 
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
     """
@@ -40,9 +40,9 @@ def settle(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
-    """Return a copy of `model` that is the part of it for rank `rank`, with weights. `model` itself is not changed.
+    """Return a copy of `model`, reduced to the modules and weights of rank `rank`. `model` itself is not changed.
 
-    For proofs and tests in one process. Workers build their part from a skeleton instead.
+    For proofs and tests in one process. Workers build their modules from a skeleton instead.
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
     share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
