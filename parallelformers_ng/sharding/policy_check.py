@@ -106,7 +106,9 @@ def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> Non
     heads = [name for name, other in policy.plan.items() if isinstance(other, Heads)]
     above = getattr(rule, "heads", None)
     if above is not None and above not in heads:
-        raise PolicyError(f"{where}: heads is {above!r}, but the plan has no Heads(…) at that path{_near(above, heads)}")
+        raise PolicyError(
+            f"{where}: heads is {above!r}, but the plan has no Heads(…) at that path{_near(above, heads)}"
+        )
     if isinstance(rule, rules.Renewed):
         carried = dotted(path, rule.attention)
         if carried not in heads:

@@ -127,12 +127,12 @@ def test_format_is_refused_with_its_reason(checkpoints: Path) -> None:
 
 def test_weights_without_fitting_scales_are_refused_or_listed(checkpoints: Path) -> None:
     path = checkpoints / "gptq-symmetric"  # groups of 32 inputs, heads of 16
-    with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks have parts"):
+    with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks cut"):
         planned(path, 4)
     shard_plan = planned(path, 4, DEQUANTIZE)
     assert "model.layers.1.self_attn.o_proj.weight" in shard_plan.misfits
     assert shard_plan.quantized.keys().isdisjoint(shard_plan.misfits)
-    assert "not quantized: model.layers.*.self_attn.o_proj.weight, for ranks have parts" in str(shard_plan)
+    assert "not quantized: model.layers.*.self_attn.o_proj.weight (ranks cut" in str(shard_plan)
 
 
 def test_changed_integer_weights_are_refused(checkpoints: Path) -> None:
