@@ -225,7 +225,7 @@ class ShardPlan:
         return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
 
     def _tiers_in_words(self) -> Iterator[str]:
-        """Yield a line for each rank with its bytes on device, in RAM and on disk; no line if no weight is off device."""
+        """Yield a line for each rank with its bytes by place; yield no line if all weights are on the devices."""
         for rank in range(self.world_size) if self.tiers else ():
             device, ram, disk = (human_bytes(self.bytes_in(place, rank)) for place in get_args(Place))
             moved = human_bytes(self.bytes_moved(rank))

@@ -136,8 +136,8 @@ class _ParameterOptions:
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
-    """Return a parameter's dimension of inputs, negative: -1 is the last. None if the parameter is neither a matrix, nor
-    stacked matrices, nor an embedding table."""
+    """Return a parameter's dimension of inputs, negative (-1 is the last). None if the parameter is neither a matrix,
+    nor stacked matrices, nor an embedding table."""
     if takes_experts_one_by_one(module):
         return (-2 if module.is_transposed else -1) if ndim == 3 else None
     if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):

@@ -124,7 +124,7 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an output, in order. Caches are left out, because each rank holds its own part of a cache."""
+    """Yield every tensor of an output, in order, except those of caches: each rank holds its own part of a cache."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):
