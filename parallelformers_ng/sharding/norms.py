@@ -53,7 +53,7 @@ class RMSNormParallel(ParallelLayer):
 
 
 class GatedRMSNormParallel(RMSNormParallel):
-    """Root-mean-square norm with a gate: silu(gate) multiplies its input, or its output if `norm_before_gate` is set."""
+    """Root-mean-square norm with a gate: silu(gate) multiplies the input; with `norm_before_gate`, the output."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         inputs = hidden_states.to(torch.float32)

@@ -69,7 +69,7 @@ class OwnHeads(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParallelError(
-            f"attention weights of shape {tuple(self.shape)} are in an object from which a rank cannot gather all heads;"
+            f"attention weights of shape {tuple(self.shape)} are in an object from which ranks cannot gather all heads;"
             " return the weights in a tuple, list, dict or model output"
         )
 

@@ -85,7 +85,7 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """Return the plans of the tensors that ranks store for a tensor: its own, or its quantized numbers and scales."""
+        """Return the plans of what ranks store for a tensor: the tensor itself, or quantized numbers and scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 

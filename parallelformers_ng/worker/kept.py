@@ -2,7 +2,7 @@
 
 | kept data | where | parts of the model on which the data depend |
 | --- | --- | --- |
-| recordings of steps, and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
+| recordings of steps, with caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
 | keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
 | addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
 | configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |

@@ -212,7 +212,7 @@ class ModelRunner(RankWeights):
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Capture decode steps in this context if `wanted`. Yield a function that returns why no steps were captured."""
+        """Capture decode steps in this context if `wanted`. Yield a function that returns why steps are not captured."""
         if not wanted:
             yield str
             return
