@@ -4,9 +4,9 @@ _ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", 
 
 
 class MoonshinePolicy(Policy):
-    """Encoder and decoder layers over raw sound; the decoder's feed-forward holds up and gate side by side.
+    """Encoder and decoder layers over raw audio. The decoder's feed-forward packs up and gate side by side.
 
-    The forward shapes q as well by the number of key/value heads, so there are as many of them.
+    The forward shapes q by the number of key/value heads, so the numbers of query and key/value heads must be equal.
     """
 
     block = "MoonshineEncoderLayer"
@@ -22,7 +22,7 @@ class MoonshinePolicy(Policy):
 
 
 class MoonshineDecoderPolicy(Policy):
-    """Two attentions, to the text and to the sound."""
+    """The decoder layer with self-attention and cross-attention to the audio."""
 
     block = "MoonshineDecoderLayer"
     plan = {
