@@ -25,7 +25,7 @@ class DeepseekV2Policy(Policy):
 
 
 class DeepseekV2MoEPolicy(Policy):
-    """Routed experts and shared experts; the ranks sum the outputs of both in one exchange."""
+    """Routed experts and shared experts; the ranks sum the outputs of all experts in one exchange."""
 
     block: ClassVar[str | tuple[str, ...]] = "DeepseekV2Moe"
     plan = {

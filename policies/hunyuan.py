@@ -16,7 +16,7 @@ class HunYuanMoEAttentionPolicy(LlamaPolicy):
 
 
 class HunYuanMoEPolicy(Policy):
-    """Routed experts and an MLP for all tokens; the ranks sum the outputs of both in one exchange."""
+    """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
 
     block = "HunYuanMoEV1Moe"
     plan = {

@@ -52,7 +52,7 @@ class LxmertHeadPolicy(BertHeadPolicy):
 
 
 class LxmertVisualPolicy(Policy):
-    """The layers from region features to blocks, and those that predict answers and masked region features."""
+    """The layers from region features to blocks, and the layers that predict answers and masked region features."""
 
     block = ("LxmertVisualFeatureEncoder", "LxmertVisualAnswerHead", "LxmertVisualObjHead")
     plan = {

@@ -36,7 +36,7 @@ class Qwen3NextDeltaNetPolicy(Policy):
 
 
 class Qwen3NextMoEPolicy(Policy):
-    """Routed experts and a gated expert for all tokens; the ranks sum the outputs of both in one exchange."""
+    """Routed experts and a gated expert for all tokens; the ranks sum the outputs of all experts in one exchange."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen3NextSparseMoeBlock"
     plan = {

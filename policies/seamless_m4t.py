@@ -37,7 +37,7 @@ class SeamlessConformerAttentionPolicy(Policy):
 
 
 class SeamlessConformerFeedForwardPolicy(Policy):
-    """The feed-forwards before and after the attention over audio. The convolutions between these feed-forwards stay
+    """The feed-forwards before and after the attention over audio. The convolutions between the feed-forwards stay
     whole."""
 
     block = ("SeamlessM4TConformerFeedForward", "SeamlessM4Tv2ConformerFeedForward")

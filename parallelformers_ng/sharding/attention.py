@@ -20,9 +20,9 @@ class NgramAttentionParallel(NarrowedHeadParallel):
     """Attention with one stream for each future token (Qi et al. 2020, arXiv:2001.04063). The relative positions of
     all heads are computed from the hidden state.
 
-    For future streams, the modelling code writes positions in one order of positions, streams and heads, and reads
-    them in another order. A head thus reads positions of other heads. Each rank computes the positions of all heads
-    and keeps the positions that its heads read.
+    For future streams, the modelling code writes and reads relative positions in different orders of positions,
+    streams and heads. A head thus reads relative positions of other heads. Each rank computes the relative positions of
+    all heads and keeps those that its heads read.
     """
 
     num_attn_heads: int

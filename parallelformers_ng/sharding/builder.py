@@ -128,10 +128,8 @@ class _Builder:
         self.blocks: list[str] = []
 
     def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
-        """Find the policies whose attentions stay whole because one of these attentions runs foreign code.
-
-        Attentions of other policies around or within such an attention stay whole too.
-        """
+        """Find the policies whose attentions stay whole: all attentions of a policy do if one attention runs foreign
+        code. Attentions of other policies that contain a whole attention, or are inside it, stay whole too."""
         roots: dict[type[Policy], list[str]] = {}
         for policy in policies:
             for block, _ in () if policy in self.customs else self._blocks(policy):

@@ -57,9 +57,8 @@ class ReducedInput(ParallelLayer):
 class Experts(Rule):
     """Cut every expert of a mixture by width: gate and up by columns, down by rows; the outputs are summed.
 
-    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. The layout of these
-    parameters (transposed, gate and up side by side or interleaved, biases) comes from attributes of transformers'
-    experts interface.
+    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Attributes of
+    transformers' experts interface give the layout: transposed or not, gate and up side by side or interleaved, biases.
 
     Args:
         reduce: whether to sum the partial outputs in this module. False if a later `Reduce` rule sums several layers

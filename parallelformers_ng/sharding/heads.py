@@ -1,4 +1,4 @@
-"""Cuts attention: each rank computes whole query heads, and the key/value heads that these query heads read."""
+"""Cuts attention: each rank computes whole query heads, and the key/value heads that its query heads read."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class BiasedHeadParallel(HeadParallel):
 class NarrowedHeadParallel(BiasedHeadParallel):
     """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
 
-    On a rank the merged heads are narrower than the input. A view of them to the input's width is changed to their own
-    width.
+    On a rank the merged heads are narrower than the input. A view of the merged heads to the input's width is changed
+    to a view to the merged width.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ _ROWS = re.compile(
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
-    """Return whether the code only calls the module at `path`: nothing else reads the module's weight or widths."""
+    """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths."""
     module = model.get_submodule(path)
     cls: type = type(module)
     owner: type = type(_owner(model, path))
@@ -72,7 +72,7 @@ def _gives_rows(cls: type[nn.Module]) -> bool:
 
 @cache
 def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
-    """Return whether the methods of a class read attributes with these names, of the module itself or of others."""
+    """Return whether the methods of a class read attributes with the names in `names`, of any module."""
     if cls.__module__.startswith("torch."):
         return True
     for base in cls.__mro__:

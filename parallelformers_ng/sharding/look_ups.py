@@ -88,8 +88,8 @@ def take_back() -> None:
 
 
 def _forgive() -> None:
-    """Reset the recorded bounds of ids to valid ids. Their memory stays, because recordings of CUDA graphs write
-    there."""
+    """Reset the recorded bounds of ids to valid ids. The bounds keep their memory, because recordings write to that
+    memory."""
     for (_, rows), seen in _seen.items():
         seen[:1].fill_(0)
         seen[1:].fill_(rows - 1)

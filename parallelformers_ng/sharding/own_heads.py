@@ -1,7 +1,7 @@
-"""Holds the attention weights of a rank's own heads, and gathers those of all heads only if code reads the weights.
+"""Holds the attention weights of a rank's own heads, and gathers the weights of all heads only if code reads them.
 
-Most modelling code returns attention weights even if no caller wants them, and drops them later. All ranks run the
-same code: if one rank reads attention weights, all ranks read them, and gather them together.
+Most modelling code returns attention weights even if no caller needs attention weights. All ranks run the same code:
+if one rank reads attention weights, all ranks read the same weights and can gather them in a collective.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def gathered(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllHeads:
-    """Attention weights of all heads, sent to the ranks of other stages. Each of these ranks takes its own heads."""
+    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads."""
 
     whole: Tensor
     dim: int

@@ -125,7 +125,7 @@ class HeadShare:
 
 
 def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
-    """Give each rank whole query heads and the key/value heads that they read.
+    """Give each rank whole query heads, and the key/value heads that the rank's query heads read.
 
     Query heads are divided evenly, or in whole groups. An even division may cut groups: with 6 query and 3 key/value
     heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a rank holds one key/value head for each query head, and its

@@ -35,7 +35,7 @@ class Stop:
     """The stage that computes a module.
 
     Attributes:
-        holders: ranks that hold the module's weights. The first of these ranks sends its result to all other ranks.
+        holders: ranks that hold the module's weights. The first holder sends its result to all other ranks.
         stack: path of the module that runs this block and other blocks one after another; None outside such a module.
         begins: whether the module is the first of its consecutive blocks on the same ranks.
         ends: whether the module is the last of its consecutive blocks on the same ranks.
@@ -179,7 +179,7 @@ _LOOKS = ("output_hidden_states", "output_attentions")
 
 
 def _has_hooks(block: nn.Module) -> bool:
-    """Return whether a block has hooks that read its inputs or outputs. Hooks with `is_blind` do not read them."""
+    """Return whether a block has hooks that read its inputs or outputs. Hooks with `is_blind` read neither."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
     known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)

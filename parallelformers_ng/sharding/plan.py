@@ -1,7 +1,7 @@
 """Defines the `ShardPlan`: the slices of every tensor of a model for each rank.
 
 The plan is pure data. `builder.py` builds it from policies, a skeleton and a world size. Hand-over, loading, saving,
-gathering, the memory report and the injector read the slices from the plan; none of these computes a slice again.
+gathering, the memory report and the injector read the slices from the plan and compute no slices themselves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ShardPlan:
         strategy: how the ranks share the work, as in `FitOptions`.
         stages: number of stages, each a run of consecutive layers. All stages have equally many ranks, with
             consecutive numbers.
-        why: reason for the strategy, if the caller did not choose one.
+        why: reason for the strategy, if the caller did not choose a strategy.
         tiers: places of weights that do not fit on the devices; None if all weights fit.
     """
 
@@ -85,7 +85,7 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """Return the plans of what ranks store for a tensor: the tensor itself, or quantized numbers and scales."""
+        """Return the plans of the stored form of a tensor: the tensor itself, or quantized numbers and scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
@@ -157,7 +157,7 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """Text for people about modules that stay whole because of foreign code; "" if there are none."""
+        """Text for people about modules that stay whole because of foreign code; "" without such modules."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}

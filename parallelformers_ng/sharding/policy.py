@@ -86,8 +86,8 @@ class Selection:
         vocabulary: whether embeddings and output heads are cut by rows of the vocabulary.
         leftovers: whether large parameters that policies leave whole are cut.
         customs: policies of the caller, which may cut foreign code.
-        proven: whether a proof tested all other policies on the code of this model. If False, those policies cut only
-            code of torch and transformers.
+        proven: whether a proof tested all policies except `customs` on the code of this model. If False, policies
+            except `customs` cut only code of torch and transformers.
     """
 
     policies: tuple[type[Policy], ...]

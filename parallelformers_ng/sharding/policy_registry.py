@@ -1,5 +1,5 @@
-"""Finds the policies for a model. A policy belongs to a block class, so a composite model (a vision tower beside a
-language model, an encoder beside a decoder) gets the policies of all its parts."""
+"""Finds the policies for a model. A policy belongs to a block class. A composite model, such as a vision tower with a
+language model or an encoder with a decoder, thus gets the policies of all its parts."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Quantized(nn.Module):
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]
 
     def __getattr__(self, name: str) -> Any:
-        value: Any = super().__getattr__(name)  # torch looks parameters up there
+        value: Any = super().__getattr__(name)  # torch finds parameters by __getattr__
         if name not in self.__dict__.get("encodings", ()):
             return value
         stack = ExpertStack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])

@@ -93,7 +93,7 @@ def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
-    """Return the number of inputs that the plan must not divide between ranks, because they share one scale."""
+    """Return the number of consecutive inputs that must stay on one rank because these inputs share one scale."""
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)
@@ -152,7 +152,7 @@ def _embeddings(model: nn.Module) -> set[str]:
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
-    """Return the paths that match the patterns, and all paths beneath these paths."""
+    """Return the paths that match a pattern, and all paths beneath a matching path."""
     starts = [re.escape(f"{block}.") for block in blocks if block]
     above = f"({'|'.join(starts)})?"
     skipped: set[str] = set()

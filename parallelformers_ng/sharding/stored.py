@@ -22,7 +22,7 @@ class Stored(Rule):
     than look up rows, such as a codebook that it searches or positions that it interpolates.
 
     Args:
-        names: names of the module's parameters and buffers to shard. The forward must not write to these tensors.
+        names: names of the module's parameters and buffers to shard. The forward must not write to a sharded tensor.
     """
 
     names: tuple[str, ...] = ("weight",)
@@ -67,7 +67,7 @@ class StoredInParts(ParallelLayer):
         """Ignore the list that torch sets, because it contains shards."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # torch looks parameters up there
+        value = super().__getattr__(name)  # torch finds parameters by __getattr__
         if name not in self.__dict__.get("stored", ()):
             return value
         dim, sizes = self.stored[name]

@@ -64,7 +64,7 @@ def sees_part(plan: ShardPlan, path: str) -> bool:
 
 
 def and_above(path: str) -> Iterator[str]:
-    """Yield a path, then the paths of all modules that contain the module there, up to "" for the model."""
+    """Yield a path, then the paths of all modules that contain the module at `path`, up to "" for the model."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -128,7 +128,8 @@ def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
-    """Return the input embeddings and output heads of the model and its sub-models, and all embeddings tied to them.
+    """Return the input embeddings and output heads of a model and its sub-models, and the embeddings tied to any of
+    these.
 
     A weight that any other layer also uses stays whole in all its layers, because that other layer needs all rows.
 

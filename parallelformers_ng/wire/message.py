@@ -1,6 +1,6 @@
 """Encodes Python values as messages: a pickle, and the bytes of tensors and open files outside the pickle.
 
-The reader of a message trusts the writer: they are a process and its own fork, on a socket pair without a name.
+The reader of a message trusts the writer: reader and writer are a process and its fork, on a socket pair without name.
 Between hosts, `signed.py` checks a signature before a message is read.
 """
 
@@ -57,7 +57,7 @@ class Encoded:
     Attributes:
         pickle: pickle of the value, without the objects outside.
         outside: bytes of each tensor, and None for each open file, in the order of their references in the pickle.
-        fds: file descriptors to send; the process that encoded the value still owns them.
+        fds: file descriptors to send, which still belong to the process that encoded the value.
     """
 
     pickle: memoryview
@@ -159,7 +159,8 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     """Read the message of a frame.
 
     Args:
-        frame: the frame. The value owns the frame's descriptors afterwards; if decoding fails, they are closed.
+        frame: the frame. Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the
+            descriptors.
         device: target device of all tensors in the value, with one copy for all. None keeps the tensors on CPU.
 
     Returns:

@@ -8,7 +8,7 @@ Both signatures include a count of the earlier signatures in the same direction.
 (`meeting.py`). A record that was changed, repeated, left out, cut short, or sent back to its sender ends the
 connection. Records are not encrypted.
 
-The body is a frame (`frame.py`), then the contents of the frame's files, then the sizes of these files: between hosts,
+The body is a frame (`frame.py`), then the contents of the frame's files, then the sizes of the files. Between hosts,
 files are sent as bytes, not as descriptors.
 """
 

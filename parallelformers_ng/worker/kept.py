@@ -2,14 +2,14 @@
 
 | kept data | where | parts of the model on which the data depend |
 | --- | --- | --- |
-| recordings of steps, with caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
+| recordings and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
 | keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
 | addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
 | configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |
 | bounds of ids that were looked up on a device | `sharding.look_ups` | none; deleted with the model |
 
-Weights do not change while a model is parallelized. The rows of a batch and the caller's caches are not kept data: a
-change of the model during a sequence does not delete them, as in one process.
+Weights do not change while a model is parallelized. The rows of a batch and the caller's caches are not kept data. A
+change of the model during a sequence therefore does not delete the sequence's keys and values, as in one process.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ModelRunner(RankWeights):
             slice_single_indices()
             defer_stops()
             order_prefetches()
-        gc.freeze()  # imported objects stay: with them, a garbage collection would take 0.2 seconds
+        gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
     def _clear(self) -> None:
         super()._clear()
@@ -94,7 +94,7 @@ class ModelRunner(RankWeights):
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
-        # Modelling code may draw from these generators; equal seeds give equal draws on all ranks.
+        # Modelling code may draw from Python's and numpy's generators; equal seeds give equal draws on all ranks.
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
@@ -212,7 +212,7 @@ class ModelRunner(RankWeights):
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Capture decode steps in this context if `wanted`. Yield a function that returns why steps are not captured."""
+        """Capture decode steps in this context if `wanted`; yield a function that returns why none were captured."""
         if not wanted:
             yield str
             return
@@ -301,7 +301,7 @@ class ModelRunner(RankWeights):
         return self.caches.handle(handed_out(cache), known)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
-        """Set the caller's changed attributes of modules, then those of configurations."""
+        """Set attributes of modules, then attributes of configurations, to the caller's changed values."""
         for (path, name), value in attributes.items():
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
@@ -311,7 +311,7 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Gather the numbers of all ranks, with the communicator of the steps. Return these numbers."""
+        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:

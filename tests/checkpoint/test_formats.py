@@ -67,7 +67,7 @@ def check(model: Any, path: Path) -> None:
 def test_ranks_compute_the_same_as_transformers(name: str, world_size: int, checkpoints: Path, groups) -> None:
     path, allowed = checkpoints / name, None if name in KIND_ON_RANKS else DEQUANTIZE
     if world_size == 4 and name in IN_GROUPS:
-        with pytest.raises(UnsupportedModelError, match=r"'dequantize': True} allows it"):
+        with pytest.raises(UnsupportedModelError, match=r"pass quantize={'dequantize': True}"):
             parallelize(path, workers=groups(world_size), dtype="float32")
         allowed = DEQUANTIZE
     model = parallelize(path, workers=groups(world_size), dtype="float32", quantize=allowed)
