@@ -43,7 +43,7 @@ class MobileBertHeadPolicy(BertHeadPolicy):
 
 class MobileBertLMHeadPolicy(Policy):
     """The output head, which multiplies by the weights of `dense` and `decoder` (the embeddings) without calling these
-    layers. Both weights are cut by the vocabulary."""
+    layers. The weights of `dense` and `decoder` are cut by the vocabulary."""
 
     block = "MobileBertLMPredictionHead"
     plan = {"": Gather("decoder"), "dense.weight": Slice(1)}

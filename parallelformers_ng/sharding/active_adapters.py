@@ -27,7 +27,7 @@ class ActiveAdapters:
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:
-        """Read the active adapters of some layers."""
+        """Read the active adapters of `layers`, which all have adapters."""
         each = [
             (tuple(layer.active_adapters), layer.disable_adapters, tuple(getattr(layer, "scaling", {}).items()))
             for layer in layers
@@ -49,5 +49,5 @@ class ActiveAdapters:
 
 
 def layers_with_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that have switchable adapters or switchable copies of a layer."""
+    """Return the modules of a model whose active adapter, or active copy of a layer, can be switched."""
     return [module for module in model.modules() if "_active_adapter" in vars(module)]

@@ -99,7 +99,7 @@ def with_adapters(
         plan: plan of `plain`.
         plain: the model without adapters.
         dtype: data type of floating-point tensors after the cast; None keeps their data types.
-        dequantize: whether ranks may hold weights that are stored quantized in high precision.
+        dequantize: whether weights that are stored quantized may become high precision on the ranks.
 
     Raises:
         UnsupportedModelError: an adapter cannot be cut like its layer, or an adapter changes a weight that is stored

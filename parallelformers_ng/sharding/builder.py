@@ -91,7 +91,7 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Return why a policy does not fit a model, or "" if it does."""
+    """Return why a policy does not fit a model; "" if the policy fits."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:

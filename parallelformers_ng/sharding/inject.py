@@ -45,7 +45,7 @@ def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator
     For proofs and tests in one process. Workers build their modules from a skeleton instead.
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
+    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors and needs no memory for them
     quantize_modules(share, plan)
     inject(share, plan, rank, communicator)
     tensors: dict[str, torch.Tensor] = {}

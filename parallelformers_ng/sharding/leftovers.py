@@ -43,7 +43,7 @@ class _Leftover:
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
-    """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
+    """Cut parameters of two or more dimensions that no policy cut, kind by kind, first the kind with the most bytes.
 
     Args:
         draft: draft with the cuts of the policies.

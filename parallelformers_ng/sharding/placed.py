@@ -1,6 +1,6 @@
 """Defines placed modules, the parts of a pipeline: the ranks of one stage compute the module for all ranks.
 
-Every rank runs the same modelling code in lock-step. The ranks that hold a placed module's weights compute it; all
+Every rank runs the same modelling code at the same time. The ranks that hold a placed module's weights compute it; all
 other ranks receive its result. If consecutive blocks are on the same ranks, only the last block's result is sent:
 
     rank 0:  embed ► ─ block 0 ─ block 1 ─ ► ─────────────────────── ► ──────── ► choose a token

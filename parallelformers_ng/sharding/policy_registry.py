@@ -78,7 +78,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 
 def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
-    """Return the caller's policies, one or several, as a tuple.
+    """Check the caller's policies, and return them as a tuple.
 
     Raises:
         PolicyError: an item is no Policy class, or a policy has a mistake (see `check_policy`).

@@ -20,7 +20,7 @@ class Quantized(nn.Module):
     keep.
 
     Attributes:
-        encodings: name of a parameter → its encoding, and the data type that readers see.
+        encodings: name of a parameter → its encoding, and the data type of the dequantized parameter.
     """
 
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]

@@ -51,7 +51,7 @@ class Layer:
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Map every module to its innermost repeated block, or else to its innermost `PreTrainedModel`."""
+    """Return the place of every module, relative to the innermost repeated block or `PreTrainedModel` around it."""
     place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:

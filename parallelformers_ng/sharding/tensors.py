@@ -20,13 +20,13 @@ def is_within(path: str, other: str) -> bool:
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer, under each of its names."""
+    """Return all parameters and buffers of a model by name; a tied tensor appears under each of its names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
 
 def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield a module's own parameters and buffers: name, tensor, whether it is a buffer."""
+    """Yield the name, the tensor, and whether it is a buffer, for each of a module's own parameters and buffers."""
     for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
         for name, tensor in table.items():
             if tensor is not None:

@@ -1,4 +1,4 @@
-"""Groups the rules of a policy that belong together, and finds the modules that see one rank's part of a result.
+"""Groups the rules of a policy that belong together, and finds the modules that compute on one rank's part of a result.
 
     hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
               └──── one unit ────┘                 └─────── another unit ──────┘

@@ -156,7 +156,7 @@ def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:
-    """Read the message of a frame.
+    """Decode the message of a frame.
 
     Args:
         frame: the frame. Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the

@@ -57,7 +57,7 @@ class Channel:
         self._readable.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket, for poll."""
+        """Return the file descriptor of the socket, so that `select.poll` can watch a channel."""
         return self.connection.fileno()
 
     @property
@@ -139,7 +139,7 @@ class Channel:
         return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
-        """Receive one frame, undecoded.
+        """Receive one frame without decoding its message.
 
         Raises:
             ChannelClosedError: the other end is gone.

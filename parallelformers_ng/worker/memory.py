@@ -11,7 +11,7 @@ _WIDTH = 75  # characters, as in torch's own tables
 
 
 class RankMemory:
-    """The memory of the calling process, a rank.
+    """The memory of the rank that runs in the calling process.
 
     Args:
         device: device of the rank.

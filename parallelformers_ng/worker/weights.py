@@ -145,7 +145,7 @@ class RankWeights:
         return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, through a bounded buffer."""
+        """Copy a tensor to the device through a buffer of bounded size."""
         if self.staging is None:
             self.staging = Staging(self.device)
         return self.staging.to_device(tensor)
@@ -186,7 +186,7 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's part of some stored tensors, on CPU."""
+        """Return this rank's part of each stored tensor in `names`, on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
