@@ -5,7 +5,8 @@ class BloomPolicy(Policy):
     """BLOOM's block; `query_key_value` is interleaved per head. The model computes ALiBi for all heads, and each rank
     takes the part of its heads.
 
-    With `slow_but_exact`, the forward multiplies by weights without calling their layers, so ranks could not sum.
+    The policy does not fit `slow_but_exact`: the forward then multiplies by weights without calling their layers, so
+    ranks could not sum.
     """
 
     block = "BloomBlock"

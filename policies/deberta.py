@@ -6,7 +6,7 @@ class DebertaPolicy(Policy):
     """A block of disentangled attention: `in_proj` is interleaved per head, and relative positions have separate
     projections.
 
-    Models with talking heads are refused, because talking heads mix the scores of all heads.
+    The policy does not fit models with talking heads, because talking heads mix the scores of all heads.
     """
 
     block = "DebertaLayer"
@@ -56,8 +56,8 @@ class DebertaHeadPolicy(BertHeadPolicy):
 
 
 class DebertaMaskedLMPolicy(Policy):
-    """The masked-language model with the legacy head. The newer head is refused, because it reads the embeddings'
-    weights directly."""
+    """The masked-language model with the legacy head. The policy does not fit the newer head, which reads the
+    embeddings' weights directly."""
 
     block = ("DebertaForMaskedLM", "DebertaV2ForMaskedLM")
     requires = {"legacy": True}

@@ -5,9 +5,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice,
 
 
 class IBertPolicy(Policy):
-    """BERT's block made of layers that can compute with integers. In integer mode each layer scales weights by their
-    largest value, which no rank has, so models in that mode are refused. Checkpoints are loaded without integer
-    mode."""
+    """BERT's block made of layers that can compute with integers. The policy does not fit integer mode: each layer then
+    scales weights by their largest value, which no rank has. Checkpoints are loaded without integer mode."""
 
     block = "IBertLayer"
     plan = {

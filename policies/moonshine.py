@@ -6,7 +6,8 @@ _ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", 
 class MoonshinePolicy(Policy):
     """Encoder and decoder layers over raw audio. The decoder's feed-forward packs up and gate side by side.
 
-    The forward shapes q by the number of key/value heads, so the numbers of query and key/value heads must be equal.
+    The numbers of query heads and key/value heads must be equal, because the forward shapes q by the number of
+    key/value heads.
     """
 
     block = "MoonshineEncoderLayer"

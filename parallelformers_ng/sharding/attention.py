@@ -67,7 +67,7 @@ class ReformerAttentionParallel(HeadParallel):
 
 
 class _WholeDraws(TorchFunctionMode):
-    """Mode in which `torch.randn` draws numbers for all heads (dimension 0) and returns those of this rank's heads."""
+    """Mode in which `torch.randn` draws numbers for all heads (dimension 0), then keeps only this rank's heads."""
 
     def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
         super().__init__()

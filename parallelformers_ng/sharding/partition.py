@@ -130,8 +130,8 @@ def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Seque
     Query heads are divided evenly, or in whole groups. An even division may cut groups: with 6 query and 3 key/value
     heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a rank holds one key/value head for each query head, and its
     `groups` is 1. Whole groups would be q0–q3 with k0 k1, and q4 q5 with k2. The division with fewer heads on its
-    largest rank is chosen: 9 query and 3 key/value heads on 2 ranks become 6 + 3 query heads with 2 + 1 key/value
-    heads, not 5 + 4 with 5 + 4.
+    largest rank is chosen. For example, 9 query and 3 key/value heads on 2 ranks become 6 + 3 query heads with 2 + 1
+    key/value heads, not 5 + 4 query heads with 5 + 4 key/value heads.
 
     Args:
         shares: fraction of the heads for each rank, sum 1; empty for equal fractions.

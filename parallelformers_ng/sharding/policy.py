@@ -60,7 +60,7 @@ class Policy:
             one class, as in different releases of transformers, name different layers.
         inferred: whether the policy was found on a twin, from which the model may differ in places.
         requires: attribute path beneath the block → required value, for settings that change the forward's computation.
-            For a model with another value, applying the policy raises PolicyError.
+            The policy does not fit a model with another value.
     """
 
     block: ClassVar[str | tuple[str, ...]] = ()

@@ -18,8 +18,8 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Stored(Rule):
-    """Shard a module's tensors by rows, and gather all rows at every read. For a table in which the forward does more
-    than look up rows, such as a codebook that it searches or positions that it interpolates.
+    """Shard a module's tensors by rows, and gather all rows at every read. Use this rule if a table is not only used
+    for look-ups: for example, a codebook may be searched, or positions may be interpolated.
 
     Args:
         names: names of the module's parameters and buffers to shard. The forward must not write to a sharded tensor.
