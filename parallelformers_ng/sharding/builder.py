@@ -128,8 +128,11 @@ class _Builder:
         self.blocks: list[str] = []
 
     def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
-        """Find the policies whose attentions stay whole: all attentions of a policy do if one attention runs foreign
-        code. Attentions of other policies that contain a whole attention, or are inside it, stay whole too."""
+        """Find the policies whose attentions stay whole.
+
+        If one attention of a policy runs foreign code, all attentions of that policy stay whole. Attentions of other
+        policies that contain a whole attention, or are inside a whole attention, stay whole too.
+        """
         roots: dict[type[Policy], list[str]] = {}
         for policy in policies:
             for block, _ in () if policy in self.customs else self._blocks(policy):

@@ -77,7 +77,7 @@ class Encoding:
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def has_scale_per_output(self, scales: Tensor) -> bool:
-        """Return whether each output has one scale and each byte one number: then products can be scaled afterwards."""
+        """Return whether each output has one scale and each byte one number, so that outputs can be scaled."""
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:

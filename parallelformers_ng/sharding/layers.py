@@ -58,7 +58,7 @@ def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The injector's job for one module.
+    """A job of the injector: the changes to one module on each rank.
 
     Attributes:
         path: dotted path of the module.

@@ -83,7 +83,7 @@ class ModelRunner(RankWeights):
         keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
-        # Hooks of the running or the failed call, until the caller has read their changes.
+        # Hooks of the running call, or of a failed call whose changes by hooks the caller may still read.
         self._latest_hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
