@@ -197,5 +197,7 @@ def test_plan_and_refusal_leave_the_model_unchanged(groups) -> None:
 def test_trained_copy_of_quantized_layer_is_refused(groups) -> None:
     model, _ = by_torchao("int8")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["up_proj"])
-    with pytest.raises(UnsupportedModelError, match=r"up_proj.* is quantized, and so is .*modules_to_save\.default"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"up_proj.* and its trained copy .*modules_to_save\.default are quantized"
+    ):
         parallelize(peft.get_peft_model(model, config), workers=groups(2))

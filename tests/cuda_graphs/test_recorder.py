@@ -122,7 +122,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_sums_through_host_memory_are_in_no_graph(on_a_device: Make) -> None:
     host: Any = SingleCommunicator(Arena.create(1))
     replica = on_a_device(StagedCommunicator(host))
-    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
+    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which a CUDA graph cannot contain"
 
 
 def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:

@@ -147,7 +147,7 @@ class WithoutHeads(Policy):
         (NotThere, r"NotThere: block 'GPT2Block' is not in LlamaForCausalLM \(its blocks: LlamaDecoderLayer\)"),
         (WrongKind, r"rule 'input_layernorm' on model.layers.0.input_layernorm: a LlamaRMSNorm cannot be cut by rows"),
         (WrongAttribute, r"LlamaAttention has no attribute 'num_head'"),
-        (WithoutHeads, r"is counted in heads, but no rule above it says Heads"),
+        (WithoutHeads, r"is counted in heads, but no rule above it is Heads"),
         (int, r"takes Policy classes, alone or in a list"),
     ],
 )

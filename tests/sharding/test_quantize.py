@@ -215,12 +215,12 @@ def test_ranks_have_whole_groups_or_are_reported() -> None:
     assert not shard_plan.misfits
 
     shard_plan = plan(model, 3, quantize={"scheme": "int4", "group": 4})
-    assert shard_plan.misfits["model.layers.1.mlp.down_proj.weight"] == "74 inputs are no multiple of 4"
+    assert shard_plan.misfits["model.layers.1.mlp.down_proj.weight"] == "its 74 inputs are not a multiple of 4"
     assert "model.layers.1.mlp.down_proj.weight" in shard_plan.high_precision
-    assert "not quantized: model.layers.*.mlp.down_proj.weight, for 74 inputs are no multiple of 4" in str(shard_plan)
+    assert "not quantized: model.layers.*.mlp.down_proj.weight (its 74 inputs are not a multiple" in str(shard_plan)
     shard_plan = plan(model, 2, quantize={"scheme": "int4", "group": 16})
     assert (
-        "parts of its 48 inputs that are no multiple of 16"
+        "ranks cut its 48 inputs at places that are not a multiple of 16"
         in shard_plan.misfits["model.layers.0.self_attn.o_proj.weight"]
     )
     assert shard_plan.as_dict()["misfits"] == shard_plan.misfits
