@@ -27,17 +27,18 @@ _FOLLOWED = ("torch", "transformers")
 
 
 class LiveCode:
-    """The code that calls of a model reach in this process, and what of it the ranks have not imported so.
+    """The code that calls of a model use in this process, and its differences from the code on the ranks.
 
     Args:
         model: the model, before it is parallelized.
-        check: says why the plan does not hold for changed code.
+        check: check of whether the plan still holds for changed code.
 
     Attributes:
-        by_value: modules whose code travels by value.
-        changes: changes since `compare`, for ranks that have what it sent; None if there are none.
-        count: how often the code has changed since.
-        step, rest: watches of the code of a forward pass, and of what only `generate` and other methods reach.
+        by_value: names of the modules whose source code is sent, because ranks cannot import these modules.
+        changes: changes of the code since `compare`; None before the first change.
+        count: number of changes of the code since `compare`.
+        step: watch of the code of a forward pass.
+        rest: watch of the code that only `generate` and other methods use.
     """
 
     def __init__(self, model: nn.Module, check: CodeCheck) -> None:
@@ -55,13 +56,13 @@ class LiveCode:
         self._watch()
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
-        """Find what ranks have imported otherwise.
+        """Find the code that differs from the ranks' imported code.
 
         Args:
-            differences: has a rank compare digests with its own code, see `live_code.changes.differences`.
+            differences: function that compares digests with the code of a rank; see `live_code.changes.differences`.
 
         Returns:
-            What is sent to them; None if nothing is.
+            Code to send to the ranks; None if no code differs.
         """
         here = digests_of(self._slots)
         unlike = {p: d for p, d in differences(here).items() if not is_filled_in(self._slots[p], d)}
@@ -76,11 +77,11 @@ class LiveCode:
         return pack({place: self._slots[place] for place in unlike}, self._on_ranks, modules=self.by_value)
 
     def update(self) -> None:
-        """Look at the code anew after a change.
+        """Compare the code with its last known state, and prepare the changes for the ranks.
 
         Raises:
-            ParallelError: the model is cut in a way that does not hold for the code as it is now.
-            NotPortableError: a change cannot be sent.
+            ParallelError: the plan of the model does not hold for the changed code.
+            NotPortableError: a change of the code cannot be sent to the ranks.
         """
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
@@ -99,8 +100,8 @@ class LiveCode:
             known = moved & before.keys()
             names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
-                f"{names} was changed after the model was parallelized, and the model cannot be cut as it is with the"
-                f" new code: {why}. Call deparallelize(), then parallelize() again"
+                f"{names} was changed after the model was parallelized, and the plan does not hold for the new code:"
+                f" {why}. Call deparallelize(), then parallelize() again"
             )
         now = {place: digest(slot.value) for place, slot in current.items()}
         values = {
@@ -116,8 +117,8 @@ class LiveCode:
         self._watch()
 
     def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
-        """Return whether ranks have a value that they were never asked about: stock code that another change led to,
-        or code by value as it was sent."""
+        """Return whether ranks already have the value of a slot that `compare` did not check: stock code that newly
+        became reachable, or unchanged code of a module in `by_value`."""
         if slot.place in self._on_ranks:
             return False
         if module_of(slot.place) in self.by_value:
@@ -133,12 +134,12 @@ class LiveCode:
         return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Return whether ranks can import nothing of a module."""
+        """Return whether the ranks have none of the places of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
 
 
 def _in_short(place: str) -> str:
-    """Return a place as messages name it: `Class.attribute`, or `module.global`."""
+    """Return a place in the form of error messages: `Class.attribute`, or `module.global`."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"

@@ -206,7 +206,7 @@ def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
-    with pytest.raises(PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"):
+    with pytest.raises(PlacementError, match=r"to the hosts host-0, host-1: the model is loaded in this process\. Pass a path"):
         parallelize(whole, workers=group)
 
 

@@ -190,7 +190,7 @@ def test_loaded_model_is_refused_with_advice(path):
     with started(RUNNER, 1, 1) as group:
         model = AutoModelForCausalLM.from_pretrained(path)
         with pytest.raises(
-            PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"
+            PlacementError, match=r"to the hosts host-0, host-1: the model is loaded in this process\. Pass a path"
         ):
             parallelize(model, workers=group)
         assert model.lm_head.weight.device.type == "cpu"
