@@ -32,7 +32,7 @@ from parallelformers_ng.worker.memory import device_totals
 class Parallelized(RemoteModule):
     """Mixin that comes before the model's own class while the model is parallelized."""
 
-    # -- devices and memory ----------------------------------------------------------------------------------------------
+    # -- devices and memory --------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +73,7 @@ class Parallelized(RemoteModule):
         with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
-    # -- end of the parallelization --------------------------------------------------------------------------------------
+    # -- end of the parallelization ------------------------------------------------------------------------------------
 
     def deparallelize(self) -> Any:
         """Stop the workers, gather the weights on CPU, and make the model an ordinary one again; return the model.

@@ -49,14 +49,14 @@ def save_sharded(
     """
     if layers_with_adapters(model):
         raise ParallelError(
-            f"{type(model).__name__} has adapters, and save_sharded cannot write adapters; use save_pretrained, or merge"
-            " the adapters before parallelize (merge_and_unload)"
+            f"{type(model).__name__} has adapters, which save_sharded cannot write; use save_pretrained, or merge the"
+            " adapters before parallelize (merge_and_unload)"
         )
     deployment = deployment_of(model)
     limit = parse_size(max_shard_size)
     plan = deployment.plan
     names = saved_names(model, plan)
-    # Rank 0 reports the progress, as all ranks write at the same time. Only rank 0 writes replicated tensors.
+    # Rank 0 reports the progress: all ranks write at the same time, and rank 0 also writes replicated tensors.
     stored = plan.held
     total = sum(stored.tensors[name].bytes_on(0) for name in names)
     with (

@@ -1,4 +1,4 @@
-"""Starting a group: all ranks at once, watched together until each is ready or one has failed."""
+"""Starts a group: starts all ranks at the same time, and waits until all are ready or one has failed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_e
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
-_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
-_LATE_SECONDS = 1.0  # to read the workers' messages if the caller was busy until the deadline
+_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # a file and line in a traceback of faulthandler, innermost first
+_LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
-    """Return the collectives' shared memory.
+    """Create the shared memory of the collectives.
 
     Raises:
-        SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
+        SharedMemoryError: the system has no memory for the arena.
+        StartupError: the arena cannot be created for another reason, such as the limit of open files.
     """
     try:
         return Arena.create(world_size, cpus=cores.usable_cpus())
@@ -61,27 +62,27 @@ def launch(
     among: tuple[int, int],
     spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
-    """Start one worker per device. The caller ends the processes if this raises.
+    """Start one worker per device. If this raises, the caller must end `processes`.
 
     Args:
-        processes: receives the workers.
-        arena: their shared memory.
-        target: `"module:Class"`.
-        imports: name of the module that the process imports which forks the workers, see `forks.running`.
+        processes: the group's processes, to which the workers are added.
+        arena: shared memory of the collectives.
+        target: `"module:Class"` of the object that each worker builds.
+        imports: name of the module that the fork server imports, see `forks.running`.
         device_names: torch device of each rank.
         backend: backend of the collectives.
         timeout: timeout of the collectives, in seconds.
-        start_timeout: seconds until all must be ready.
-        threads: threads of each worker; None divides the CPUs.
-        among: the first rank's place among how many ranks that share the CPUs.
-        spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
-            socket and the keys of its connection to the group's caller.
+        start_timeout: maximum time in seconds until all workers are ready.
+        threads: CPU threads of each worker; None divides the CPUs among the ranks.
+        among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
+        spans: for a group over several hosts, facts for each rank about the other hosts, see `connect`; the entry
+            `caller` has the socket and keys of the connection to the group's caller. None on one host.
 
     Returns:
-        What waits until all are ready: `await_ready` with its arguments.
+        Function that waits until all workers are ready: `await_ready` with its arguments.
 
     Raises:
-        StartupError: a worker could not be started, or ended.
+        StartupError: a worker could not be started, or has ended.
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
@@ -93,7 +94,7 @@ def launch(
     workers: list[WorkerProcess] = []
     for index in range(world_size):
         workers.append(WorkerProcess(before + index, environment, server))
-        processes.workers.append(workers[-1])  # one by one: it ends those that are there where the next one fails
+        processes.workers.append(workers[-1])  # added at once, so that the worker is ended if a later one fails
     standard_error = _standard_error()
     common: dict[str, Any] = {
         "target": target,
@@ -107,10 +108,10 @@ def launch(
         "arena": FileDescriptor(arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # whose ranks meet in the arena
+    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # shared_memory ranks connect through the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
-    spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
+    spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
     for rank, worker in enumerate(workers):
         try:
             own = {
@@ -129,8 +130,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """Return the descriptor of this process's standard error; of a program that has none, number 2 may be another
-    file."""
+    """Return the descriptor of this process's standard error, or of /dev/null if this process has none: descriptor 2 may
+    then be another file."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -139,13 +140,14 @@ def _standard_error() -> int:
 def await_ready(
     workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, start_timeout: float
 ) -> None:
-    """Wait until all workers are ready. The caller ends the processes if this raises.
+    """Wait until all workers are ready. If this raises, the caller must end the processes.
 
     Args:
         workers: workers that `launch` started.
-        server: server that forks them.
-        deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
-        start_timeout: the seconds that this was, for the message.
+        server: fork server of the workers; None if the workers are fresh processes.
+        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. After the deadline the
+            function still waits 1 s, for callers that call it late.
+        start_timeout: maximum time of the start in seconds, for the error message.
 
     Raises:
         StartupError: a worker raised, ended, or took too long.
@@ -173,7 +175,7 @@ def await_ready(
             try:
                 kind, _, value = worker.channel.recv(deadline)
             except (ChannelClosedError, ProtocolError, RequestTimeoutError):
-                # The socket closes with the process, so its end needs no watch of its own while starting.
+                # The socket closes when the process ends, so its pidfd need not be watched here.
                 _fail_ended(worker, phases[worker.rank])
             if kind is FrameKind.READY:
                 poll.unregister(fd)
@@ -196,7 +198,7 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
 
 
 def _place(worker: WorkerProcess) -> str:
-    """Return the code location of a worker that takes too long; "" if it does not answer."""
+    """Return the code location of a worker that is late, in parentheses; "" if the worker does not answer."""
     before = len(worker.startup_log())
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
@@ -225,7 +227,7 @@ def _tail(worker: WorkerProcess) -> str:
 
 
 def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
-    """Show what the workers and their server wrote while starting, once if all wrote the same."""
+    """Write the start logs of the workers and of their server to standard error, equal logs only once."""
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())
