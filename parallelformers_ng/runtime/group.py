@@ -246,7 +246,7 @@ class WorkerGroup:
         self._loop.stop(GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
-        """Return duplicates of the workers' pidfds; the caller closes them. A pidfd is readable if its worker has ended."""
+        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable."""
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
     def wait_until_over(self) -> None:

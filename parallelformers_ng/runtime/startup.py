@@ -108,7 +108,7 @@ def launch(
         "arena": FileDescriptor(arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # shared_memory ranks connect through the arena
+    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
@@ -130,8 +130,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """Return the descriptor of this process's standard error, or of /dev/null if this process has none: descriptor 2 may
-    then be another file."""
+    """Return the descriptor of this process's standard error. If this process has none, descriptor 2 may be another
+    file; then open and return /dev/null."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -159,8 +159,8 @@ class Supervisor:
             return True
         text = (
             f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:g} s (the limit is"
-            f" {self._limit.count} restarts, see max_restarts) and are not restarted again; model.deparallelize() returns"
-            " the weights to this process"
+            f" {self._limit.count} restarts, see max_restarts) and are not restarted again; model.deparallelize()"
+            " returns the weights to this process"
         )
         with self._changed:
             self._given_up = functools.partial(RestartLimitError, text)

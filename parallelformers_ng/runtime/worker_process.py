@@ -119,15 +119,15 @@ class WorkerProcess:
             send_signal(self.pidfd, signal.SIGKILL)
 
     def request_traceback(self) -> None:
-        """Make a starting worker write a traceback to its log; if the worker is not forked yet, the fork server does it."""
+        """Make a starting worker write a traceback to its log, or its fork server if the worker is not forked yet."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self._has_process:
             self._server.request_traceback()
 
     def exit_status(self) -> tuple[int | None, int | None]:
-        """Return (signal, exit code) of a worker; either value is None, or both are None if the code is unknown. A worker
-        that does not end within 1 s is killed."""
+        """Return (signal, exit code) of a worker; one is None, or both are None if the code is unknown. A worker that
+        does not end within 1 s is killed."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         code = self.reap()
