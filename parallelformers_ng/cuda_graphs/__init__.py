@@ -1,1 +1,1 @@
-"""Decode steps that are compiled, or recorded and played again, and the static caches that these need."""
+"""Speeds up decode steps: compiles them or records them as CUDA graphs, with the static caches that both need."""

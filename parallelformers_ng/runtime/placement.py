@@ -36,9 +36,7 @@ def placement(
     available = torch.cuda.device_count()
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
-        _say_once(
-            "no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} silences this warning)"
-        )
+        _say_once("no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} silences this warning)")
     count = num_gpus
     if count is None:
         count = 2 if kind == "cpu" else (len(device_ids) if device_ids else available) // replicas
