@@ -60,8 +60,8 @@ class ReusableLayer(StaticLayer):
         return self._place(key_states, value_states)
 
     def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Add one token, `[rows, heads, 1, width]`, at the position `cumulative_length`. transformers' own layer makes a
-        new tensor for the position, with two kernels in each layer."""
+        """Add one token, `[rows, heads, 1, width]`, at the position `cumulative_length`. transformers' own layer makes
+        a new tensor for the position, with two kernels in each layer."""
         position = self.cumulative_length.view(1)
         self.keys.index_copy_(2, position, key_states)
         self.values.index_copy_(2, position, value_states)
