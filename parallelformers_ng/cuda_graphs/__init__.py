@@ -1,1 +1,1 @@
-"""Speeds up decode steps: compiles them or records them as CUDA graphs, with the static caches that both need."""
+"""Speeds up decode steps: compiles steps or records steps as CUDA graphs, over static caches."""

@@ -5,12 +5,12 @@ for operators that cannot be recorded. The second step is recorded, and the reco
 later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
 
 Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
-rows uses the first rows: the prefill and the reordering of beams see a view of these rows, while the recorded step
-computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
+rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
+step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
 
-Every recording is tested. A recording may freeze more than shapes, for example a position that Python code counts; such
-a recording gives wrong logits at another position. Therefore the first two steps of a recording run both ways from the
-same state, and the logits must agree.
+Every recording is tested. A recording may freeze more than shapes, for example a position that Python code counts, and
+then gives wrong logits at another position. The first two steps of a recording therefore run twice from the same state:
+from the recording and normally. The logits must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Forward = Callable[..., Any]
 """Type of a model's `forward`."""
 
 PROOFS = 2
-"""Number of steps that run both ways to compare a recording with the normal step."""
+"""Number of steps that run from a recording and normally, to compare their logits."""
 
 MOST_KINDS_OF_STEP = 64
 """Maximum number of recordings of one cache. A model that needs more passes a changing number to each step."""
@@ -132,7 +132,7 @@ class CapturedSteps:
 
     Args:
         recorder: recorder of the steps.
-        communicator: communicator of the ranks; all ranks use a recording, or none does.
+        communicator: communicator of the ranks; either all ranks use a recording, or no rank does.
 
     Attributes:
         reason: reason why steps of the last call ran without a recording; "" if recordings were used.
@@ -147,7 +147,7 @@ class CapturedSteps:
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
-        """Destroy all recordings and caches, because collectives or modules that they use have changed."""
+        """Destroy all recordings and caches, because the collectives or modules of the recordings have changed."""
         for cache in self._caches.values():
             cache.release()
         self._caches.clear()
@@ -181,7 +181,7 @@ class CapturedSteps:
             self._current = None
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """Return a reusable cache for a number of rows; make it if none is large enough.
+        """Return a reusable cache for a number of rows; make a new cache if no existing cache is large enough.
 
         Args:
             rows: number of rows; the cache has room for the next power of two.
@@ -296,7 +296,7 @@ class CapturedSteps:
 
 def odd_output(output: Any, cache: Any) -> str:
     """Return a text that names the outputs of a step besides logits and cache, which a recording cannot return; "" if
-    there are none."""
+    the step has no further outputs."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")

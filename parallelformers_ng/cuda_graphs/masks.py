@@ -39,7 +39,8 @@ def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as numbers that `scaled_dot_product_attention` adds to the scores, or the mask itself.
 
     A hidden position gets the lowest finite number, because cuDNN's kernels do not accept infinities
-    (`convert_boolean_attn_mask_cudnn`). After the softmax both give the weight 0, if the row has a visible position.
+    (`convert_boolean_attn_mask_cudnn`). The softmax still gives a hidden position the weight 0 if its row has a visible
+    position.
 
     Args:
         mask: boolean mask, or mask of numbers to add to the scores; any shape.

@@ -1,9 +1,9 @@
-"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or as they are.
+"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged.
 
 transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This module
 sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason. Steps
-that become CUDA graphs also need a static cache but no compiler; `captured.py` records them on the workers. On CUDA
-devices CUDA graphs are the default for calls whose result stays the same, until a device fails to record a step.
+that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the workers. On
+CUDA devices CUDA graphs are the default for calls whose result stays the same, until a device fails to record a step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
             collectives, and is compiled in pieces between the collectives.
 
     Returns:
-        (mode, reason): mode of decode steps, None if decode steps run as they are; and the reason why the requested
+        (mode, reason): mode of decode steps, None for ordinary decode steps; and the reason why the requested
         mode is not used, "" if it is.
 
     Raises:
@@ -81,8 +81,8 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
 
 
 def _refuse_graphs(config: Any, world_size: int) -> None:
-    """Raise ParallelError if the compiler would make CUDA graphs on several ranks: it does not support collectives in
-    CUDA graphs."""
+    """Raise ParallelError if the compiler would make CUDA graphs on several ranks: the compiler does not support
+    collectives in CUDA graphs."""
     options = getattr(config, "options", None) or {}
     makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
     if world_size > 1 and makes_graphs:
@@ -109,7 +109,7 @@ def static_generation(
 
     Returns:
         (arguments, reason): new arguments; and the reason why the mode cannot be used and the arguments are unchanged,
-        "" if it can.
+        "" if the mode can be used.
     """
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
@@ -163,7 +163,7 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Return the reason why decode steps of a call cannot be compiled or captured, as text; "" if they can."""
+    """Return the reason why decode steps of a call cannot be compiled or captured, as text; "" without a reason."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:

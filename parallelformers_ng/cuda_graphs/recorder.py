@@ -20,11 +20,12 @@ class CudaRecorder:
 
     A graph has fixed addresses and control flow, so a replay uses the same memory and runs no Python.
 
-    A graph reads buffers outside the pool, and its outputs are copied before the next graph runs. Therefore graphs can
-    share their intermediate memory and run in any order.
+    A graph reads buffers outside the pool, and its outputs are copied before the next graph runs. The graphs of a pool
+    can therefore share intermediate memory and run in any order.
 
     A pool whose graphs were all destroyed accepts no new graph while any of its memory is in use
-    (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). Therefore a new pool replaces an empty one.
+    (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). A new pool therefore replaces a pool whose
+    last graph was destroyed.
 
     Args:
         device: CUDA device, with its index.
@@ -72,7 +73,7 @@ class CudaRecorder:
         return output, graph
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a graph and free its memory at once, even if it is still referenced: NCCL waits for this."""
+        """Destroy a graph and free its memory at once, even if objects refer to the graph. NCCL waits for this."""
         graph.reset()
         self._graphs -= 1
         if self._graphs == 0:
@@ -195,11 +196,11 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 class CaptureCheck(TorchDispatchMode):
     """A mode that finds operators that no capture allows: operators that wait for the device or copy from the host.
 
-    Such an operator makes a capture fail, and a failed capture may damage the state of the device's allocator and
-    generator. Therefore the check runs before any capture.
+    A capture with such an operator fails, and a failed capture may damage the state of the device's allocator and
+    generator. The check therefore runs before any capture.
 
     Attributes:
-        found: description of the first such operator; "" if the step has none.
+        found: description of the first such operator; "" if the step has no such operator.
     """
 
     def __init__(self) -> None:

@@ -180,7 +180,7 @@ class ReusableCache:
         _tokens_are_placed_alike()  # run the check now, not during a step
 
     def forget_steps(self) -> None:
-        """Destroy all recordings. A recording and its cache refer to each other, so neither would be freed at once."""
+        """Destroy all recordings. Without this, only Python's cyclic garbage collector would free the recordings."""
         for step in self.steps.values():
             if isinstance(step, Recording):
                 step.destroy()
@@ -278,7 +278,7 @@ class ReusableCache:
 
 
 def handed_out(cache: Cache) -> Cache:
-    """Return a copy of a reusable cache with transformers' own layers; return any other cache itself.
+    """Return a copy of a reusable cache with transformers' own layers; return a cache of another kind unchanged.
 
     The copy is needed because the next call overwrites a reusable cache.
     """

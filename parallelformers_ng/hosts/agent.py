@@ -1,7 +1,7 @@
 """Runs the agent of a host: a process that starts, controls and ends the host's ranks for the caller of a group.
 
 The agent connects to the caller over TCP, connects each rank to the caller, and connects the host's first rank to the
-first ranks of other hosts. The agent then gives the ranks these connections, so messages do not pass through the agent.
+first ranks of other hosts. The ranks then use the connections directly, so messages do not pass through the agent.
 For its ranks the agent acts as the caller on a single host: `runtime` uses the same shared memory, fork server and
 lifelines, and the kernel ends the ranks with the agent.
 """

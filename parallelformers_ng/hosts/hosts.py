@@ -1,4 +1,4 @@
-"""Starts and controls the hosts of a group, and releases them at its end."""
+"""Starts and controls the hosts of a group, and releases the hosts at the end of the group."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Hosts:
         start_timeout: float,
         **order: Any,
     ) -> Callable[[], None]:
-        """Start the ranks, and return a function that waits until they are ready. Each host divides its own CPUs.
+        """Start the ranks, and return a function that waits until all ranks are ready. Each host divides its own CPUs.
 
         Args:
             processes: the group's processes, to which the ranks are added.

@@ -189,7 +189,7 @@ class RayHosts:
         self._connection.close()
 
     def _await_agents(self) -> None:
-        """Wait until the agents have ended by themselves, because Ray logs a message for each actor that it kills."""
+        """Wait until the agents have ended by themselves, because Ray logs a message for each killed actor."""
         serving, self._serving = list(self._serving), {}
         if serving:
             _ray().wait(serving, num_returns=len(serving), timeout=_GOODBYE_SECONDS)

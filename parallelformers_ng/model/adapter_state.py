@@ -27,7 +27,7 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return the adapters of a model; None if it has none."""
+        """Return the adapters of a model; None if the model has no adapters."""
         layers = layers_with_adapters(model)
         return cls(layers) if layers else None
 

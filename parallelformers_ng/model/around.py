@@ -23,7 +23,7 @@ _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """Return the inner model of a peft wrapper and the list of wrappers; for any other model, itself and an empty list.
+    """Return (inner model, list of its peft wrappers); for a model without peft, (the model, empty list).
 
     Raises:
         UnsupportedModelError: an adapter is neither LoRA nor IA3.
@@ -77,7 +77,8 @@ def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
 
 
 def surround(around: list[nn.Module], model: nn.Module) -> None:
-    """Make the peft wrappers around `model` use its workers, until `remote_tree.leave` undoes it."""
+    """Replace the classes of the peft wrappers around `model`, so that the wrappers use the workers. The function
+    `remote_tree.leave` restores the classes."""
     remote = remote_of(model)
     remote.around = around
     for each in around:
@@ -172,7 +173,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """Return the model's state dict; the tensors that peft writes are fetched, other tensors stay on the workers.
+    """Return the model's state dict, with only the tensors that peft writes fetched from the workers.
 
     Args:
         model: peft wrapper, or transformers model with adapters.

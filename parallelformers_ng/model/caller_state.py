@@ -22,7 +22,7 @@ Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 
 
 class RandomStream:
-    """The random stream of calls without a seed of their own.
+    """The random stream of calls that have no `seed=`.
 
     Args:
         seed: seed of the model's own stream; with None, calls use torch's default CPU generator in this process.
@@ -43,7 +43,7 @@ class RandomStream:
         """Yield the random state at the start of a call, and the function that stores the state after the call.
 
         Args:
-            seed: seed of this call alone; with None, the call uses the stream or, beside another call, a drawn seed.
+            seed: seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the stream.
         """
         if seed is None and not self._follower.acquire(blocking=False):
             seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state
@@ -78,8 +78,8 @@ class Snapshot:
         ]
 
     def still_holds(self, configs: dict[str, Any]) -> bool:
-        """Return whether `configs` has the same objects with unchanged attributes. This takes microseconds, because
-        comparing two dicts is fast for values that are identical objects."""
+        """Return whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds,
+        because comparing two dicts is fast for values that are identical objects."""
         return (
             len(configs) == len(self._roots)
             and all(configs.get(root) is config for root, config in self._roots)
@@ -144,7 +144,7 @@ class Edits:
             Function to call after the request has succeeded; it records that the workers have the changes.
 
         Raises:
-            ParallelError: the plan does not hold for the changed code.
+            ParallelError: the plan of the model is not valid for the changed code.
             NotPortableError: a change of the code cannot be sent.
         """
         known_incarnation, known, time, code_count = self._known
@@ -207,7 +207,7 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of a list, dict or set, and any other value itself."""
+    """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 

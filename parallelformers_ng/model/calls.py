@@ -45,7 +45,7 @@ class Calls:
         model: the parallelized model.
         deployment: workers and weights of the model.
         seed: seed of the model's own random stream; with None, calls use torch's default generator in this process.
-        steps: how decode steps are compiled or captured; None if decode steps run as they are.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         batching: how many calls of `generate` each replica decodes together, None if each call runs alone.
         prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
 
@@ -202,7 +202,7 @@ class Calls:
             return dispatcher.call(model, path, "generate", (), eager, options)
 
     def _tell_of_lost_notes(self, arguments: dict[str, Any]) -> None:
-        """Log once that functions in the arguments of `generate` wrote to global variables on the ranks."""
+        """Log, only once, that functions in the arguments of `generate` write to global variables on the ranks."""
         if arguments.keys().isdisjoint((*STATEFUL, "custom_generate")):
             return
         for root in (*stateful_arguments(arguments), arguments.get("custom_generate")):
@@ -213,7 +213,7 @@ class Calls:
                 )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Log that decode steps could not be captured; return whether capturing was a default, and is now given up."""
+        """Log that decode steps could not be captured; if capturing is a default, stop capturing and return True."""
         steps = dispatcher.steps
         if steps is None:
             return False
@@ -296,7 +296,7 @@ class Calls:
 
         Raises:
             ParallelError: the caches are on several replicas.
-            StaleCacheError: the workers that held a cache have ended.
+            StaleCacheError: the workers with a cache have ended.
         """
         places = set[int]()
 

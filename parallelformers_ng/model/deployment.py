@@ -37,7 +37,7 @@ class Deployment:
     Attributes:
         plan: plan of the model.
         replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
-        ended: whether the workers and their weights are gone.
+        ended: whether the workers have ended.
 
     Args:
         model: the model with loaded weights. After `start` its tensors are on `meta`.
@@ -84,9 +84,9 @@ class Deployment:
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Build the model on the ranks, then give the ranks the weights. On failure the model has its weights again.
+        """Build the model on the ranks, then load its weights there. On failure, restore the weights of the model.
 
-        All steps that need no weights come first, so that most errors leave the weights of the model untouched.
+        Steps without weights run first, so that most errors occur before any weight has left the model.
 
         Args:
             model: the model with loaded weights.
@@ -166,7 +166,7 @@ class Deployment:
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Return once all ranks of one replica have exchanged a message; raise the errors of a call otherwise."""
+        """Wait until all ranks of one replica have exchanged a message; if no replica can, raise its error."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:

@@ -74,7 +74,15 @@ def group_makers(
 def attach(
     group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> None:
-    """Give the ranks their weights: shared memory to map, or checkpoint files to read."""
+    """Make the ranks load their weights, from shared memory or from checkpoint files.
+
+    Args:
+        group: the ranks.
+        plan: plan of the model.
+        store: shared memory with the weights.
+        checkpoint: files with weights.
+        progress: function that is called with the number of bytes loaded since its last call.
+    """
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
     stored = checkpoint.held(plan)
     group.call_each("attach", [(of_rank, stored) for of_rank in fds])

@@ -31,10 +31,10 @@ class LiveCode:
 
     Args:
         model: the model, before it is parallelized.
-        check: check of whether the plan still holds for changed code.
+        check: test whether the plan is valid for changed code.
 
     Attributes:
-        by_value: names of the modules whose source code is sent, because ranks cannot import these modules.
+        by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: changes of the code since `compare`; None before the first change.
         count: number of changes of the code since `compare`.
         step: watch of the code of a forward pass.
@@ -80,7 +80,7 @@ class LiveCode:
         """Compare the code with its last known state, and prepare the changes for the ranks.
 
         Raises:
-            ParallelError: the plan of the model does not hold for the changed code.
+            ParallelError: the plan of the model is not valid for the changed code.
             NotPortableError: a change of the code cannot be sent to the ranks.
         """
         with self._lock:
@@ -100,7 +100,7 @@ class LiveCode:
             known = moved & before.keys()
             names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
-                f"{names} was changed after the model was parallelized, and the plan does not hold for the new code:"
+                f"{names} was changed after the model was parallelized, and the plan is not valid for the new code:"
                 f" {why}. Call deparallelize(), then parallelize() again"
             )
         now = {place: digest(slot.value) for place, slot in current.items()}
@@ -134,7 +134,7 @@ class LiveCode:
         return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Return whether the ranks have none of the places of a module."""
+        """Return whether the ranks lack all code of a module."""
         mine = [place for place in here if module_of(place) == name]
         return bool(mine) and all(unlike.get(place) == b"" for place in mine)
 

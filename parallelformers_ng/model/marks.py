@@ -1,7 +1,7 @@
 """Provides `hf_device_map`, which keeps other libraries from moving a parallelized model to another device.
 
 If the machine has an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to the
-accelerator, unless the model has an `hf_device_map`. These libraries read the map as follows:
+accelerator, unless the model has an `hf_device_map`. The libraries read the map as follows:
 
 - a pipeline without `device=` puts its inputs on the first device of the map; a pipeline with `device=` is refused;
 - Trainer does not move a model that has a map, and does not copy the model to several GPUs if the map names another

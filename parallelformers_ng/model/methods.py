@@ -77,8 +77,8 @@ _PLACES: dict[str, Place] = {
     "generate": "generated",
     "save_pretrained": "saved",
 }
-"""Method of torch's or transformers' base classes → place. Most of these methods only manage attributes, so they run in
-this process, even if a model family overrides them."""
+"""Method of torch's or transformers' base classes → place. Most methods of base classes only manage attributes, and
+therefore run in this process, also if a model family overrides the method."""
 
 _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_language"})
 """Methods of modelling code that compute nothing."""
@@ -108,7 +108,7 @@ def public_methods(cls: type) -> list[str]:
 
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
-    """Return whether a method calls `generate`, directly or through other methods of its class. Such a method accepts
+    """Return whether a method calls `generate`, directly or through other methods of its class, and so accepts
     arguments of `generate`."""
     seen: set[Any] = set()
 

@@ -1,4 +1,4 @@
-"""Defines the modules of a parallelized model in the caller's process. The workers have their weights and run their
+"""Defines the modules of a parallelized model in the caller's process; the workers have the weights and run the
 methods.
 
 Each module stays the same object in the same place; its class becomes a subclass of `RemoteModule` and of its former
@@ -267,8 +267,8 @@ def refusal(module: Any, what: str, why: str) -> str:
 
 
 def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
-    """Return a decorator for the replacement of a method. It keeps the original's signature, which `generate` and
-    pipelines inspect. For a module that is not remote, the original method runs."""
+    """Return a decorator for the replacement of a method; the replacement keeps the original's signature, which
+    `generate` and pipelines inspect. For a module that is not remote, the original method runs."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(original)

@@ -35,7 +35,7 @@ from parallelformers_ng.worker.call import Answer, Call
 
 
 class Replica:
-    """One replica: a group of workers that serves calls of a model.
+    """A group of workers that has the whole model and serves calls.
 
     If a worker ends, all ranks of its group end, and a new group maps the same memory.
 
@@ -145,7 +145,7 @@ class Dispatcher:
         stream: random stream of calls without a seed.
         hooks: forward hooks of the caller.
         adapters: adapters of the model; None if the model has no adapters.
-        steps: how decode steps are compiled or captured; None if decode steps run as they are.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         code: the code that the model runs in this process.
 
     Attributes:
@@ -186,7 +186,7 @@ class Dispatcher:
 
         Raises:
             NotPortableError: an argument cannot be sent by value; nothing was run.
-            GroupError: the workers failed or are gone, or the deadline has passed; see its subclasses.
+            GroupError: the workers failed or have ended, or the deadline has passed; see the subclasses of GroupError.
         """
         end = self.replica.deadline_of(options.timeout)
         with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:

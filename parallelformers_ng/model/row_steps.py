@@ -13,10 +13,10 @@ log = logging.getLogger("parallelformers_ng")
 
 
 class RowSteps:
-    """The decision for one model. It is made when rows are decoded; after `give_up` it is always no.
+    """The decision for one model whether decode steps of a batch become CUDA graphs; after `give_up`, always no.
 
     Args:
-        steps: how decode steps are compiled or captured; None if decode steps run as they are.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         hooks: forward hooks of the caller.
     """
 

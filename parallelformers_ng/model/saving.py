@@ -29,7 +29,7 @@ def save_sharded(
     *,
     progress: bool = True,
 ) -> None:
-    """Save the shards of a parallelized model: all ranks write their own files at the same time.
+    """Save the shards of a parallelized model; every rank writes its own files at the same time.
 
     `parallelize(directory)` loads the files; each rank reads its own files if `num_gpus` is unchanged, otherwise the
     model is cut again. An earlier save in `directory` is replaced in one step at the end; a failure leaves it intact.
@@ -44,7 +44,7 @@ def save_sharded(
     Raises:
         NotParallelizedError: the model is not parallelized.
         ParallelError: the model has adapters.
-        CheckpointError: `directory` has other files, or `max_shard_size` is not a size.
+        CheckpointError: `directory` has files of another kind, or `max_shard_size` is not a size.
         OSError: the disk is full, or the directory cannot be written to.
     """
     if layers_with_adapters(model):
@@ -90,7 +90,7 @@ def shard(
         options: arguments of `from_pretrained`, the same as in `parallelize`.
 
     Raises:
-        CheckpointError: a file of the source is missing or damaged, or `directory` has other files.
+        CheckpointError: a file of the source is missing or damaged, or `directory` has files of another kind.
         UnsupportedModelError: no policy fits the model.
         OSError: the disk is full, or the directory cannot be written to.
     """

@@ -22,7 +22,7 @@ class Cancellation:
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:
-        """Cancel the requests. The thread that runs them raises RequestCancelledError at its next `check`."""
+        """Cancel the requests: their thread raises RequestCancelledError at its next `check`."""
         self.asked = True
         self.wake()
 
@@ -41,7 +41,7 @@ _of_thread: ContextVar[Cancellation | None] = ContextVar("parallelformers_ng_can
 
 
 def cancellation_of_thread() -> Cancellation:
-    """Return the cancellation of this thread's requests; outside of `cancelled_by` a new one that nobody calls."""
+    """Return the cancellation of this thread's requests; outside of `cancelled_by`, return a new, unused object."""
     return _of_thread.get() or Cancellation()
 
 

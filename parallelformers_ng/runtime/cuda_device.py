@@ -1,7 +1,7 @@
 """Selects the CUDA device of a rank, with a helpful error if CUDA cannot use the device.
 
 The caller counts devices with NVML, which needs no CUDA context (`torch.cuda.device_count`). CUDA may have fewer
-devices: it shows a process only one slice of a device in MIG mode, and a driver may be too old for a listed device.
+devices: CUDA shows a process only one slice of a device in MIG mode, and a driver may be too old for a listed device.
 """
 
 from __future__ import annotations

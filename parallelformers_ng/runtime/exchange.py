@@ -25,7 +25,7 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 STRAGGLER_SECONDS = 10.0
 """Seconds that workers get to leave a cancelled request before the group is ended."""
 
-# Looked up once, because in Python 3.11 reading an enum member takes a function call.
+# Looked up once, because in Python 3.11 reading an enum member costs a function call.
 _REQUEST, _RESULT, _DONE, _ERROR = FrameKind.REQUEST, FrameKind.RESULT, FrameKind.DONE, FrameKind.ERROR
 _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
@@ -102,7 +102,7 @@ class Request:
 
 
 class Exchange:
-    """Sends requests to the workers of a group, one at a time, and collects the answers. It is not thread-safe.
+    """Sends requests to the workers of a group, one at a time, and collects the answers. Not thread-safe.
 
     Args:
         processes: the workers, all ready.
@@ -149,7 +149,7 @@ class Exchange:
         self._look_up(self._poll_ends, math.inf)
 
     def run(self, request: Request, when_sent: Callable[[], object]) -> None:
-        """Send a request to all ranks, and put their events and answers into the request.
+        """Send a request to all ranks, and deliver the ranks' events and answers to the request with `put`.
 
         Args:
             request: the request.

@@ -1,4 +1,4 @@
-"""Returns freed memory, which allocators keep, to the system and to other processes."""
+"""Returns freed memory, which allocators would keep, to the system and the GPUs."""
 
 from __future__ import annotations
 

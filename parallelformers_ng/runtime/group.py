@@ -120,7 +120,7 @@ class WorkerGroup:
         self.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until workers that were started with `wait=False` are ready; return at once if they already are.
+        """Wait until workers that were started with `wait=False` are ready; return at once if all are ready already.
 
         Raises:
             StartupError: see the constructor.
@@ -164,8 +164,8 @@ class WorkerGroup:
         """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
 
         Args:
-            timeout: maximum duration in seconds; by default the group's timeout. An earlier deadline of the calling
-                thread takes precedence.
+            timeout: maximum duration in seconds; by default the group's timeout. If the calling thread has an earlier
+                `deadline`, the earlier deadline is returned.
 
         Raises:
             ParallelError: `timeout` is not a positive number.
@@ -316,7 +316,7 @@ class WorkerGroup:
         self._loop.stop()
 
     def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
-        """Wait for the answers of all ranks and return them; pass each value that rank 0 emits to `on_event`."""
+        """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         while True:
             try:
                 item = request.next()

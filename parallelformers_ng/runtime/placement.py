@@ -67,7 +67,7 @@ def placement_elsewhere(
         devices: number of CUDA devices of the hosts that will run the ranks; 0 if unknown.
 
     Raises:
-        PlacementError: `num_gpus` is missing for CUDA devices, or `device_ids` is given.
+        PlacementError: `num_gpus` is None for CUDA devices, or `device_ids` is not None.
     """
     kind = device if device != "auto" else "cuda" if devices else "cpu"
     if device == "auto" and kind == "cpu":

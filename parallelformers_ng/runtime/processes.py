@@ -1,4 +1,4 @@
-"""Manages the worker processes of a group: ends them together, and closes their descriptors in forked children."""
+"""Manages the worker processes of a group: ends all workers together, and closes descriptors in forked children."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ class Processes:
     """The workers of a group and their shared arena, which are released together at the end of the group.
 
     Args:
-        arena: shared memory of the collectives; for several hosts, the object that controls their collectives.
+        arena: shared memory of the collectives; for several hosts, the object that controls the hosts' collectives.
         device_names: device of each rank, for error messages.
 
     Attributes:
         workers: workers in the order of their ranks.
         arena: argument `arena`.
-        rendezvous: descriptor of the file with which process groups connect; None if the backend needs none.
-        owner: id of the process that started the workers; other processes cannot use them.
-        why_over: function that makes the callers' error; None until a reason is noted. A worker's death counts only
+        rendezvous: descriptor of the file with which process groups connect; None for backends that need no file.
+        owner: id of the process that started the workers; other processes cannot use the workers.
+        why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only
             after it was noticed.
         ended: whether no request can be sent any more.
     """
@@ -126,7 +126,7 @@ class Processes:
             )
 
     def raise_why_over(self) -> NoReturn:
-        """Raise the reason why the group cannot serve a call: it has ended, or belongs to another process."""
+        """Raise the reason why the group cannot serve a call: the group has ended, or belongs to another process."""
         self.check_process()
         if self.why_over is not None:
             raise self.why_over()
@@ -160,7 +160,7 @@ class Processes:
                     worker.kill()
 
     def dismiss(self, patience: float) -> None:
-        """Ask all workers, which must be idle, to exit, then end them as `end` does.
+        """Ask all workers, which must be idle, to exit; then call `end`.
 
         Args:
             patience: seconds that the workers get to exit.
@@ -176,7 +176,7 @@ class Processes:
         """End all workers and close all descriptors. Does nothing at a second call, or in a forked child.
 
         Args:
-            patience: seconds that workers get to exit by themselves before they are killed.
+            patience: seconds that workers get to exit by themselves; then workers are killed.
         """
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return

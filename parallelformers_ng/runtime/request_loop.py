@@ -17,8 +17,8 @@ GOODBYE_SECONDS = 2.0  # time that idle workers get to exit after the group was 
 
 
 class RequestLoop:
-    """Serves requests in the order of their arrival, until the group ends. It has no reference to the `WorkerGroup`, so
-    that the group can be garbage-collected.
+    """Serves requests in the order of their arrival, until the group ends. The loop has no reference to the
+    `WorkerGroup`, so that the group can be garbage-collected.
 
     Args:
         processes: the workers, which are ready before `start` is called.
@@ -35,8 +35,8 @@ class RequestLoop:
     def start(self) -> None:
         """Start the thread that serves requests."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Close the eventfd only after this object is gone, because any thread may write to it, and not at interpreter
-        # exit, because `leave` still uses it then.
+        # Any thread may write to the eventfd, so close the eventfd only after this object is freed. Do not close it at
+        # interpreter exit, because `leave` still writes to it then.
         weakref.finalize(self, os.close, self._wakeup).atexit = False
         self._exchange = Exchange(self._processes, self._wakeup)
         self._thread.start()
@@ -58,7 +58,7 @@ class RequestLoop:
         self._later.append(function)
 
     def give_up(self, request: Request) -> None:
-        """Cancel a request whose caller no longer waits. Ranks that run the request leave it at their next step."""
+        """Cancel a request whose caller no longer waits. Ranks stop a running request at their next step."""
         request.given_up = True
         request.discard()
         os.eventfd_write(self._wakeup, 1)
@@ -77,15 +77,15 @@ class RequestLoop:
         self.join()
 
     def join(self) -> None:
-        """Wait until the group's thread has ended all workers, after one of them has died."""
+        """Wait until the group's thread has ended all workers, after one worker has died."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join()
 
     def leave(self) -> None:
         """End the workers after their group was garbage-collected, or at interpreter exit.
 
-        At interpreter exit a daemon thread may still wait for a request, and must not get an error. Workers with such a
-        request are not ended here; they end with this process.
+        At interpreter exit a daemon thread may still wait for a request, and must not get an error. Workers that run a
+        request are therefore not ended here; the workers end with this process.
         """
         if os.getpid() == self._processes.owner:
             self._processes.ended = True

@@ -30,7 +30,7 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 _REQUEST, _DONE = (
     FrameKind.REQUEST,
     FrameKind.DONE,
-)  # looked up once, because in Python 3.11 reading an enum member takes a function call
+)  # looked up once, because in Python 3.11 reading an enum member costs a function call
 
 
 class Emitter:
@@ -74,7 +74,7 @@ class Service:
     device: torch.device
 
     def serve(self) -> None:
-        """Serve requests until the group ends."""
+        """Serve requests until the parent ends the worker."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
                 self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
@@ -168,7 +168,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         # All ranks run the same code on the same values, so only rank 0 shows warnings. Every rank reports errors.
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-    # Up to here standard error went to the log for a StartupError; from now on it goes to the parent's.
+    # Up to here standard error went to the log for a StartupError; from now on it is the parent's standard error.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()

@@ -46,7 +46,7 @@ class ChildLink:
             opened.pop_all()
 
     def hand_over(self) -> None:
-        """Close the child's ends in this process, after the child has received them."""
+        """Close this process's copies of the child's ends, after the child has received its own copies."""
         for fd in self.theirs:
             os.close(fd)
         self.theirs = ()
@@ -83,7 +83,7 @@ class Process(Protocol):
         """Descriptor that refers to the process; -1 before `await_start`."""
 
     def await_start(self, deadline: float) -> bool:
-        """Wait until the process exists, and return whether it does.
+        """Wait for the start of the process, and return whether the process exists.
 
         Args:
             deadline: latest time of the answer, in seconds of `time.monotonic`.
@@ -101,7 +101,7 @@ class Process(Protocol):
         """
 
     def close(self) -> None:
-        """Close this process's descriptors of the other process. Idempotent."""
+        """Close the descriptors that refer to the process. Idempotent."""
 
 
 class Spawned:
@@ -131,7 +131,7 @@ class Spawned:
             stdin=subprocess.DEVNULL,
             stderr=link.log,
             pass_fds=link.theirs,
-            # This path is enough to find this package and torch; the first message has the exact `sys.path`.
+            # PYTHONPATH suffices to find this package and torch; the first message has the exact `sys.path`.
             env=environment | {"PYTHONPATH": os.pathsep.join(module_path())},
             # A process group of its own: Ctrl-C reaches only the parent. A new session would do the same, but the
             # kernel may schedule each session as a group (autogroup). sched_yield does not yield to other groups, so a

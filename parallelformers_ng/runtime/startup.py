@@ -1,4 +1,4 @@
-"""Starts a group: starts all ranks at the same time, and waits until all are ready or one has failed."""
+"""Starts the ranks of a group at the same time, and waits until all ranks are ready or one rank has failed."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def launch(
         start_timeout: maximum time in seconds until all workers are ready.
         threads: CPU threads of each worker; None divides the CPUs among the ranks.
         among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
-        spans: for a group over several hosts, facts for each rank about the other hosts, see `connect`; the entry
-            `caller` has the socket and keys of the connection to the group's caller. None on one host.
+        spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
+            has the socket and keys of the connection to the group's caller. None on one host.
 
     Returns:
         Function that waits until all workers are ready: `await_ready` with its arguments.
@@ -130,8 +130,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """Return the descriptor of this process's standard error. If this process has none, descriptor 2 may be another
-    file; then open and return /dev/null."""
+    """Return the descriptor of this process's standard error. If this process has no standard error,
+    open /dev/null and return its descriptor, because descriptor 2 may be another file."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Keeps a group running: notices at once if a worker ends, busy or idle, and replaces the whole group."""
+"""Keeps a group running: notices at once that a busy or idle worker has ended, and replaces the whole group."""
 
 from __future__ import annotations
 

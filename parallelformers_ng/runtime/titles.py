@@ -8,7 +8,7 @@ _caller = 0
 
 
 def begin(role: str, caller: int) -> None:
-    """Set the title of this process; its forks keep the title until they call `show`.
+    """Set the title of this process; forks keep the title until `show` is called in the fork.
 
     Args:
         role: role of this process, such as "fork server".

@@ -25,7 +25,7 @@ PARENT_GONE = 113  # exit code of a worker whose parent ended
 
 
 def main() -> None:
-    """Start the worker and serve until the parent ends the worker or has ended itself."""
+    """Start the worker and serve until the parent ends the worker, or the parent process has ended."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
     titles.begin("worker", parent)
     run(control, lifeline, [open_parent(parent)])
@@ -69,10 +69,10 @@ def set_signals() -> None:
 def end_with_lifeline(lifeline: int) -> None:
     """Make the kernel kill this process when the parent's end of the lifeline closes, whatever this process is doing.
 
-    This also ends a process that is stopped, or that loops in native code without releasing the interpreter lock. A
-    child that the parent has forked may keep a copy of the lifeline open; for this case a thread watches the parent's
-    pidfd and the control socket. PR_SET_PDEATHSIG is no alternative: it acts when the parent's *thread* that started
-    this process ends.
+    The kernel also kills a process that is stopped, or that loops in native code without releasing the interpreter
+    lock. A child that the parent has forked may keep a copy of the lifeline open; for this case a thread watches the
+    parent's pidfd and the control socket. PR_SET_PDEATHSIG is no alternative: its signal is sent when the parent's
+    *thread* that started this process ends.
 
     Args:
         lifeline: descriptor of the reading end of the pipe.
@@ -104,7 +104,7 @@ def _await_end(watched: Sequence[int], control: int, lifeline: int) -> None:
 
 
 def _work(control: int) -> int:
-    # These imports load torch; by now the thread that watches the parent is running.
+    # The imports below load torch; by now the thread that watches the parent is running.
     from parallelformers_ng.errors import ChannelClosedError
     from parallelformers_ng.runtime import service
     from parallelformers_ng.wire.transport import Channel

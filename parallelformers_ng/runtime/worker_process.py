@@ -70,7 +70,7 @@ class WorkerProcess:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:
-        """Wait until the worker has a process; return at once if it already has one.
+        """Wait until the worker has a process; return at once if the process exists already.
 
         Args:
             deadline: latest time to return, in seconds of `time.monotonic`.
@@ -126,8 +126,8 @@ class WorkerProcess:
             self._server.request_traceback()
 
     def exit_status(self) -> tuple[int | None, int | None]:
-        """Return (signal, exit code) of a worker; one is None, or both are None if the code is unknown. A worker that
-        does not end within 1 s is killed."""
+        """Return (signal, exit code) of a worker: either the signal or the exit code is None; both are None if the
+        exit code is unknown. A worker that does not end within 1 s is killed."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         code = self.reap()
