@@ -3,7 +3,8 @@
 transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This module
 sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason. Steps
 that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the workers. On
-CUDA devices CUDA graphs are the default for calls whose result stays the same, until a device fails to record a step.
+CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device fails to record a
+step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class StaticSteps:
         options: arguments of `generate` that turn on the mode.
         without: log message for a call that cannot use the mode.
         captured: whether decode steps become CUDA graphs.
-        by_default: whether the caller did not request the mode. A call then uses the mode only if its answer has the
-            same types without it, and no call uses the mode after a failure.
+        by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does
+            not change the types of the answer, and no call uses a default mode after a failure.
     """
 
     options: Mapping[str, Any]
@@ -57,7 +58,7 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
 
     Returns:
         (mode, reason): mode of decode steps, None for ordinary decode steps; and the reason why the requested
-        mode is not used, "" if it is.
+        mode is not used, "" if the mode is used.
 
     Raises:
         ParallelError: `decode` is not a valid value, or the compiler would make CUDA graphs on several ranks.

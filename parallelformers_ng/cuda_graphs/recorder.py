@@ -20,8 +20,8 @@ class CudaRecorder:
 
     A graph has fixed addresses and control flow, so a replay uses the same memory and runs no Python.
 
-    A graph reads buffers outside the pool, and its outputs are copied before the next graph runs. The graphs of a pool
-    can therefore share intermediate memory and run in any order.
+    A graph reads buffers outside the pool, and the outputs of a graph are copied before the next graph runs. The graphs
+    of a pool can therefore share intermediate memory and run in any order.
 
     A pool whose graphs were all destroyed accepts no new graph while any of its memory is in use
     (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). A new pool therefore replaces a pool whose

@@ -24,8 +24,8 @@ def bucket_of(rows: int) -> int:
 class ReusableLayer(StaticLayer):
     """A static cache layer with memory for a bucket of rows; a call uses the first rows.
 
-    `keys` and `values` are views of this memory, so that transformers can use the layer as its own static layer.
-    `renew` resets the layer to its state before the first use.
+    `keys` and `values` are views of the memory of all rows, so that transformers can use the layer as its own static
+    layer. `renew` resets the layer to its state before the first use.
 
     Attributes:
         keys: keys of the call's rows, `[rows, heads, tokens, width]`.
@@ -89,7 +89,7 @@ class ReusableLayer(StaticLayer):
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
-    """A reusable layer that keeps only the last tokens; it also counts the tokens in Python."""
+    """A reusable layer that keeps only the last tokens; the layer also counts the tokens in Python."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
@@ -180,7 +180,7 @@ class ReusableCache:
         _tokens_are_placed_alike()  # run the check now, not during a step
 
     def forget_steps(self) -> None:
-        """Destroy all recordings. Without this, only Python's cyclic garbage collector would free the recordings."""
+        """Destroy all recordings. A recording and its cache refer to each other, so both would stay in memory."""
         for step in self.steps.values():
             if isinstance(step, Recording):
                 step.destroy()
@@ -221,7 +221,7 @@ class ReusableCache:
     def lend(self, growing: Cache, columns: int) -> None:
         """Make the layers of a growing cache views of the first `columns` tokens of this cache, without copying.
 
-        The growing cache makes copies when its tokens or rows change.
+        The growing cache copies the tensors when its tokens or rows change.
 
         Args:
             growing: cache whose keys and values are replaced.

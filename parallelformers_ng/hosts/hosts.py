@@ -44,10 +44,10 @@ class Launcher(Protocol):
 
         Args:
             world_size: number of ranks of the group.
-            device: "cpu" or "cuda", the type of the ranks' devices. For "cuda" each agent must see the devices of its
-                ranks first, or no other devices.
+            device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
+                must be the devices of its ranks.
             deadline: latest time of the start, in seconds of `time.monotonic`.
-            check: function that raises if waiting is useless; the method must call it a few times each second.
+            check: function that raises if waiting is useless; the method must call `check` a few times each second.
 
         Returns:
             (listener to which the agents connect, number of ranks of each host).
@@ -333,7 +333,7 @@ def _host_of(connection: socket.socket, session: Session, deadline: float) -> Ho
     """Return the host of an agent that has connected.
 
     Raises:
-        StartupError: the versions of the host's libraries differ from this process's.
+        StartupError: the host and this process have different versions of a library.
     """
     control = SignedChannel(connection, session)
     _, _, hello = control.recv(deadline)

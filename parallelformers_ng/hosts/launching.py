@@ -20,8 +20,8 @@ class Elsewhere:
 
     Attributes:
         make: function from the number of adjacent ranks that must share a host to the `Hosts` of one group.
-        count: number of ranks; None if the caller did not set it.
-        devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if it is unknown.
+        count: number of ranks; None if the caller did not set the number.
+        devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if the number is unknown.
         each: function from the number of ranks and "cpu" or "cuda" to the number of ranks of each host; used for
             stages, which do not span hosts.
     """
@@ -44,7 +44,7 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
 
     Raises:
         PlacementError: the launcher cannot start this number of ranks.
-        ParallelError: Ray is not installed, or is connected to another cluster.
+        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
         StartupError: the Ray cluster cannot be reached.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):

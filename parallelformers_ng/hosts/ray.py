@@ -37,8 +37,8 @@ def _ray() -> Any:
 class Connection:
     """A use of this process's connection to a Ray cluster.
 
-    An existing connection is used. A connection that this class has opened is closed with its last user, after `close`
-    or after the object is garbage-collected.
+    A connection that exists already is used. A connection that this class has opened is closed with its last user,
+    after `close` or after the object is garbage-collected.
 
     Args:
         options: options of the cluster.
@@ -145,7 +145,7 @@ class RayHosts:
 
     def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
         """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
-        its devices; after the task the devices stay reserved."""
+        the bundle's devices; after the task has ended, the devices stay reserved."""
         ray = _ray()
         pending = {
             bundle: ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()

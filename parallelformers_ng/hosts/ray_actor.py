@@ -1,4 +1,4 @@
-"""Defines the Ray actor that is the agent of its host. Importing this module is fast: it does not import torch."""
+"""Defines the Ray actor that is the agent of its host. This module does not import torch, so its import is fast."""
 
 from __future__ import annotations
 

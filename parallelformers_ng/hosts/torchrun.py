@@ -109,7 +109,7 @@ def _caller_address() -> Address:
 
 def _store() -> dist.Store:
     """Return torchrun's store, in which processes of the job exchange addresses. The store has no access control, so no
-    secret may be written to the store, and its content is not trusted."""
+    secret may be written to the store, and data from the store is not trusted."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)

@@ -15,7 +15,7 @@ _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapter
 
 
 class Adapters:
-    """The adapters of one model.
+    """The adapters (LoRA or IA3) of one model.
 
     Attributes:
         switching: lock for switching adapters and for reading which adapters are active.

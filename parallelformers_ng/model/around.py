@@ -1,5 +1,6 @@
 """Adapts peft's wrapper objects to a parallelized model. The wrappers stay in the caller's process: calls of the inner
-model go to the workers, and changes of its weights are refused."""
+model go to the workers, and changes of the inner model's
+weights are refused."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Calls:
         deployment: workers and weights of the model.
         seed: seed of the model's own random stream; with None, calls use torch's default generator in this process.
         steps: mode that compiles or captures decode steps; None for ordinary decode steps.
-        batching: how many calls of `generate` each replica decodes together, None if each call runs alone.
+        batching: limits of the calls that each replica decodes together; None if each call runs alone.
         prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
 
     Attributes:
@@ -245,7 +245,7 @@ class Calls:
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a modelling method that calls `generate` on the workers, or in this process if it must run here.
+        """Run a method that calls `generate`, on the workers if possible, and otherwise in this process.
 
         The method runs in this process if an argument cannot be sent, or if a `generate` of this thread runs its loop
         here.

@@ -40,16 +40,16 @@ class Deployment:
         ended: whether the workers have ended.
 
     Args:
-        model: the model with loaded weights. After `start` its tensors are on `meta`.
+        model: the model with loaded weights. After `start` the model's tensors are on `meta`.
         plan: plan of the model.
         replicas: groups of workers, each with the plan's world size.
-        keep_weights: whether to keep the memory in which the workers received the weights. On CPU this memory is the
-            shards themselves; on CUDA it is a copy in host memory, which a restart needs.
+        keep_weights: whether to keep the memory in which the workers received the weights. On CPU the kept memory is
+            the shards themselves; on CUDA the kept memory is a copy in host memory, which a restart needs.
         restart: whether a dead group is replaced.
         limit: limit of restarts.
         show_progress: whether to show a progress bar while the weights are gathered.
-        checkpoint: files of the tensors that are not loaded in the model. The workers read these files at the start and
-            after a restart.
+        checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
+            start and after a restart.
         original: original form of a model that was quantized in memory; `restore` restores it.
         code: the code that the model runs in this process.
     """
@@ -84,7 +84,7 @@ class Deployment:
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Build the model on the ranks, then load its weights there. On failure, restore the weights of the model.
+        """Build the model on the ranks, then load the weights on the ranks. On failure, restore the weights of `model`.
 
         Steps without weights run first, so that most errors occur before any weight has left the model.
 
@@ -166,7 +166,7 @@ class Deployment:
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Wait until all ranks of one replica have exchanged a message; if no replica can, raise its error."""
+        """Wait until all ranks of one replica have exchanged a message; raise an error if every replica fails."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -190,7 +190,7 @@ class Deployment:
         return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """Return a progress bar over `total` bytes; it shows nothing if `show_progress` is false."""
+        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
@@ -231,7 +231,7 @@ class Deployment:
             self._release_store()
 
     def restore(self) -> None:
-        """Restore the original form of a model that was quantized in memory; call it after `gather`."""
+        """Restore the original form of a model that was quantized in memory; the caller must call `gather` first."""
         if self._given is not None:
             self._given.restore()
 

@@ -31,8 +31,8 @@ class _NoGradients(torch.autograd.Function):
 def refuse_gradients(model: nn.Module, output: Any) -> Any:
     """Make the backward pass of the loss, and in training mode of every output, raise ParallelError.
 
-    Outside of training mode only scalars are changed: other outputs are seldom trained on, and `numpy()` refuses
-    tensors that require gradients.
+    Outside of training mode only scalar outputs raise the error: larger outputs are seldom trained on, and `numpy()`
+    refuses tensors that require gradients.
     """
     if torch.is_grad_enabled():
         anchor = torch.empty(0, device="cpu", requires_grad=True)

@@ -74,7 +74,7 @@ def group_makers(
 def attach(
     group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> None:
-    """Make the ranks load their weights, from shared memory or from checkpoint files.
+    """Make the ranks of a group load their weights, from shared memory or from checkpoint files.
 
     Args:
         group: the ranks.
@@ -121,8 +121,8 @@ def revive(
     store: ShardStore,
     checkpoint: Checkpoint,
 ) -> WorkerGroup:
-    """Start a group and load the model onto it. The function has no reference to the `Deployment`: the supervisor's
-    thread calls the function, and must not keep the `Deployment` alive."""
+    """Start a group and load the model onto its ranks. `revive` has no reference to the `Deployment`: the supervisor's
+    thread calls `revive`, and must not keep the `Deployment` alive."""
     group = make_group()
     try:
         group.call("build", skeleton)

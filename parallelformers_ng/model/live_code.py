@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks equal to the code in the caller's process, even if that changes later."""
+"""Keeps the code on the ranks equal to the code in the caller's process, even if the caller's code changes later."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ has_own_loop = _own_loop.get
 @contextlib.contextmanager
 def own_loop() -> Iterator[None]:
     """Hide `hf_device_map` while `generate` runs its loop in this process. If a model has a map, `generate` adds a hook
-    to the encoder that moves outputs to the device of the inputs, which is needless here."""
+    to the encoder that moves outputs to the device of the inputs; a parallelized model does not need the hook."""
     token = _own_loop.set(True)
     try:
         yield

@@ -87,7 +87,8 @@ _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_languag
 def place_of(cls: type, name: str) -> Place:
     """Return the place of the public method `name` of a module class while its model is parallelized.
 
-    A method that only modelling code defines is forwarded, because it computes with weights; accessors are exceptions.
+    A method that only modelling code defines is forwarded, because such methods compute with weights. Accessors are an
+    exception.
     """
     if name in _PLACES:
         return _PLACES[name]

@@ -1,5 +1,5 @@
 """Defines the methods of a parallelized model. The model stays the same object with the same class name; the workers
-do its computation."""
+do the computation."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ class Parallelized(RemoteModule):
         return deployment_of(self).plan
 
     async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Await `generate` without blocking the event loop. If the task is cancelled, its call ends within one step.
+        """Await `generate` without blocking the event loop. If the task is cancelled, the call ends within one step.
 
         Args:
             inputs: token ids, int64 `[batch, tokens]`, the same as in `generate`.
-            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer is called in another thread.
+            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer
+                is called in a thread other than the event loop's.
         """
         with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
@@ -117,7 +118,7 @@ class Parallelized(RemoteModule):
         self.deparallelize()
 
     def __repr__(self) -> str:
-        """Return one line for a REPL. `print(model)` shows all modules, and how each is cut."""
+        """Return one line for a REPL. `print(model)` shows all modules, and how each module is cut."""
         return f"{type(self).__name__}({self.extra_repr().removeprefix('# ')})"
 
     def __str__(self) -> str:

@@ -29,8 +29,8 @@ def computes_here(module: nn.Module) -> bool:
 
 
 class PlainPart(nn.Module):
-    """Mixin that comes before the class of a plain module while its model is parallelized: attributes that are set on
-    the module are also set on the workers."""
+    """Mixin that comes before the class of a module without weights while its model is parallelized: attributes that
+    are set on the module are also set on the workers."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         homes = _homes.get(self, [])

@@ -35,7 +35,7 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 
 
 class Remote:
-    """The connection of a module to the workers.
+    """The connection of a module of a parallelized model to the workers.
 
     Args:
         model: the parallelized model.
@@ -100,8 +100,9 @@ class Remote:
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
     """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
 
-    The answer is yes if the module or its class already has the attribute. A private attribute must be the module's own
-    and get a number, string or data type, because libraries use private attributes for bookkeeping.
+    The workers need the value if the module or its class already has the attribute. A private attribute is sent only if
+    the module itself has the attribute and the value is a number, string or data type: libraries use private
+    attributes for bookkeeping.
     """
     own = vars(module)
     if own.get(name, _ABSENT) is value:
@@ -145,7 +146,7 @@ class RemoteModule(nn.Module):
         return ", ".join(filter(None, (super().extra_repr(), remote_of(self).cut)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply `fn` if it changes neither data types nor devices; raise ParallelError otherwise."""
+        """Apply `fn` to all tensors; raise ParallelError if `fn` changes a data type or device."""
         if self._changed_by(fn, recurse):
             raise ParallelError(refusal(self, "casting or moving it", "its weights are on the workers"))
         with torch.no_grad():
@@ -161,7 +162,8 @@ class RemoteModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the whole weights, gathered on CPU. Tied entries share their memory, the same as in any state dict.
 
-        With `keep_vars=True` the values are the parameters themselves; the workers send a weight when it is read.
+        With `keep_vars=True` the values are the parameters themselves; the workers send a weight only when the weight
+        is read.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("destination") is None:
@@ -234,7 +236,7 @@ def unlock(module: nn.Module) -> None:
 
 
 class _MoveRecorder(nn.Module):
-    """A module that records the tensor function of `to`, `cuda` and similar methods."""
+    """A module that records the function that `to`, `cuda` and similar methods apply to tensors."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.conversion = fn
@@ -316,7 +318,7 @@ def refused(name: str, original: Callable) -> Callable:
 
 
 def switched(name: str, original: Callable) -> Callable:
-    """Return a method that switches adapters; calls that start after its end use the new adapters."""
+    """Return a method that switches adapters; calls that start after the method has returned use the new adapters."""
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:

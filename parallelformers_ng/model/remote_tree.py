@@ -102,7 +102,8 @@ def _saved(name: str, original: Callable) -> Callable:
         Args:
             save_directory: target folder; created if it does not exist.
             max_shard_size: maximum size of a file, as a number of bytes or as text such as "5GB".
-            save_original_format: whether to undo transformers' conversions, the same as in its own `save_pretrained`.
+            save_original_format: whether to undo transformers' conversions, the same as
+                transformers' `save_pretrained`.
             progress: whether to show a progress bar if standard error is a terminal.
             unsupported: other arguments of the original method, which are refused.
 

@@ -41,8 +41,8 @@ class Replica:
 
     Args:
         group: a group that is running or starting.
-        make_group: function that starts a new group after `group` has died. With None, `group` belongs to the caller:
-            `leave` does not end the group, and a dead group is not replaced.
+        make_group: function that starts a new group after `group` has died. If `make_group` is None, `group`
+            belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
 
     Attributes:
         supervisor: supervisor of the group, which replaces the group.
@@ -120,7 +120,7 @@ class CallOptions:
         timeout: maximum duration of the call in seconds; None uses the group's timeout.
         streamer: streamer that receives each token when it is chosen; None for no streaming.
         not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
-            step is captured.
+            step of the call is captured.
         unsure: same as in `Call`.
     """
 

@@ -32,7 +32,8 @@ def save_sharded(
     """Save the shards of a parallelized model; every rank writes its own files at the same time.
 
     `parallelize(directory)` loads the files; each rank reads its own files if `num_gpus` is unchanged, otherwise the
-    model is cut again. An earlier save in `directory` is replaced in one step at the end; a failure leaves it intact.
+    model is cut again. An earlier save in `directory` is replaced in one step at the end; a failure leaves the earlier
+    save intact.
 
     Args:
         model: a parallelized model.

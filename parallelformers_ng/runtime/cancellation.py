@@ -22,7 +22,7 @@ class Cancellation:
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:
-        """Cancel the requests: their thread raises RequestCancelledError at its next `check`."""
+        """Cancel the requests: the thread of the requests raises RequestCancelledError at its next `check`."""
         self.asked = True
         self.wake()
 

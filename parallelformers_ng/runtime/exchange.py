@@ -1,4 +1,4 @@
-"""Sends a request to all ranks of a group and collects their answers, in the thread of the group."""
+"""Sends a request to all ranks of a group and collects the ranks' answers, in the thread of the group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Answers = dict[int, Frame]
 
 
 def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
-    """Encode a method call in the form that `Service` decodes; errors are the same as of `encode`."""
+    """Encode a method call in the form that `Service` decodes; `encode` raises the errors."""
     return encode({"method": method, "args": args, "kwargs": kwargs or {}})
 
 

@@ -47,7 +47,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that was requested from a fork server; it implements `Process`.
+    """A rank that was requested from a fork server; the class implements `Process`.
 
     Args:
         server: the fork server.
@@ -78,7 +78,7 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """Wait for the process as in `Process`; return False if the server has ended."""
+        """Wait until the server has forked the rank, and return True; return False if the server has ended."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -95,14 +95,14 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """Return the exit code as in `Process`; None also if the server, which knows the code, has ended."""
+        """Return the exit code, see `Process.exit_code`; None also if the server, which knows the code, has ended."""
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
             self._code = fork_server.NUMBER.unpack(message)[0] if message else None
         return self._code
 
     def close(self) -> None:
-        """Close the descriptors as in `Process`. A rank that is not forked yet ends when its lifeline closes."""
+        """Close the descriptors that refer to the rank. A rank that is not forked yet ends when its lifeline closes."""
         self._report.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -113,7 +113,7 @@ class Fork:
 
 
 class ForkServer:
-    """The caller's side of a fork server. The server ends when no rank and no code of this process refers to it.
+    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server.
 
     Args:
         inheritance: state of this process that forks inherit.

@@ -14,7 +14,7 @@ TRIM_EVERY = 64 << 20
 def give_back_freed() -> None:
     """Return freed heap pages of this process to the system, and torch's unused device memory to the device.
 
-    glibc may keep heap pages of freed small tensors. The ranks need the device memory that torch keeps here.
+    glibc may keep heap pages of freed small tensors. The ranks need the device memory that torch keeps in this process.
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -48,8 +48,8 @@ class WorkerGroup:
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs divided by the ranks.
         among: (index of this group, number of equal groups that share the CPUs).
         hosts: function that returns the starter of the ranks; None if this process starts the ranks on this machine.
-        wait: whether to wait until the workers are ready. With False, the caller can work while the workers import
-            torch, and must call `wait_until_ready` before the first call.
+        wait: whether to wait until the workers are ready. If `wait` is False, the caller can work while the workers
+            import torch, and must call `wait_until_ready` before the first call.
 
     Attributes:
         world_size, device, timeout: the arguments of the same names.

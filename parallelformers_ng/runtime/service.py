@@ -46,7 +46,7 @@ class Emitter:
         self.sequence = 0
 
     def __call__(self, value: Any) -> None:
-        """Send one value to the caller's `on_event`; only the thread that runs the request may call this."""
+        """Send one value to the caller's `on_event`; only the thread that runs the request may use the emitter."""
         if self._rank == 0:
             self._channel.send(FrameKind.EVENT, self.sequence, value, place="event")
 
@@ -116,7 +116,7 @@ class Service:
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
-    """Join the group, build the target and return its service; on failure, send the parent the error and return None.
+    """Join the group, build the target and return its `Service`; on failure, send the parent the error and return None.
 
     Args:
         channel: connection to the parent process.

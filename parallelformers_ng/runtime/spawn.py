@@ -25,8 +25,8 @@ class ChildLink:
 
     Attributes:
         connection: the parent's end of the socket.
-        lifeline: descriptor of the parent's end of a pipe, to which nobody writes; if it closes, the child ends (see
-            `worker.py`).
+        lifeline: descriptor of the parent's end of a pipe, to which nobody writes; if this end closes, the child ends
+            (see `worker.py`).
         log: descriptor of a file in memory, to which the child's standard error goes until the child is ready.
         theirs: descriptors of the child's ends of socket and lifeline, open in this process until `hand_over`.
 
@@ -97,7 +97,7 @@ class Process(Protocol):
         """Wait up to `seconds` for the end of the process and return its exit code, or minus the signal that killed it.
 
         Returns:
-            None if the process does not end in time, or if its code is unknown.
+            Exit code; None if the process does not end in time, or if the exit code is unknown.
         """
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Process(Protocol):
 
 
 class Spawned:
-    """A fresh Python interpreter; it implements `Process`, and exists at once.
+    """A fresh Python interpreter; the class implements `Process`, and the process exists at once.
 
     The command is `python -m module SOCKET LIFELINE PARENT ARGUMENTS`: SOCKET and LIFELINE are descriptors of the link,
     and PARENT is the id of this process.
@@ -187,7 +187,8 @@ def module_path() -> list[str]:
 
 
 def current_folder() -> str:
-    """Return the working folder for children of this process: its current folder, or "/" if that was deleted."""
+    """Return the working folder for children of this process: its current folder, or "/" if the current folder was
+    deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -196,8 +197,8 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Wait up to `seconds` until a descriptor is readable, and return whether it is. A pidfd is readable after its
-    process has ended."""
+    """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A
+    pidfd is readable after its process has ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(seconds, 0.0) * 1000))

@@ -62,7 +62,7 @@ def launch(
     among: tuple[int, int],
     spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
-    """Start one worker per device. If this raises, the caller must end `processes`.
+    """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
         processes: the group's processes, to which the workers are added.
@@ -140,13 +140,13 @@ def _standard_error() -> int:
 def await_ready(
     workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, start_timeout: float
 ) -> None:
-    """Wait until all workers are ready. If this raises, the caller must end the processes.
+    """Wait until all workers are ready. If `await_ready` raises, the caller must end the processes.
 
     Args:
         workers: workers that `launch` started.
         server: fork server of the workers; None if the workers are fresh processes.
-        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. After the deadline the
-            function still waits 1 s, for callers that call it late.
+        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready`
+            waits at least 1 s, also after the deadline, so that a late caller can read the workers' messages.
         start_timeout: maximum time of the start in seconds, for the error message.
 
     Raises:
@@ -227,7 +227,7 @@ def _tail(worker: WorkerProcess) -> str:
 
 
 def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
-    """Write the start logs of the workers and of their server to standard error, equal logs only once."""
+    """Write the start logs of the workers and of their server to standard error, and write equal logs only once."""
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())

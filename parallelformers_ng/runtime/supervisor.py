@@ -106,7 +106,7 @@ class Supervisor:
             return self.current
 
     def stop(self) -> None:
-        """Stop replacing the group. If a new group is starting, wait for it and end it. Idempotent."""
+        """Stop replacing the group. If a new group is starting, wait for the group and end it. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -173,7 +173,7 @@ _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 def _stop_at_exit(supervisor: Supervisor) -> None:
-    """Stop all supervisors at interpreter exit, so that no supervisor replaces a group that ends then."""
+    """Stop all supervisors at interpreter exit, so that no supervisor replaces a group that ends at exit."""
     if not _running:
         # Groups also end in an exit handler. Handlers run in reverse order of registration, so register this one last.
         atexit.unregister(_stop_all)

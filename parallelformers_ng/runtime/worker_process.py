@@ -33,7 +33,8 @@ class WorkerProcess:
     Args:
         rank: rank of the worker.
         environment: environment variables of a fresh process.
-        server: fork server that forks the worker. With None, or if the server has ended, the worker is a fresh process.
+        server: fork server that forks the worker. If `server` is None
+            or has ended, the worker is a fresh process.
 
     Attributes:
         rank: argument `rank`.
@@ -119,7 +120,7 @@ class WorkerProcess:
             send_signal(self.pidfd, signal.SIGKILL)
 
     def request_traceback(self) -> None:
-        """Make a starting worker write a traceback to its log, or its fork server if the worker is not forked yet."""
+        """Make a starting worker, or its fork server if the worker is not forked yet, write a traceback to its log."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self._has_process:
