@@ -38,7 +38,8 @@ PROOFS = 2
 """Number of steps that run from a recording and normally, to compare their logits."""
 
 MOST_KINDS_OF_STEP = 64
-"""Maximum number of recordings of one cache. A model that needs more passes a changing number to each step."""
+"""Maximum number of recordings of one cache. A model that needs more recordings passes a different
+number to each step."""
 
 
 class CapturedStep:

@@ -19,7 +19,7 @@ from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
 
-_WAIT_SECONDS = 0.2  # interval of checking for the end of the start
+_WAIT_SECONDS = 0.2  # interval of checking whether Ray is ready
 _GOODBYE_SECONDS = 5.0  # time that agents get to end by themselves
 
 

@@ -73,7 +73,7 @@ class Deployment:
         self.show_progress = show_progress
         self._given = original
         self._checkpoint = checkpoint or Checkpoint({})
-        keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
+        keep_weights = keep_weights or checkpoint is not None  # few weights are not in the files
         self._keeps_weights = keep_weights
         self._restart = restart and keep_weights
         self._limit = limit
@@ -144,7 +144,7 @@ class Deployment:
         hosts = replica.group.hosts
         if hosts is None or hosts.are_here or (self._checkpoint.nodes and not self._checkpoint.copied):
             return
-        why = "fit= keeps some on this host" if self._checkpoint.copied else "the model is loaded in this process"
+        why = "fit= keeps some weights here" if self._checkpoint.copied else "the model is loaded in this process"
         raise PlacementError(
             f"the weights of {name} cannot be sent to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
             " that all hosts can read, or the id of a model on the hub, and leave out fit={'max_memory': …}"

@@ -56,13 +56,13 @@ REFUSED = {
     "register_buffer": "adds a tensor that the workers do not have",
     "set_extra_state": "writes state that the workers hold",
 }
-"""Method → reason why it raises ParallelError while the model is parallelized. After `deparallelize()` it works."""
+"""Method → reason why the method raises ParallelError while the model is parallelized."""
 
 REFUSED_OF_PEFT = {
     **dict.fromkeys(("merge", "unmerge", "merge_and_unload", "unload", "merge_adapter", "unmerge_adapter"), _CHANGES),
     **dict.fromkeys(("update_layer", "inject_adapter", "add_weighted_adapter", "subtract_mutated_init"), _ADDS),
 }
-"""Method of peft's classes → reason why it raises ParallelError; other classes may use the same names freely."""
+"""Method of peft's classes → reason why the method raises ParallelError; other classes may use these names."""
 SWITCHES = (
     "set_adapter", "enable_adapters", "disable_adapters", "enable_adapter_layers", "disable_adapter_layers",
     "set_scale", "scale_layer", "unscale_layer",

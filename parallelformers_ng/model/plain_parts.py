@@ -37,7 +37,7 @@ class PlainPart(nn.Module):
         if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(
                 f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does"
-                f" not support setting {name}: the workers have a copy of it. Call deparallelize() first"
+                f" not support setting {name}: the workers have a copy of the module. Call deparallelize() first"
             )
         if name != "training" and may_be_read(self, name, value):
             for home, path in homes:

@@ -56,7 +56,7 @@ class Replica:
         if group.in_use:
             gc.collect()  # the other model may be garbage already
         if group.in_use:
-            raise PlacementError("the group in workers= serves another model; end that one first, or start a new group")
+            raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
         group.user = weakref.ref(self)
         self.supervisor = Supervisor(group)
         self.caches = CacheRegistry(self)

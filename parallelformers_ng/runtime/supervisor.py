@@ -101,7 +101,7 @@ class Supervisor:
                     return self.current  # a call of this group raises the reason
                 rest = deadline - time.monotonic()
                 if rest <= 0:
-                    raise DeadlineExpiredError("the workers died, and new ones were not ready before the deadline")
+                    raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
                 self._changed.wait(min(rest, threading.TIMEOUT_MAX))
             return self.current
 
