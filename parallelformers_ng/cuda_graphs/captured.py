@@ -286,8 +286,8 @@ class CapturedSteps:
         """Return this rank's failure, or a text about another rank's failure, so that all ranks decide alike."""
         if self._communicator.world_size == 1:
             return failure
-        mine = torch.tensor([bool(failure)], device=self._device())
-        failed = self._communicator.all_gather(mine).tolist()
+        has_failed = torch.tensor([bool(failure)], device=self._device())
+        failed = self._communicator.all_gather(has_failed).tolist()
         return failure or ("another rank cannot record its part" if any(failed) else "")
 
     def _device(self) -> torch.device:

@@ -118,15 +118,17 @@ def _tokens_are_placed_alike() -> bool:
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
-        for mine, theirs in (
+        for own_layer, stock_layer in (
             (ReusableLayer(4), StaticLayer(4)),
             (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
         ):
-            mine.whole, mine.on_move = None, lambda: None
-            for layer in (mine, theirs):
+            own_layer.whole, own_layer.on_move = None, lambda: None
+            for layer in (own_layer, stock_layer):
                 layer.update(states, -states)
-            placed, usual = mine._place(one, -one), theirs.update(one, -one)
-            if not all(map(torch.equal, (*placed, mine.cumulative_length), (*usual, theirs.cumulative_length))):
+            placed, usual = own_layer._place(one, -one), stock_layer.update(one, -one)
+            if not all(
+                map(torch.equal, (*placed, own_layer.cumulative_length), (*usual, stock_layer.cumulative_length))
+            ):
                 return False
     return True
 

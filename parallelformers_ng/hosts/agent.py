@@ -144,8 +144,8 @@ class _Agent:
             spans = []
             for index in range(self._count):
                 connection = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
-                own = {"caller": _for_rank(connection, opened), "links": None if index else links}
-                spans.append({"counts": self._counts, "number": self._number, "address": self._here, **own})
+                connections = {"caller": _for_rank(connection, opened), "links": None if index else links}
+                spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
             wait = startup.launch(
                 processes,
                 self._arena,
@@ -166,9 +166,9 @@ class _Agent:
         """Return connections to the first ranks of other hosts: this host connects to hosts with lower numbers, and
         accepts connections from hosts with higher numbers."""
         links: dict[int, tuple[Any, ...]] = {}
-        mine = purpose("leader", self._number, self._token)
+        own_purpose = purpose("leader", self._number, self._token)
         for other, address in enumerate(self._order["listeners"][: self._number]):
-            links[other] = _for_rank(call(tuple(address), self._key, mine, deadline), opened)
+            links[other] = _for_rank(call(tuple(address), self._key, own_purpose, deadline), opened)
         due = {purpose("leader", other, self._token): other for other in range(self._number + 1, len(self._counts))}
         while due:
             caller, connection = self._listener.accept(deadline)

@@ -59,14 +59,15 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
         return Elsewhere(lambda _: Hosts(torchrun.Torchrun()), count, devices, lambda *_: torchrun.ranks_of_each())
     if options.launcher != "ray":
         return None
-    wanted = read_options(RayOptions, options.ray, "ray")
-    early = [Connection(wanted)] if options.device == "auto" or fit.is_open else []  # to read the cluster's resources
-    nodes = early[0].nodes() if early else []
+    ray_options = read_options(RayOptions, options.ray, "ray")
+    needs_resources = options.device == "auto" or fit.is_open  # the choice depends on the cluster's resources
+    connections = [Connection(ray_options)] if needs_resources else []
+    nodes = connections[0].nodes() if connections else []
 
     def make(width: int) -> Hosts:
-        return Hosts(RayHosts(wanted, early.pop() if early else Connection(wanted), width))
+        return Hosts(RayHosts(ray_options, connections.pop() if connections else Connection(ray_options), width))
 
     def each(world_size: int, device: str) -> int:
-        return ranks_of_each(world_size, bundle_of(wanted, device, 1), nodes)
+        return ranks_of_each(world_size, bundle_of(ray_options, device, 1), nodes)
 
     return Elsewhere(make, num_gpus, int(sum(node.get("GPU", 0) for node in nodes)), each)

@@ -69,10 +69,10 @@ def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
             raise CheckpointError(
                 f"the adapter {name!r} of {directory} cannot be loaded into {type(model).__name__}: {error}"
             ) from error
-        if wrong := (*loaded.missing_keys, *loaded.unexpected_keys):
+        if mismatched := (*loaded.missing_keys, *loaded.unexpected_keys):
             raise CheckpointError(
-                f"the adapter {name!r} of {directory} does not fit this {type(model).__name__}: {len(wrong)} tensors"
-                f" are missing or not part of the model, the first is {wrong[0]}"
+                f"the adapter {name!r} of {directory} does not fit this {type(model).__name__}: {len(mismatched)}"
+                f" tensors are missing or not part of the model, the first is {mismatched[0]}"
             )
     return around
 
@@ -145,11 +145,13 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
         yield
         return
     names = sorted(set(adapter_names))
-    if strange := set(names) - {*self.peft_config, _NO_ADAPTER}:
-        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(strange))}")
+    if unknown_names := set(names) - {*self.peft_config, _NO_ADAPTER}:
+        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(unknown_names))}")
     if len(names) > 1:
-        what = f"adapter_names={names}"
-        raise ParallelError(refusal(self, what, "all rows of a batch run with one adapter; make a call per adapter"))
+        operation = f"adapter_names={names}"
+        raise ParallelError(
+            refusal(self, operation, "all rows of a batch run with one adapter; make a call per adapter")
+        )
     adapters = _adapters(self)
     with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
         yield

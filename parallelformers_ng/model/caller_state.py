@@ -147,16 +147,16 @@ class Edits:
             ParallelError: the plan of the model is not valid for the changed code.
             NotPortableError: a change of the code cannot be sent.
         """
-        known_incarnation, known, time, code_count = self._known
+        known_incarnation, known_configs, time, code_count = self._known
         if known_incarnation != incarnation:
-            known, time, code_count = self._built, 0, 0
+            known_configs, time, code_count = self._built, 0, 0
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(model), self._count
-        if time == count and code_count == codes and known.still_holds(configs):
+        if time == count and code_count == codes and known_configs.still_holds(configs):
             return _nothing
         current = Snapshot(configs)
-        before, now = known.values(), current.values()
+        before, now = known_configs.values(), current.values()
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 

@@ -133,9 +133,9 @@ class Deployment:
         """Add to the skeleton the code that ranks cannot import or import differently; only replica 0 is checked."""
         if replica is not self.replicas[0]:
             return
-        known = set(self.code.by_value)
+        modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(compare_code, replica.group))
-        if self.code.by_value != known:  # the ranks cannot import some modules
+        if self.code.by_value != modules_by_value:  # the ranks cannot import some modules
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes
 

@@ -42,15 +42,15 @@ def group_makers(
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
-    others = elsewhere(num_gpus, options, fit)
+    remote_ranks = elsewhere(num_gpus, options, fit)
     size, kind = (
         placement(num_gpus, options.device, ids, count)
-        if others is None
-        else placement_elsewhere(others.count, options.device, ids, others.devices)
+        if remote_ranks is None
+        else placement_elsewhere(remote_ranks.count, options.device, ids, remote_ranks.devices)
     )
-    if others is not None and fit.is_open:
-        each = others.each(size, kind)
-        fit = fit.over([each] * (size // each))
+    if remote_ranks is not None and fit.is_open:
+        ranks_per_host = remote_ranks.each(size, kind)
+        fit = fit.over([ranks_per_host] * (size // ranks_per_host))
     makers = [
         functools.partial(
             WorkerGroup,
@@ -62,9 +62,9 @@ def group_makers(
             backend=options.backend,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
-            threads=max(1, usable_cpus() // size) if fit.has_stages and others is None else None,
+            threads=max(1, usable_cpus() // size) if fit.has_stages and remote_ranks is None else None,
             among=(index, count),
-            hosts=None if others is None else functools.partial(others.make, fit.tensor or 1),
+            hosts=None if remote_ranks is None else functools.partial(remote_ranks.make, fit.tensor or 1),
         )
         for index in range(count)
     ]

@@ -64,13 +64,13 @@ class LiveCode:
         Returns:
             Code to send to the ranks; None if no code differs.
         """
-        here = digests_of(self._slots)
-        unlike = {p: d for p, d in differences(here).items() if not is_filled_in(self._slots[p], d)}
+        local_digests = digests_of(self._slots)
+        unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
         names = {module_of(place) for place in unlike}
-        absent = {name for name in names if self._is_absent(name, here, unlike)}
+        absent = {name for name in names if self._is_absent(name, local_digests, unlike)}
         self.by_value |= absent
         unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
-        self._on_ranks = {**here, **unlike}
+        self._on_ranks = {**local_digests, **unlike}
         self._sent = set(unlike)
         if not unlike:
             return None
@@ -89,25 +89,25 @@ class LiveCode:
 
     def _update(self) -> None:
         before, current = self._slots, reach(self._classes, self._functions, self._attentions)
-        moved = {
+        changed_places = {
             place
             for place in before.keys() | current.keys()
             if place not in before or place not in current or before[place].value is not current[place].value
         }
-        if not moved:
+        if not changed_places:
             return self._watch()
-        if why := self.check.objection(moved):
-            known = moved & before.keys()
+        if why := self.check.objection(changed_places):
+            known = changed_places & before.keys()
             names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
                 f"{names} was changed after the model was parallelized, and the plan is not valid for the new code:"
                 f" {why}. Call deparallelize(), then parallelize() again"
             )
-        now = {place: digest(slot.value) for place, slot in current.items()}
+        current_digests = {place: digest(slot.value) for place, slot in current.items()}
         values = {
             place: slot
             for place, slot in current.items()
-            if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
+            if current_digests[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
         }
         restored = self._sent - values.keys()
         self.changes = pack(values, self._on_ranks, restored, self.by_value)
@@ -135,8 +135,8 @@ class LiveCode:
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
         """Return whether the ranks lack all code of a module."""
-        mine = [place for place in here if module_of(place) == name]
-        return bool(mine) and all(unlike.get(place) == b"" for place in mine)
+        places = [place for place in here if module_of(place) == name]
+        return bool(places) and all(unlike.get(place) == b"" for place in places)
 
 
 def _in_short(place: str) -> str:

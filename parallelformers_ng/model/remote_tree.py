@@ -79,11 +79,11 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
 
 @functools.cache
 def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    own = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
+    mixin_names = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
     members = {}
     for name in public_methods(cls):
         place = place_of(cls, name)
-        if name not in own and place in _MAKERS:
+        if name not in mixin_names and place in _MAKERS:
             members[name] = _MAKERS[place](name, getattr(cls, name))
     return stand_in(mixin, cls, members)
 

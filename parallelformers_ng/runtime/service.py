@@ -80,8 +80,8 @@ class Service:
                 self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
             try:
                 value = self._run(frame)
-                if void := self.communicator.why_void():
-                    raise void
+                if abort_error := self.communicator.why_void():
+                    raise abort_error
                 self.communicator.note_end(frame.sequence)
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(FrameKind.RESULT, frame.sequence, value, place="result")

@@ -90,10 +90,10 @@ def launch(
     threads = threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
     server, environment = forks.running(imports), environment_of_worker(threads)
-    before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
+    ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     for index in range(world_size):
-        workers.append(WorkerProcess(before + index, environment, server))
+        workers.append(WorkerProcess(ranks_before + index, environment, server))
         processes.workers.append(workers[-1])  # added at once, so that the worker is ended if a later one fails
     standard_error = _standard_error()
     common: dict[str, Any] = {
@@ -114,14 +114,14 @@ def launch(
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
     for rank, worker in enumerate(workers):
         try:
-            own = {
+            rank_settings = {
                 "rank": rank,
                 "device": device_names[rank],
                 "spins": first + rank < spare_cpus,
                 "cpus": None if cpus is None else sorted(cpus[first + rank]),
                 "span": None if spans is None else spans[rank],
             }
-            worker.channel.send(FrameKind.REQUEST, 0, common | own, deadline)
+            worker.channel.send(FrameKind.REQUEST, 0, common | rank_settings, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
     if standard_error != 2:
@@ -164,12 +164,12 @@ def await_ready(
         poll.register(worker.channel, select.POLLIN)
     phases = {worker.rank: _FIRST_PHASE for worker in workers}
     while waiting:
-        rest = deadline - time.monotonic()
+        remaining_seconds = deadline - time.monotonic()
         ahead = [fd for fd, worker in waiting.items() if worker.channel.has_more]
-        ready = ahead or [fd for fd, _ in poll.poll(max(rest, 0.0) * 1000)]
-        if not ready and rest <= 0:
-            late = next(iter(waiting.values()))
-            raise _too_late(late, phases[late.rank], start_timeout)
+        ready = ahead or [fd for fd, _ in poll.poll(max(remaining_seconds, 0.0) * 1000)]
+        if not ready and remaining_seconds <= 0:
+            late_worker = next(iter(waiting.values()))
+            raise _too_late(late_worker, phases[late_worker.rank], start_timeout)
         for fd in ready:
             worker = waiting[fd]
             try:
@@ -199,11 +199,11 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
 
 def _place(worker: WorkerProcess) -> str:
     """Return the code location of a worker that is late, in parentheses; "" if the worker does not answer."""
-    before = len(worker.startup_log())
+    log_length = len(worker.startup_log())
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
     while time.monotonic() < end and not worker.has_ended():
-        places = _PLACES.findall(worker.startup_log()[before:])
+        places = _PLACES.findall(worker.startup_log()[log_length:])
         if places:
             return f" ({places[0][0]}, line {places[0][1]})"
         time.sleep(0.02)

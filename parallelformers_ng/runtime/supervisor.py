@@ -99,10 +99,10 @@ class Supervisor:
                     raise self._given_up()
                 if self._stopped:
                     return self.current  # a call of this group raises the reason
-                rest = deadline - time.monotonic()
-                if rest <= 0:
+                remaining_seconds = deadline - time.monotonic()
+                if remaining_seconds <= 0:
                     raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
-                self._changed.wait(min(rest, threading.TIMEOUT_MAX))
+                self._changed.wait(min(remaining_seconds, threading.TIMEOUT_MAX))
             return self.current
 
     def stop(self) -> None:
