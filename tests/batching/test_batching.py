@@ -373,7 +373,7 @@ def test_sharing_starts_once_two_calls_meet(groups):
         ({"new_tokens": 4}, {"max_new_tokens": 5}, "asks for 5 tokens, and 4 are allowed"),
         ({"new_tokens": 4}, {"max_length": 9, "num_beams": 2}, "asks for 6 tokens"),
         ({"new_tokens": 19}, {}, "asks for 20 tokens"),
-        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may come to 21 tokens, and 20 are allowed"),
+        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may need 21 tokens, and 20 are allowed"),
     ],
 )
 def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):

@@ -196,9 +196,9 @@ def test_cache_handed_out_belongs_to_the_caller(pair: WorkerGroup) -> None:
     ("options", "reason"),
     [
         ({"output_attentions": True, "return_dict_in_generate": True}, "the output of a step has attentions"),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size was asked for"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size is set"),
         ({"use_cache": False}, "use_cache is False"),
-        ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' was asked for"),
+        ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' is set"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

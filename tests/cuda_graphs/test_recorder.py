@@ -62,7 +62,7 @@ def test_long_caches_are_made_on_explicit_request() -> None:
         assert not static_generation(model, {"input_ids": ids, **length}, CAPTURED_BY_DEFAULT)[1]
         beams = {"inputs": ids, **length, "num_beams": 2}
         reason = static_generation(model, beams, CAPTURED_BY_DEFAULT)[1]
-        assert reason == "each step would read a cache of 32768 positions, empty ones too; 16384 at most"
+        assert reason == "each step would read a cache of 32768 positions, also empty ones; the limit is 16384"
         assert not static_generation(model, beams, CAPTURED)[1]
 
 
@@ -73,7 +73,7 @@ def test_long_caches_are_made_on_explicit_request() -> None:
         (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
         (lambda x: x.nonzero(), "aten.nonzero waits"),
         (lambda x: x[x > 0], "aten.index by a mask"),
-        (lambda x: torch.empty(3, device="meta")[torch.arange(1)], "aten.index by a tensor of the host"),
+        (lambda x: torch.empty(3, device="meta")[torch.arange(1)], "aten.index by a tensor on the host"),
         (lambda x: x.masked_select(x > 0), "aten.masked_select waits"),
         (lambda x: x.repeat_interleave(torch.arange(3), 0), "aten.repeat_interleave waits"),
         (lambda x: x[[0, 2]], "made of Python numbers"),
@@ -191,7 +191,7 @@ def test_arguments_are_padded_if_their_batch_is_known() -> None:
     assert arguments.key(4) != StepArguments({**arguments_by_name, "use": False}, cache).key(4)
     square = {**arguments_by_name, "position_ids": torch.zeros(3, 3, 1)}  # which dimension is the batch?
     assert not StepArguments(square, cache).can_be_padded
-    with pytest.raises(Uncapturable, match="a step is given encoder_outputs, a tuple"):
+    with pytest.raises(Uncapturable, match="the argument encoder_outputs of a step is a tuple"):
         StepArguments({**arguments_by_name, "encoder_outputs": (ids,)}, cache)
 
 

@@ -80,7 +80,7 @@ def test_answers_have_caches_that_grow(ranks: WorkerGroup, said: Any) -> None:
         got = model(more, past_key_values=first.past_key_values).logits
         assert largest_difference(got, whole(more, past_key_values=want.past_key_values).logits) <= 1e-4
     assert ranks.call("graphs") == (0, 0)
-    reason = "the cache, which could not grow, may be handed out"
+    reason = "return_dict_in_generate would return a cache that cannot grow"
     assert said() == [("INFO", f"generate runs without CUDA graphs: {reason}")]
 
 

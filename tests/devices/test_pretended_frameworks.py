@@ -63,7 +63,7 @@ def test_trainer_evaluates_and_does_not_train(pretended_one: WorkerGroup, tmp_pa
         assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-4)
         training = trainer(model, tmp_path)
         training.train_dataset = rows
-        with pytest.raises(ParallelError, match=r"rules out training.*deparallelize\(\) first"):
+        with pytest.raises(ParallelError, match=r"does not support training.*deparallelize\(\) first"):
             training.train()
 
 

@@ -174,7 +174,7 @@ def test_rank_that_cannot_connect_names_its_host(believing: pytest.MonkeyPatch) 
 
 
 def test_a_host_with_too_few_devices_is_named(believing: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartupError, match=r"host host-1 has 4 CUDA devices, and 5 ranks are to run there"):
+    with pytest.raises(StartupError, match=r"host host-1 has 4 CUDA devices for 5 ranks"):
         started(1, 5)
 
 
@@ -206,7 +206,7 @@ def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
-    with pytest.raises(PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"):
+    with pytest.raises(PlacementError, match=r"host-0, host-1: the model is loaded in this process\. Pass a path"):
         parallelize(whole, workers=group)
 
 

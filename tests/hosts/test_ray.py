@@ -110,7 +110,7 @@ def test_a_device_that_another_has_is_left_alone(cluster, devices):
 
 
 def test_too_many_devices_are_refused_with_count(cluster, devices):
-    due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda take: of .*'GPU': 4"
+    due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda need: of .*'GPU': 4"
     with pytest.raises(StartupError, match=due):
         start_group(8, launcher="ray", device="cuda", start_timeout=3)
 
@@ -155,7 +155,7 @@ def test_too_many_ranks_are_refused_with_count(cluster):
 
 
 def test_cluster_without_connection_is_refused(cluster):
-    with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', and this process is connected to"):
+    with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', but this process is connected to"):
         start_group(2, launcher="ray", device="cpu", ray={"address": "10.1.1.1:6379"})
 
 

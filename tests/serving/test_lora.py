@@ -161,7 +161,7 @@ def test_an_adapter_of_another_model_is_refused(groups, folder, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
     save_adapter(tmp_path / "wider", tmp_path / "wide", 5, ["q_proj"])
     for name, message in (
-        ("strange", "tensors are missing or have no place"),
+        ("strange", "tensors are missing or not part of the model"),
         ("wide", "size mismatch"),
         ("absent", "absent"),
     ):

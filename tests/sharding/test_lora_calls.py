@@ -74,7 +74,7 @@ def test_a_call_names_its_adapter(model, whole) -> None:
         names = ["__base__" if name == "none" else name] * 2
         assert torch.equal(model.generate(**text_inputs(), **GREEDY, adapter_names=names), whole[name])
     assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter2"])
-    with pytest.raises(ParallelError, match="call once for each"):
+    with pytest.raises(ParallelError, match="make a call per adapter"):
         model(**text_inputs(), adapter_names=["default", "adapter2"])
     with pytest.raises(ValueError, match="non-existing"):
         model(**text_inputs(), adapter_names=["adapter9", "adapter9"])
