@@ -118,5 +118,5 @@ def test_errors_name_the_flag(groups):
     told = api_error(error.value)
     assert (told.status, told.code) == (400, "context_length_exceeded")
     assert str(told).endswith(
-        "9 tokens, and 4 are allowed; ask for fewer, or start the server with a larger --cache-tokens"
+        "9 tokens, and 4 are allowed; send a smaller request, or start the server with a larger --cache-tokens"
     )

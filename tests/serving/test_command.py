@@ -69,7 +69,7 @@ def test_server_completes_running_requests_after_sigterm(tmp_path):
     (tmp_path / "server.toml").write_text("rows = 4\nmax_tokens = 300\n")
     flags = ("--config", str(tmp_path / "server.toml"), "--served-model-name", "tiny")
     with command(folder, *flags, PARALLELFORMERS_API_KEY="the key") as (process, client, line):
-        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key, .*cpu:0, cpu:1; 4 rows", line)
+        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key; .*cpu:0, cpu:1; 4 rows", line)
         assert client.get("/v1/models", headers={"Authorization": "x"}).status_code == 401
         workers = workers_of(process.pid)
         with ThreadPoolExecutor(8) as pool:
@@ -106,12 +106,12 @@ def test_second_ctrl_c_ends_the_server_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["serve"], "no model is named"),
+        (["serve"], "no model is set"),
         (["serve", "x", "--port", "99999"], "port is 99999"),
         (["serve", "x", "--rows", "0"], "rows is 0"),
         (["serve", "x", "--strategy", "circle"], "strategy is 'circle'"),
         (["serve", "x", "--ratio", "1", "0"], "ratio is [1.0, 0.0]"),
-        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; it takes DEVICE=SIZE"),
+        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; write DEVICE=SIZE"),
         (["serve", "--config", "no/such/file.toml"], "no/such/file.toml"),
         (["serve", "no/such/model", "--port", "0"], "no/such/model"),
     ],
@@ -143,9 +143,9 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["no/such/model"], "there is no folder no/such/model"),
-        (["{empty}"], "has no config.json"),
-        (["{model}", "--port", "{taken}"], "is in use; --port takes another"),
+        (["no/such/model"], "the folder no/such/model does not exist"),
+        (["{empty}"], "it has no config.json"),
+        (["{model}", "--port", "{taken}"], "is in use; set --port to another port"),
         (["{model}", "--port", "many"], "invalid int value: 'many'"),
         (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
     ],

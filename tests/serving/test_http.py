@@ -124,8 +124,8 @@ REFUSED = [
     ("POST", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     ("POST", "/v1/embeddings", {"input": "x"}, 400, "no embeddings"),
     ("POST", "/tokenize", {}, 400, "prompt or messages"),
-    ("GET", "/v1/completions", None, 405, "takes no GET"),
-    ("DELETE", "/health", None, 405, "takes no DELETE"),
+    ("GET", "/v1/completions", None, 405, "does not accept GET"),
+    ("DELETE", "/health", None, 405, "does not accept DELETE"),
     ("GET", "/no/such/thing", None, 404, "nothing at"),
     ("GET", "/v1/models/other", None, 404, "other"),
 ]
@@ -296,7 +296,7 @@ def test_running_requests_complete_after_sigterm_others_are_refused():
         assert all("so." in future.result().text or "DONE" in future.result().text for future in futures)
         running.thread.join(20)
         assert not running.thread.is_alive()
-        assert "8 requests are in flight" in running.said[0]
+        assert "8 running requests" in running.said[0]
 
 
 def test_a_second_signal_ends_the_server_at_once():

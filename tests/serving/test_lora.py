@@ -142,9 +142,9 @@ def test_lora_modules_flag_loads_adapters(folder, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chat"], "lora_modules has 'chat'; it takes NAME=PATH"),
-        (["chat=a", "chat=b"], "lora_modules names 'chat', and another model has that name"),
-        (["tiny=a"], "lora_modules names 'tiny', and another model has that name"),
+        (["chat"], "lora_modules has 'chat'; write NAME=PATH"),
+        (["chat=a", "chat=b"], "lora_modules has the name 'chat', which another model has"),
+        (["tiny=a"], "lora_modules has the name 'tiny', which another model has"),
     ],
 )
 def test_wrong_words_are_refused(words, message):
@@ -181,4 +181,4 @@ def test_model_without_text_takes_no_adapters(tmp_path, capsys):
 
     flags = ["--port", "0", "--device", "cpu", "--lora-modules", "a=b"]
     assert commands.main(["serve", written(tmp_path, "BertModel"), *flags]) == 2
-    assert "lora_modules is for models that write text" in capsys.readouterr().err
+    assert "lora_modules is only for models that write text" in capsys.readouterr().err

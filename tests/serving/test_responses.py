@@ -199,8 +199,8 @@ def test_log_probabilities_are_told_if_they_are_included(running):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id does not act here: nothing is stored"),
-    ({"conversation": "conv_1"}, "nothing is stored"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: the server stores no conversations"),
+    ({"conversation": "conv_1"}, "the server stores no conversations"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
@@ -255,7 +255,7 @@ def test_an_error_within_a_stream_is_an_event():
         events = strictly(running)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["status"] == "failed"
-    assert "did not complete in its time" in events[-1]["response"]["error"]["message"]
+    assert "reached its time limit" in events[-1]["response"]["error"]["message"]
 
 
 def test_nothing_is_stored():
