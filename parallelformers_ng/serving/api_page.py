@@ -57,7 +57,7 @@ def _fields(path: str, body: dict[str, Any]) -> str:
         f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{kind}</td><td>{escape(note)}</td></tr>'
         for name, kind, note in rows
     )
-    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">What it does</th></tr>'
+    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">Effect or replacement</th></tr>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Fields of {path}">'
         f"<table><thead>{head}</thead><tbody>{cells}</tbody></table></div>"

@@ -156,7 +156,7 @@ NOTES = {
     "add_generation_prompt": "default true; false: the prompt ends without the start of the assistant's message",
     "add_special_tokens": "whether the tokenizer adds special tokens; default true for prompts, false for messages",
     "chat_template_kwargs": "variables of the chat template",
-    "continue_final_message": "true: the answer continues the last message; then `add_generation_prompt` must not be true",
+    "continue_final_message": "true: the answer continues the last message; excludes `add_generation_prompt: true`",
     "data_1": "alias of `text_1`",
     "data_2": "alias of `text_2`",
     "documents": "in chats: variable of the chat template; in scores: alias of `text_2`; in reranks: texts to sort",

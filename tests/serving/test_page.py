@@ -130,7 +130,7 @@ def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
 def test_message_is_answered_with_ranks_and_plan_shown(running, page):
     page.goto(running.url)
     shows(page, "h1", "tiny")
-    page.get_by_label("Tokens at most").fill("12")
+    page.get_by_label("Maximum tokens").fill("12")
     send(page, "Hello")
     shows(page, "#outcome", "12 tokens in")
     shows(page, "#ranks", "1 (cpu:1)")
@@ -201,7 +201,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
             reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         assert reached >= {
             "new", "log", "prompt", "go", "system", "temperature", "top_p", "seed", "max_tokens", "stops",
-            "curl", "copy-curl", "Picture and table", "What the API takes",
+            "curl", "copy-curl", "Picture and table", "Routes and fields of the API",
         }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_answer_streams_and_escape_stops_it(page):
         shows(page, "#outcome", "Stopped.")
         running.until(lambda: model.cancelled == 1)
         model.release(running)
-        page.get_by_label("Tokens at most").fill("23")
+        page.get_by_label("Maximum tokens").fill("23")
         page.get_by_role("button", name="Send").click()
         shows(page, "#outcome", "23 tokens in")
         assert page.inner_text(".turn.assistant .body") == "It says so. It says so."
@@ -356,7 +356,7 @@ def test_curl_line_and_documents_link_are_right(page):
         body = json.loads(line.partition("-d '")[2].removesuffix("'").replace("'\\''", "'"))
         assert line.startswith(f"curl {running.url}/v1/chat/completions ")
         assert running.client().post("/v1/chat/completions", json=body).status_code == 200
-        page.get_by_role("link", name="What the API takes").click()
+        page.get_by_role("link", name="Routes and fields of the API").click()
         shows(page, "h2", "POST /v1/chat/completions")
         shows(page, "tr", "frequency_penalty")
 
@@ -370,7 +370,7 @@ def test_page_is_accessible(running, page, scheme):
     shows(page, "#plan-text", "LlamaForCausalLM")
     shows(page, "#ranks", "cpu:0")
     page.locator("summary").first.click()
-    page.get_by_label("Tokens at most").fill("4")
+    page.get_by_label("Maximum tokens").fill("4")
     send(page, MARKDOWN)
     shows(page, "#outcome", "tokens in")
     page.evaluate(
@@ -388,7 +388,7 @@ def test_errors_are_shown(page):
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, max_prompt_tokens=30) as running:
         page.goto(running.url)
         send(page, "Hello, this is too long")
-        shows(page, "#outcome.wrong", "may have 30")
+        shows(page, "#outcome.wrong", "limit is 30")
         assert page.locator(".turn").count() == 0
         assert page.get_by_label("Your message").input_value() == "Hello, this is too long"
 
