@@ -130,7 +130,7 @@ def test_tool_with_invalid_schema_is_harmless(properties):
     [
         ({"role": "poet", "content": "x"}, "no such role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not valid JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}]}, "too deeply"),
     ],
 )
@@ -267,7 +267,7 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
         ('model = "a"\nport = 70000', "65535"),
         ('model = "a"\nrows = 0', "at least 1"),
         ("port = 1", "no model"),
-        ("port = ", "no TOML"),
+        ("port = ", "not valid TOML"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path, text, why):

@@ -236,7 +236,7 @@ def test_texts_longer_than_sentence_transformers_reads_are_refused(folders, mode
                 None,
                 {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
             ),
-            "without its prompt 'query: '",
+            "excludes its prompt 'query: '",
         ),
     ],
 )

@@ -234,7 +234,7 @@ def test_values_that_cannot_act_are_refused(http, route, fields, why):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"top_logprobs": 2}, "logprobs=true"),
+        ({"top_logprobs": 2}, "logprobs: true"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "remove one of the two fields"),
         ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),

@@ -108,7 +108,7 @@ REFUSED = [
     ("POST", "/v1/completions", {"prompt": "x" * 60_000}, 400, "60000 characters"),
     ("POST", "/v1/completions", {"prompt": [1, 2, 99999]}, 400, "99999"),
     ("POST", "/v1/completions", {"prompt": [1, -2]}, 400, "prompt"),
-    ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "tokens"),
+    ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "tokenizer"),
     ("POST", "/v1/completions", {"prompt": "x", "n": 17}, 400, "limit is 16"),
     ("POST", "/v1/completions", {"prompt": ["x"] * 17}, 400, "limit is 16"),
     ("POST", "/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "limit is 16"),
@@ -123,10 +123,10 @@ REFUSED = [
     ("POST", "/v1/chat/completions", {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role"),
     ("POST", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     ("POST", "/v1/embeddings", {"input": "x"}, 400, "no embeddings"),
-    ("POST", "/tokenize", {}, 400, "prompt or messages"),
+    ("POST", "/tokenize", {}, 400, "prompt and messages"),
     ("GET", "/v1/completions", None, 405, "does not accept GET"),
     ("DELETE", "/health", None, 405, "does not accept DELETE"),
-    ("GET", "/no/such/thing", None, 404, "nothing at"),
+    ("GET", "/no/such/thing", None, 404, "no route has the path"),
     ("GET", "/v1/models/other", None, 404, "other"),
 ]
 

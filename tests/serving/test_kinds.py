@@ -76,5 +76,5 @@ def test_model_failing_with_a_token_is_refused():
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    with pytest.raises(UnsupportedModelError, match="Odd gives no vectors of tokens"):
+    with pytest.raises(UnsupportedModelError, match="Odd returns neither token vectors"):
         warm_up(Odd())

@@ -193,13 +193,13 @@ def bomb(width: int, height: int) -> str:
         ([shown("http://127.0.0.1:1/a.png")], "the server does not download pictures"),
         ([shown("HTTPS://example.org/a.png")], "the server does not download pictures"),
         ([shown("/etc/passwd")], "the server does not download pictures"),
-        ([shown("data:image/png,abc")], "takes base64"),
-        ([shown("data:image/png;base64,#")], "no base64"),
-        ([shown("data:image/png;base64,QUJD")], "cannot be read"),
-        ([shown("data:image/png;base64,")], "cannot be read"),
+        ([shown("data:image/png,abc")], "not in base64"),
+        ([shown("data:image/png;base64,#")], "not valid base64"),
+        ([shown("data:image/png;base64,QUJD")], "is damaged"),
+        ([shown("data:image/png;base64,")], "is damaged"),
         ([shown(bomb(60_000, 60_000))], "more than 20000 pixels"),
         ([shown(bomb(1, 15_000))], "a picture has 1 by 15000 pixels; the limit of the ratio is 200 to 1"),
-        ([shown(bomb(150, 100))], "cannot be read"),  # some of its pixels are missing
+        ([shown(bomb(150, 100))], "is damaged"),  # some of its pixels are missing
         ([shown(data_url(picture(100, 150))), shown(data_url(picture(100, 150)))], "more than 20000 pixels"),
         ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures; the limit is 3"),
         ([shown(data_url(picture(), "TIFF"))], "not in a known format (PNG"),

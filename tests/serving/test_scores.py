@@ -99,8 +99,8 @@ def test_documents_are_ranked(served, route):
 @pytest.mark.parametrize(
     ("route", "body", "why"),
     [
-        ("/v1/score", {"text_1": "a"}, "0 of text_2"),
-        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "2 of text_1"),
+        ("/v1/score", {"text_1": "a"}, "0 of the fields text_2"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "2 of the fields text_1"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 first texts and 1 second texts"),
         ("/v1/score", {"text_1": [], "text_2": []}, "0 pairs"),
         ("/v1/score", {"text_1": "x" * 600, "text_2": "y"}, "tokens; the limit is"),
