@@ -77,7 +77,7 @@ def health() -> dict[str, Any]:
 
 @app.exception_handler(GroupError)
 async def unavailable(request: Request, error: GroupError) -> JSONResponse:
-    """Return status 503 if a worker died or a request took too long. The workers restart if the weights are kept."""
+    """Return status 503 if a worker died or a request took too long. Workers restart if the weights are kept."""
     log.error("%s", error)
     return JSONResponse({"error": type(error).__name__}, status_code=503)
 

@@ -10,8 +10,8 @@ For production, run the application with gunicorn, one worker and many threads:
     MODEL=examples/demo_model gunicorn --pythonpath examples --workers 1 --threads 16 'flask_app:create_app()'
 
 Use only one gunicorn worker, because each worker loads its own model. Do not use `--preload`: gunicorn would call
-`create_app` before it forks, and only the process that parallelized a model can use the model. With `--preload`, gunicorn
-prints an error and ends.
+`create_app` before it forks, and only the process that parallelized a model can use the model. The server then prints
+an error and ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
     @app.get("/generate_text/<path:text>")
     def generate_text(text: str) -> dict[str, str]:
-        """Return the generated text. Flask runs each request in a thread, and concurrent calls are decoded together."""
+        """Return the generated text. Each request has a thread, and concurrent calls are decoded together."""
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].numel() == 0:
             abort(400, "the text has no tokens")
@@ -70,7 +70,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
     @app.errorhandler(GroupError)
     def unavailable(error: GroupError) -> tuple[dict[str, str], int]:
-        """Return status 503 if a worker died or a request took too long. The workers restart if the weights are kept."""
+        """Return status 503 if a worker died or a request took too long. Workers restart if the weights are kept."""
         app.logger.error("%s", error)
         return {"error": type(error).__name__}, 503
 
@@ -78,7 +78,7 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
 
 def refuse_to_serve() -> None:
-    """End a process that was forked after the model was parallelized; the process could only answer with status 503."""
+    """End a process that was forked after the model was parallelized. Such a process cannot use the model."""
     message = "a forked process cannot use the model of its parent process; run gunicorn without --preload"
     print(f"flask_app: {message}", file=sys.stderr, flush=True)
     os._exit(3)  # with exit status 3, gunicorn ends because a worker has failed to start

@@ -99,7 +99,7 @@ def cut(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def windows(tokens: torch.Tensor, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield batches `[batch, CONTEXT]` without end; each epoch cuts the text at a new offset and shuffles the windows."""
+    """Yield batches `[batch, CONTEXT]` without end; each epoch shuffles windows with a new offset in the text."""
     while True:
         offset = int(torch.randint(CONTEXT, (1,), generator=generator))
         cuts = cut(tokens[offset:])
@@ -129,7 +129,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Return the factor on the learning rate: a short warm-up, a plateau, then a cosine descent over the last 60 % to 0.02."""
+    """Return the learning-rate factor: warm-up, plateau, then cosine descent to 2 % over the last 60 % of steps."""
     warm_up, descent = max(1, steps // 50), 0.6
     if step < warm_up:
         return (step + 1) / warm_up

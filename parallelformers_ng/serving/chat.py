@@ -30,8 +30,8 @@ class Chat:
         self.tokenizer = tokenizer
         self._reads_pictures = processor is not None
         self._template = template or getattr(processor, "chat_template", None)
-        self._most = most
-        self._longest = max(map(len, tokenizer.get_vocab()))
+        self._max_tokens = most
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     @property
     def has_template(self) -> bool:
@@ -94,9 +94,9 @@ class Chat:
         Raises:
             ApiError: the text is too long, status 400.
         """
-        if len(text) > self._most * self._longest:
+        if len(text) > self._max_tokens * self._longest_token:
             raise bad_request(
-                f"the prompt has {len(text)} characters, which is more than the limit of {self._most} tokens",
+                f"the prompt has {len(text)} characters, which is more than the limit of {self._max_tokens} tokens",
                 "prompt",
                 "context_length_exceeded",
             )

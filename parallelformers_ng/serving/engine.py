@@ -107,7 +107,7 @@ class Engine:
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._adapters = peft_names(options)
         self._ping: asyncio.Future[Any] | None = None
-        self._coming = 0  # number of answers that have a reserved place and have not started
+        self._reserved = 0  # number of answers that have a reserved place and have not started
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[Places]:
@@ -119,20 +119,20 @@ class Engine:
         Raises:
             ApiError: not enough places are free, status 503.
         """
-        limit, taken = self.options.most_answers, self.metrics.in_flight + self._coming
-        if taken + answers > limit:
+        limit, occupied = self.options.most_answers, self.metrics.in_flight + self._reserved
+        if occupied + answers > limit:
             raise ApiError(
                 503,
-                f"the server has {taken} answers running or waiting, the request needs {answers} more, and the limit is"
-                f" {limit} (--rows plus --waiting); send the request again later",
+                f"the server has {occupied} answers running or waiting, and the request needs {answers} more; the limit"
+                f" is {limit} (--rows plus --waiting); send the request again later",
                 code="overloaded",
             )
-        self._coming += answers
+        self._reserved += answers
         places = Places(answers)
         try:
             yield places
         finally:
-            self._coming -= places.left
+            self._reserved -= places.left
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Engine:
         """Release one reserved place because its answer starts."""
         if places is not None and places.left:
             places.left -= 1
-            self._coming -= 1
+            self._reserved -= 1
 
     def check_prompt(self, ids: list[int], longest: int | None = None) -> None:
         """Raise an error if the model cannot read a prompt.
@@ -237,9 +237,11 @@ class Engine:
         Raises:
             ApiError: the prompt is too long, status 400.
         """
-        most = _LOGITS_BYTES // (4 * self.vocabulary)
-        if len(ids) > most:
-            raise bad_request(f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {most}", "prompt")
+        most_tokens = _LOGITS_BYTES // (4 * self.vocabulary)
+        if len(ids) > most_tokens:
+            raise bad_request(
+                f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {most_tokens}", "prompt"
+            )
         return await asyncio.to_thread(self._read, ids, alternatives, model)
 
     def _read(self, ids: list[int], alternatives: int, model: str | None) -> list[Likelihood]:
@@ -261,10 +263,10 @@ class Engine:
         """
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
-        begun = time.monotonic()
+        start = time.monotonic()
         await asyncio.wait({self._ping}, timeout=seconds)
         if not self._ping.done():
-            return "" if self.metrics.last_token > begun else f"the ranks have not answered for {seconds:g} s"
+            return "" if self.metrics.last_token > start else f"the ranks have not answered for {seconds:g} s"
         error = self._ping.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
 

@@ -239,10 +239,10 @@ class Generation:
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """Return values of `GenerationConfig` from a request; other values come from the model's own configuration."""
         settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
-        own = self._engine.model.generation_config
+        model_config = self._engine.model.generation_config
         temperature = request.temperature
         if temperature is None:
-            temperature = (own.temperature or 1.0) if own.do_sample else 1.0
+            temperature = (model_config.temperature or 1.0) if model_config.do_sample else 1.0
         settings |= {"do_sample": temperature > 0, "temperature": temperature or None}
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", None)):
             value = getattr(request, name)
@@ -250,7 +250,7 @@ class Generation:
                 settings[name] = None
             elif value is not None:
                 settings[name] = off if value == -1 else value
-            elif not own.do_sample:
+            elif not model_config.do_sample:
                 settings[name] = (
                     off  # the configured value is a default of transformers, not a choice of the model's authors
                 )

@@ -61,14 +61,14 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque()
         self._registry = CollectorRegistry()
 
-        def gauge(what: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{what}", text, ("model_name",), registry=self._registry).labels(name)
+        def gauge(metric: str, text: str) -> Gauge:
+            return Gauge(f"vllm:{metric}", text, ("model_name",), registry=self._registry).labels(name)
 
-        def counter(what: str, text: str) -> Counter:
-            return Counter(f"vllm:{what}", text, ("model_name",), registry=self._registry).labels(name)
+        def counter(metric: str, text: str) -> Counter:
+            return Counter(f"vllm:{metric}", text, ("model_name",), registry=self._registry).labels(name)
 
-        def histogram(what: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(f"vllm:{what}", text, ("model_name",), registry=self._registry, buckets=buckets).labels(
+        def histogram(metric: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"vllm:{metric}", text, ("model_name",), registry=self._registry, buckets=buckets).labels(
                 name
             )
 
@@ -96,8 +96,8 @@ class Metrics:
             "request_time_per_output_token_seconds", "Decoding seconds per token after the first token."
         )
 
-        def own(what: str, text: str, *labels: str) -> Counter:
-            return Counter(f"parallelformers:{what}", text, ("model_name", *labels), registry=self._registry)
+        def own(metric: str, text: str, *labels: str) -> Counter:
+            return Counter(f"parallelformers:{metric}", text, ("model_name", *labels), registry=self._registry)
 
         self._refused = own("requests_refused", "Number of refused requests by HTTP status.", "status")
         self._errors = own("requests_failed", "Number of failed requests by HTTP status.", "status")

@@ -104,8 +104,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
         if _names(cls, _CLASSIFIERS) and not config.is_encoder_decoder:
             if config.num_labels != 1:
                 raise UnsupportedModelError(
-                    f"{name} is a {cls.__name__}, which the server cannot serve with {config.num_labels} labels; choose a"
-                    " classifier with 1 label, which scores pairs of texts"
+                    f"{name} is a {cls.__name__}, which the server cannot serve with {config.num_labels} labels; choose"
+                    " a classifier with 1 label, which scores pairs of texts"
                 )
             return Kind(activation=activation_of(config))
     raise UnsupportedModelError(

@@ -39,14 +39,14 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
                     f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
                     "file",
                 )
-            most = int(most_seconds * file.samplerate)
+            most_frames = int(most_seconds * file.samplerate)
             too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
-            if most < file.frames < _UNKNOWN:
+            if most_frames < file.frames < _UNKNOWN:
                 raise too_long
             parts, frames = [], 0
             while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
                 frames += len(block)
-                if frames > most:
+                if frames > most_frames:
                     raise too_long
                 parts.append(block.mean(1))
             file_rate = file.samplerate

@@ -60,7 +60,7 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
     Raises:
         ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
     """
-    most = None if several else 1
+    most_calls = None if several else 1
     if isinstance(choice, dict):
         try:
             named = _OBJECTS.validate_python(choice)
@@ -71,7 +71,7 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
         if isinstance(named, _Named):
             return ToolChoice(_among(tools, [named.function.name]), forced=True, most_calls=1)
         allowed = [each.function.name for each in named.allowed_tools.tools]
-        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most)
+        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most_calls)
     if choice not in (None, "auto", "none", "required"):
         raise bad_request(
             f"tool_choice is {choice!r}; set 'auto', 'none', 'required', or an object that names a function",
@@ -79,7 +79,7 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
         )
     if choice == "required" and not tools:
         raise bad_request("tool_choice is 'required', but the request has no tools", "tool_choice")
-    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most)
+    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most_calls)
 
 
 def _among(tools: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

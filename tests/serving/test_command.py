@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve` as a user runs it: a process of its own, signals, a key in the environment."""
+"""Tests the command `parallelformers-ng serve` in a separate process, with signals and with a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.server import save_served_model
 
 @contextmanager
 def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """Yield a server that is ready, a client of it, and its first line."""
+    """Yield the process of a ready server, a client, and the server's first log line."""
     run = [
         sys.executable,
         "-m",
@@ -59,7 +59,7 @@ def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subpr
 def is_ready(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200
-    except httpx.ConnectError:  # the port is bound, and is about to listen
+    except httpx.ConnectError:  # the port is bound but does not listen yet
         return False
 
 
@@ -124,7 +124,7 @@ def test_unservable_models_are_named(arguments, why, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_gguf_file_is_served():
-    """The tokens equal those of transformers, which reads the same file."""
+    """The tokens equal the tokens of transformers from the same file."""
     model, tokenizer = smollm2()
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
@@ -151,7 +151,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
     ],
 )
 def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
-    """A separate process shows by its imports that torch was not loaded."""
+    """The test runs a separate process, and checks that the process has not imported torch."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
 
 
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
-    """Ctrl-C comes during the import of torch."""
+    """The test sends SIGINT during the import of torch."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)"
     )

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is harmless and ignored."""
+"""Tests that each field of OpenAI's and vLLM's requests is supported, refused with a message, or ignored."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ VLLM = {
     RERANK: f"{_POOLING} query documents top_n",
     TOKENIZE: f"{_TEMPLATE} model prompt messages add_special_tokens return_token_strs tools media_io_kwargs",
 }
-"""Further fields: those of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
-`entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
+"""Fields of vLLM's requests, from vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
+`entrypoints/serve/tokenize/protocol.py` of November 2026, and the `guided_` fields of release 0.11."""
 OURS = {
-    TOKENIZE: {"documents", "reasoning_effort"},  # as for chats, whose prompts this route shows
+    TOKENIZE: {"documents", "reasoning_effort"},  # fields of chats, because this route returns the tokens of chats
     RERANK: {"return_documents"},  # fields of Jina and Cohere
-    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as for chats
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # fields of chats
 }
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),

@@ -1,4 +1,4 @@
-"""Requests of all kinds to a server whose model says a fixed text."""
+"""Tests requests to a server whose model generates a fixed text."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_pages_of_other_origins_need_permission(http):
 
 
 def test_forms_of_other_pages_are_refused(http):
-    """A page may send text to any server; JSON needs permission, and no page has it."""
+    """Browsers send forms and plain text to any server without a preflight, so the server must refuse these types."""
     body = json.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == 400

@@ -1,4 +1,4 @@
-"""The kinds as which models are served, and refusals before weights are read: folders with only a config."""
+"""Tests the kinds of served models and the refused models, with folders that contain only a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.serving.run import warm_up
 
 
 def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) -> str:
-    """Write the configuration of a model class; return the folder."""
+    """Write the configuration of a model class, and return the folder."""
     config = config or getattr(tf, name).config_class()
     config.architectures = [name]
     config.save_pretrained(folder)

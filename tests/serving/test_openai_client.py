@@ -1,4 +1,4 @@
-"""OpenAI's official client with a tiny model on two ranks."""
+"""Tests OpenAI's official client with a tiny model on two ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 
 def generated(whole: Any, prompt: str, seed: int | None = None, **settings: Any) -> list[int]:
-    """Return the tokens of one process."""
+    """Return the tokens that one process generates."""
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     if seed is not None:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The operator's view: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
+"""Tests log lines, request ids, metrics for vLLM's dashboard, and probes without a key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PANELS = {
 
 @contextmanager
 def logged(log_format: str) -> Iterator[io.StringIO]:
-    """Yield a buffer with the log lines of the block, in the server's format."""
+    """Yield a buffer that receives the log lines of the block, in the server's format."""
     out, level = io.StringIO(), logs.log.level
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.formatter(log_format))
@@ -61,7 +61,7 @@ def logged(log_format: str) -> Iterator[io.StringIO]:
 
 
 def values(client: httpx.Client, path: str = "/metrics") -> dict[str, float]:
-    """Return the sum of each series' samples, by name."""
+    """Return the sum of the samples of each metric, by name."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get(path).text):
         for sample in family.samples:

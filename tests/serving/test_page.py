@@ -1,4 +1,4 @@
-"""The server's page as users see it: in Chromium, on desktop and phone, by keyboard, in light and dark."""
+"""Tests the server's page in Chromium, on desktop and phone, with the keyboard, and in light and dark mode."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=WIDTHS)
 def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """Yield a page that must log nothing to the console and fetch nothing from elsewhere."""
+    """Yield a page that must log no errors to the console and must not send requests to other servers."""
     wrong: list[str] = []
     page = browser.new_page(viewport={"width": request.param, "height": 844})
     page.set_default_timeout(PROMPTLY * 1000)
@@ -111,7 +111,7 @@ def violations(axe: Any, page: Any) -> list[Any]:
 
 
 def answered(page: Any, says: str) -> Any:
-    """Return the answer to one message, from a model with this fixed text."""
+    """Return the page element with the answer of a model that generates a fixed text."""
     model = ScriptedModel(TOKENIZER, says)
     model.config.max_position_embeddings = 8192
     with serving(model, TOKENIZER) as running:
@@ -183,7 +183,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         page.goto(running.url)
         shows(page, "#state", "Ready")
         page.keyboard.press("Tab")
-        page.keyboard.press("Enter")  # follows the link to the message
+        page.keyboard.press("Enter")  # follows the link that skips to the message
         page.keyboard.type("Hello")
         page.keyboard.press("Enter")
         running.until(lambda: model.calls)
@@ -193,7 +193,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         shows(page, "#outcome", "Stopped.")
         assert page.evaluate("document.activeElement.id") == "prompt"
         assert page.get_by_label("Your message").input_value() == "Hello", (
-            "the message has no answer, and can be sent again"
+            "a message without an answer returns to the input field"
         )
         reached = set()
         for _ in range(40):
@@ -267,7 +267,7 @@ def test_markdown_becomes_elements(page):
         ["https://example.org/x", "_blank", "noopener noreferrer nofollow"],
         ["https://example.org/", "_blank", "noopener noreferrer nofollow"],
     ]
-    assert "its page (example.org)" in answer.inner_text(), "a link shows its address"
+    assert "its page (example.org)" in answer.inner_text(), "a link shows its host"
 
 
 def test_a_hostile_answer_is_text(page):
@@ -304,7 +304,7 @@ def test_unclosed_marks_do_not_block_the_page(browser, hostile):
 
 
 def test_content_policy_blocks_everything_foreign(browser):
-    """The policy holds even if an element got into the page, as it does here."""
+    """The test inserts foreign elements into the page; the content policy must block their requests."""
     page = browser.new_page()
     with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running, socket.create_server(("127.0.0.1", 0)) as elsewhere:
         page.goto(running.url)
@@ -324,7 +324,7 @@ def test_content_policy_blocks_everything_foreign(browser):
         )
         elsewhere.settimeout(1)
         with contextlib.suppress(TimeoutError):
-            while True:  # Chromium connects for the frame before it checks the policy, and sends nothing
+            while True:  # Chromium connects for the frame before it checks the policy, but sends no data
                 assert elsewhere.accept()[0].recv(100) == b""
         assert page.evaluate("window.hit") is None
     page.close()
@@ -339,7 +339,9 @@ def test_answer_is_copied_and_writes_right_to_left(browser):
     assert page.evaluate("navigator.clipboard.readText()") == "שלום **עולם**"
     assert answer.locator("p").evaluate("p => getComputedStyle(p).direction") == "rtl"
     assert page.locator("#prompt").get_attribute("dir") == "auto"
-    page.evaluate("delete Navigator.prototype.clipboard")  # missing over plain HTTP from another machine
+    page.evaluate(
+        "delete Navigator.prototype.clipboard"
+    )  # browsers have no clipboard API over plain HTTP from another machine
     page.get_by_label("Your message").fill("")
     page.locator("#copy-curl").click()
     shows(page, "#copy-curl", "Copied")

@@ -1,4 +1,4 @@
-"""Pictures in chats: answers equal transformers' with the same processor; hostile pictures are refused undecoded."""
+"""Tests that answers about pictures equal transformers' answers, and that hostile pictures are refused undecoded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return a function with the answers of transformers in this process."""
+    """Return a function that answers chats with transformers in one process."""
     processor = tf.AutoProcessor.from_pretrained(folder)
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -162,7 +162,7 @@ def test_only_files_of_the_media_folder_are_read(running, whole):
     for name in ("a%20b.png", "inner/good.png", "inner/../a%20b.png"):
         assert ask(running, [shown(f"file://{media}/{name}"), words("What?")]) == want
     for address in (
-        f"file://{media}/inner/link.png",  # a link to a place outside the folder
+        f"file://{media}/inner/link.png",  # a symbolic link to a file outside the folder
         f"file://{media}/../secret.png",
         f"file://{media}/..%2fsecret.png",
         "file:///etc/passwd",
@@ -199,7 +199,7 @@ def bomb(width: int, height: int) -> str:
         ([shown("data:image/png;base64,")], "is damaged"),
         ([shown(bomb(60_000, 60_000))], "more than 20000 pixels"),
         ([shown(bomb(1, 15_000))], "a picture has 1 by 15000 pixels; the limit of the ratio is 200 to 1"),
-        ([shown(bomb(150, 100))], "is damaged"),  # some of its pixels are missing
+        ([shown(bomb(150, 100))], "is damaged"),  # the file lacks some pixels
         ([shown(data_url(picture(100, 150))), shown(data_url(picture(100, 150)))], "more than 20000 pixels"),
         ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures; the limit is 3"),
         ([shown(data_url(picture(), "TIFF"))], "not in a known format (PNG"),

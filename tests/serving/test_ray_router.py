@@ -1,4 +1,4 @@
-"""The choice of Ray Serve among several replicas."""
+"""Tests how the router of Ray Serve chooses a replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(number: int) -> SimpleNamespace:
 
 @pytest.fixture
 def router() -> FewestRequests:
-    new_router = FewestRequests.__new__(FewestRequests)  # Serve's constructor would start tasks
+    new_router = FewestRequests.__new__(FewestRequests)  # the constructor of Ray Serve's router would start tasks
     new_router.initialize_state()
     return new_router
 

@@ -1,4 +1,4 @@
-"""`/v1/responses` with OpenAI's own client: text, tools, schemas, streams; nothing is stored."""
+"""Tests `/v1/responses` with OpenAI's own client: text, tools, schemas and streams."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer_of(running: Any, stream: bool, **fields: Any) -> Response:
 
 
 def strictly(running: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, each valid by OpenAI's types; deltas add up to the final texts."""
+    """Return the events of a stream, after a check of OpenAI's types and the sum of the deltas."""
     text = running.client().post(ROUTE, json={"input": "Hello", "stream": True, **fields}).text
     events = []
     for block in text.strip().split("\n\n"):
@@ -166,7 +166,7 @@ def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_settings_of_a_response_act(running, stream):
-    """A tiny model on two ranks answers as in a chat with the same settings."""
+    """The response of a tiny model on two ranks equals its chat answer with the same settings."""
     fields = {"temperature": 0, "max_output_tokens": 9}
     body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 9}
     chat = running.client().post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""Scores of text pairs by tiny classifiers, compared with transformers; the tokens of `/detokenize`."""
+"""Compares scores of text pairs with transformers, and tests `/detokenize`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def served(request: pytest.FixtureRequest, groups: Callable[[int], Any]) -> Iterator[tuple[list[float], httpx.Client]]:
-    """Yield the logits of the pairs, computed singly, and a client."""
+    """Yield the logits of the text pairs, each computed alone, and a client."""
     whole = MODELS[request.param]()
     with torch.no_grad():
         logits = [whole(**TOKENIZER(QUERY, text, return_tensors="pt")).logits[0, 0] for text in DOCUMENTS]

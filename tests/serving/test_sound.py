@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions`: the text equals transformers' with the same processor; hostile files are refused."""
+"""Tests that transcripts equal transformers' transcripts, and that hostile sound files are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return a function with transformers' transcription in this process."""
+    """Return a function that transcribes with transformers in one process."""
     processor = tf.WhisperProcessor.from_pretrained(folder)
     model = tf.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -120,7 +120,7 @@ def test_a_seed_repeats_a_sampled_answer(running):
 
 
 def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
-    """Return a WAV header that claims a long file."""
+    """Return a WAV header with a large length and without samples."""
     size = frames * 2 * channels
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, rate * 2 * channels & 0xFFFFFFFF, 2 * channels, 16)
     return b"RIFF" + struct.pack("<I", min(36 + size, 0xFFFFFFFF)) + b"WAVE" + form + b"data" + struct.pack("<I", size)
@@ -141,7 +141,9 @@ def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
         (sound_file(np.zeros((1000, 9), "float32")), "9 channels"),
         (wave_head(1 << 30), "no sound"),  # libsndfile uses the number of bytes present
     ],
-    ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes would put a time into the test's id
+    ids=lambda value: (
+        "file" if isinstance(value, bytes) else value
+    ),  # the bytes of some files contain a time, which would change the test's id
 )
 def test_invalid_sound_is_refused(running, data, message):
     assert message in ask(running, data, status=400)
