@@ -20,7 +20,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_
 
 
 class ApiError(Exception):
-    """An error answer for a client.
+    """Error with an HTTP status, which the server sends to a client.
 
     Args:
         status: HTTP status.
@@ -42,7 +42,7 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": RETRY_SECONDS} if self.status == 503 else {}
         if self.status == 401:
-            headers["WWW-Authenticate"] = 'Basic realm="the key of this server is the password"'
+            headers["WWW-Authenticate"] = 'Basic realm="the password is the API key of this server"'
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -51,7 +51,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the error answer for an exception."""
+    """Convert an exception to an error with an HTTP status."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # raised on a rank

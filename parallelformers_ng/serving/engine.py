@@ -156,7 +156,7 @@ class Engine:
 
         Args:
             ids: token ids of the prompt.
-            longest: maximum number of tokens in the prompt; by default the attribute `longest`.
+            longest: maximum number of tokens in the prompt; by default `Engine.longest`.
 
         Raises:
             ApiError: the prompt is empty, too long, or has an unknown token, status 400.

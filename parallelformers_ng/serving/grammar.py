@@ -1,4 +1,4 @@
-"""Restricts the next token to a grammar. Ranks import this file, so it must not import the server."""
+"""Restricts the next token to a grammar. Ranks import this file, so this file must not import the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance. The conversion takes one second.
+    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance. The conversion takes one second, once in each process.
 
     Args:
         packed: zlib-compressed JSON of the tokenizer.
@@ -80,7 +80,7 @@ allocator would keep most of this memory."""
 
 
 class GrammarError(ValueError):
-    """Raised if a grammar is too expensive, or allows no next token."""
+    """Error of a grammar that is too expensive, or that allows no next token."""
 
 
 class Grammar(LogitsProcessor):
@@ -121,7 +121,7 @@ class Grammar(LogitsProcessor):
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
-                weakref.finalize(self, trim_heap)  # registered first, so runs last, after `_read` has freed its matcher
+                weakref.finalize(self, trim_heap)  # runs last, because registered first
             _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.words, self.ends)), 0
         matcher, count = _read[self]
         if tokens[count:]:

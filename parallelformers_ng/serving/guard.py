@@ -35,8 +35,8 @@ class _Pace:
     """Rate limiter that lets callers pass one after another.
 
     Args:
-        a_second: amount that may pass per second.
-        at_once: amount that may pass without waiting after a long pause.
+        a_second: number of bytes or requests that may pass per second.
+        at_once: number of bytes or requests that may pass without waiting after a long pause.
     """
 
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
@@ -49,7 +49,7 @@ class _Pace:
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
-        """Wait until an amount may pass."""
+        """Wait until the given number of bytes or requests may pass."""
         wait = self.wait()
         self._free = max(self._free, asyncio.get_running_loop().time() - self._before) + amount / self._a_second
         await asyncio.sleep(wait)

@@ -1,4 +1,4 @@
-"""Records the probabilities of an answer's tokens. Ranks import this file, so it must not import the server."""
+"""Records the probabilities of an answer's tokens. Ranks import this file, so this file must not import the server."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
     }
     first = "-" if record.first == 0 else f"{record.first - record.began:.3f}"
     log.info(
-        "%s %r %d: %d prompt tokens, %d tokens, first after %s s, all after %.3f s",
+        "%s %r %d: %d prompt tokens, %d answer tokens, first token after %s s, end after %.3f s",
         method, facts["path"], status, record.prompt_tokens, record.tokens, first, now - record.began,
         extra={"facts": facts},
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Chooses the replica for each request on Ray Serve.
 
-Ray Serve's proxies import this file, so it must not import other files of this package.
+Ray Serve's proxies import this file, so this file must not import other files of this package.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ray.serve.request_router import RequestRouter
 class FewestRequests(RequestRouter):
     """Router that sends each request to the replica with the fewest requests of this proxy, on any host.
 
-    Ray Serve's own router prefers replicas on the proxy's host. Its request counts are old, so that simultaneous
-    requests go to the same replica.
+    Ray Serve's own router prefers replicas on the proxy's host. That router also uses outdated request counts, so that
+    simultaneous requests go to the same replica.
     """
 
     def initialize_state(self) -> None:

@@ -18,7 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Format of answers for `/v1/responses`. An answer without streaming makes the same events and discards them.
+    """Format of answers for `/v1/responses`. An answer without streaming makes and discards the events.
 
     Args:
         name: name of the model.
@@ -93,7 +93,7 @@ class ResponseShape(Shape):
         return self._open is not None and self._open["type"] == kind
 
     def _continue(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the open item; if the open item has another kind, close it and begin a new item."""
+        """Add text to the open item of a kind. If no such item is open, close the open item and begin a new item."""
         if not self._is_open(kind):
             yield from self._close()
             if kind == "message":

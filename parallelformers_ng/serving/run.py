@@ -145,7 +145,7 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         kind: kind of the model; by default, the class in the model's configuration is loaded.
 
     Returns:
-        Parallelized model, and its tokenizer, or its processor if the model reads pictures or sound.
+        Parallelized model, and tokenizer. If the model reads pictures or sound, the second item is the processor.
 
     Raises:
         ParallelError: the model cannot be served; see `parallelize`.

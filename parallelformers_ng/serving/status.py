@@ -90,7 +90,7 @@ class Status:
 def summary(model: Any) -> dict[str, Any]:
     """Return a summary of a model's plan.
 
-    The summary adds up the tensors of one module, and the modules whose paths differ only in the layer number.
+    The summary adds up the sizes of all tensors of a module, and of modules that differ only in the layer number.
 
     Args:
         model: parallelized model.

@@ -85,12 +85,12 @@ def test_each_request_has_a_line_and_an_id():
     written = out.getvalue().splitlines()
     when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
     assert re.fullmatch(
-        rf"{when} INFO \[abc-1\] POST '/v1/completions' 200: 15 prompt tokens, 5 tokens, first after [\d.]+ s,"
-        r" all after [\d.]+ s",
+        rf"{when} INFO \[abc-1\] POST '/v1/completions' 200: 15 prompt tokens, 5 answer tokens,"
+        r" first token after [\d.]+ s, end after [\d.]+ s",
         written[0],
     )
     assert len(written) == 5
-    assert "404: 0 prompt tokens, 0 tokens, first after - s" in written[-1]
+    assert "404: 0 prompt tokens, 0 answer tokens, first token after - s" in written[-1]
     assert SECRET not in out.getvalue()
 
 
