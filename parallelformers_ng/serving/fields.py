@@ -53,7 +53,7 @@ def _like(value: Any) -> tuple[type, ...]:
     return (int, float) if type(value) in (int, float) else (type(value),)
 
 
-_LATER = "leave the field out"
+_LATER = "remove the field"
 _NOT_STORED = "the server stores no conversations; send the conversation as `input`"
 _OF_PROCESSOR = "the server reads pictures with the settings of the model's processor"
 REFUSED = {
@@ -192,6 +192,6 @@ NOTES = {
     "top_n": "maximum number of results; 0 returns every result",
     "top_k": "number of most likely tokens to sample from; 0 or -1 is no limit",
     "use_activation": "false: scores are logits without the activation function",
-    "top_logprobs": "number of most likely tokens to return at each position; needs `logprobs`",
+    "top_logprobs": "number of most likely tokens to return at each position; in chats, needs `logprobs: true`",
 }
 """Notes on supported fields whose names do not explain the effect."""

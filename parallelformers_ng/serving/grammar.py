@@ -17,7 +17,9 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance. The conversion takes one second, once in each process.
+    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance.
+
+    The conversion takes one second; each process caches the result.
 
     Args:
         packed: zlib-compressed JSON of the tokenizer.
