@@ -22,14 +22,16 @@ class FewestRequests(RequestRouter):
 
     def initialize_state(self) -> None:
         """Create the table of open requests; Ray Serve calls this method once."""
-        self._open: dict[str, tuple[Any, Any]] = {}  # request → its replica, and the future of its routing
+        self._open_requests: dict[str, tuple[Any, Any]] = {}  # request → its replica, and the future of its routing
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
         """Return the replica with the fewest requests, then the other replicas for the case that the first is full."""
-        self._open = {request: routed for request, routed in self._open.items() if not routed[1].cancelled()}
-        counts = Counter(replica for replica, _ in self._open.values())
+        self._open_requests = {
+            request: routed for request, routed in self._open_requests.items() if not routed[1].cancelled()
+        }
+        counts = Counter(replica for replica, _ in self._open_requests.values())
         first, *others = sorted(
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
         )
@@ -37,15 +39,15 @@ class FewestRequests(RequestRouter):
             pending_request.routing_context.should_backoff = (
                 True  # wait before the next attempt if all replicas are full
             )
-            self._open[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
+            self._open_requests[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Record the replica that accepted the request, which is another replica if the first choice was full."""
         request = pending_request.metadata.internal_request_id
-        if request in self._open:  # a request that is answered already is no longer in the table
-            self._open[request] = replica_id, pending_request.future
+        if request in self._open_requests:  # a request that is answered already is no longer in the table
+            self._open_requests[request] = replica_id, pending_request.future
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Remove a request that was answered or has failed."""
-        self._open.pop(internal_request_id, None)
+        self._open_requests.pop(internal_request_id, None)

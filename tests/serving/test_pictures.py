@@ -171,7 +171,7 @@ def test_only_files_of_the_media_folder_are_read(running, whole):
         f"file://{media}/a%00b.png",
         f"file://{media}",
     ):
-        assert "no such file" in ask(running, [shown(address)], status=400)
+        assert "does not exist in the folder" in ask(running, [shown(address)], status=400)
 
 
 def bomb(width: int, height: int) -> str:

@@ -65,4 +65,4 @@ def test_early_answer_leaves_no_count_behind(router: FewestRequests) -> None:
     replica = choice_of(router, pending)
     router.on_request_completed(replica, "0")
     router.on_request_routed(pending, replica, None)
-    assert not router._open
+    assert not router._open_requests

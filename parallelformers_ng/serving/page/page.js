@@ -1,7 +1,7 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const KEPT = "parallelformers-ng"; // key in the session storage of this tab, which survives a reload and is not sent to a server
+const KEPT = "parallelformers-ng"; // key in the session storage of this tab, which survives a reload
 const SETTINGS = ["system", "temperature", "top_p", "seed", "max_tokens", "stops"];
 const PAINT_SECONDS = 0.1;
 let turns = []; // messages of the conversation: {role, content, reasoning}
@@ -130,7 +130,7 @@ function inline(parent, text, depth = 0, links = true) {
   return parent;
 }
 
-function link(address, label, picture = false) { // shows the host of the address; a picture becomes a link and is not loaded
+function link(address, label, picture = false) { // a link shows its host; pictures become links
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!url || !["http:", "https:"].includes(url.protocol)) return null;
   const made = make("a", { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
@@ -282,7 +282,7 @@ async function send() {
     if (error.name !== "AbortError") [result, failed] = [error.message, true];
   }
   clearTimeout(timer);
-  if (!turn.content && !turn.reasoning && tokens === null) { // without an answer, the message returns to the input field
+  if (!turn.content && !turn.reasoning && tokens === null) { // the unanswered message returns to the input field
     turns = turns.filter((each) => each !== turn && each !== question);
     drawn.remove();
     drawnQuestion.remove();
@@ -359,7 +359,7 @@ function explain() {
   if (server.generates && !server.chats) {
     say(at("chat-title"), "Text");
     at("keys").textContent += " This model has no chat template, so the answer continues the whole text.";
-    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // draws the messages as plain text, not as Markdown
+    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // plain text, not Markdown
   }
 }
 
@@ -408,7 +408,7 @@ async function plan() {
     ...part.ranks.map((size) => make("td", {}, part.cut ? bytes(size) : "whole")))));
 }
 
-function picture(summary) { // one line for each part of the model, with one bar for each rank; the length is the size of the rank's share
+function picture(summary) { // one line for each part of the model, one bar for each rank, with the length of the rank's share
   const label = 260, width = 800, line = 22, gap = 6;
   const count = summary.bytes_per_rank.length, column = width / count;
   const most = Math.max(...summary.parts.flatMap((part) => part.ranks));
@@ -437,7 +437,7 @@ at("form").addEventListener("submit", (event) => {
   if (!generating) send();
 });
 at("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends the composition of a character
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends a composition
   event.preventDefault();
   if (!generating) send();
 });
