@@ -122,9 +122,7 @@ async def pieces(inputs: dict[str, torch.Tensor], max_new_tokens: int) -> AsyncI
         except ClientGone:
             log.info("client left; stopped after %d of %d tokens", streamer.tokens, max_new_tokens)
         finally:
-            streamer.on_finalized_text(
-                "", stream_end=True
-            )  # ends the loop below, even if `generate` has raised an error
+            streamer.on_finalized_text("", stream_end=True)  # ends the loop below, even after an error
 
     running = asyncio.create_task(run_in_threadpool(generate))
     try:

@@ -97,9 +97,8 @@ def main() -> None:
     server.daemon_threads = False  # so that `server_close` waits for the running requests
 
     def stop(number: int, frame: FrameType | None) -> None:
-        threading.Thread(
-            target=server.shutdown
-        ).start()  # `shutdown` waits for `serve_forever`, which runs in the main thread
+        # `shutdown` waits for `serve_forever`, which runs in the main thread.
+        threading.Thread(target=server.shutdown).start()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

@@ -251,15 +251,11 @@ class Generation:
             elif value is not None:
                 settings[name] = off if value == -1 else value
             elif not model_config.do_sample:
-                settings[name] = (
-                    off  # the configured value is a default of transformers, not a choice of the model's authors
-                )
+                settings[name] = off  # the configuration has only transformers' default, not the authors' choice
         if request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
         if request.penalizes:
-            settings["repetition_penalty"] = (
-                1.0  # `Penalties` applies this penalty, because the order of penalties matters
-            )
+            settings["repetition_penalty"] = 1.0  # `Penalties` applies it, because the order of penalties matters
         if request.min_tokens:
             settings["min_new_tokens"] = request.min_tokens
         return settings

@@ -114,9 +114,8 @@ class Grammar(LogitsProcessor):
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
         allowed = allowed.to(scores.device)
-        if not bool(
-            scores[:, allowed].isfinite().any()
-        ):  # min_tokens forbids the end token, and the grammar allows only the end token
+        # The test fails if min_tokens forbids the end token, and the grammar allows only the end token.
+        if not bool(scores[:, allowed].isfinite().any()):
             scores = torch.zeros_like(scores)
         return scores.masked_fill(~allowed, -torch.inf)
 

@@ -52,7 +52,6 @@ def peft_names(options: ServeOptions) -> dict[str, str]:
     """
     if not options.adapters:
         return {}
-    names = {
-        name: f"adapter{number}" for number, name in enumerate(options.adapters)
-    }  # PEFT allows no dots in adapter names
+    # PEFT allows no dots in adapter names.
+    names = {name: f"adapter{number}" for number, name in enumerate(options.adapters)}
     return {options.name: "__base__" if base_of_adapter(options.model) is None else "default", **names}

@@ -36,9 +36,7 @@ class FewestRequests(RequestRouter):
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = (
-                True  # wait before the next attempt if all replicas are full
-            )
+            pending_request.routing_context.should_backoff = True  # wait if all replicas are full
             self._open_requests[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 

@@ -207,9 +207,7 @@ class CompletionShape(Shape):
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._offsets:
             first = self._prompts[prompt][0]
-            self._note(
-                logprobs, index, first, None, None, self._token_bytes.bytes(first)
-            )  # the first token has no likelihood
+            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # without a likelihood
             for each in self.before[prompt]:
                 self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:

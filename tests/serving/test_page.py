@@ -339,9 +339,7 @@ def test_answer_is_copied_and_writes_right_to_left(browser):
     assert page.evaluate("navigator.clipboard.readText()") == "שלום **עולם**"
     assert answer.locator("p").evaluate("p => getComputedStyle(p).direction") == "rtl"
     assert page.locator("#prompt").get_attribute("dir") == "auto"
-    page.evaluate(
-        "delete Navigator.prototype.clipboard"
-    )  # browsers have no clipboard API over plain HTTP from another machine
+    page.evaluate("delete Navigator.prototype.clipboard")  # plain HTTP from another machine has no clipboard API
     page.get_by_label("Your message").fill("")
     page.locator("#copy-curl").click()
     shows(page, "#copy-curl", "Copied")

@@ -141,9 +141,7 @@ def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
         (sound_file(np.zeros((1000, 9), "float32")), "9 channels"),
         (wave_head(1 << 30), "no sound"),  # libsndfile uses the number of bytes present
     ],
-    ids=lambda value: (
-        "file" if isinstance(value, bytes) else value
-    ),  # the bytes of some files contain a time, which would change the test's id
+    ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes may contain a time, which changes the id
 )
 def test_invalid_sound_is_refused(running, data, message):
     assert message in ask(running, data, status=400)
