@@ -332,9 +332,9 @@ def test_ray_server_without_ray_says_what_to_install(monkeypatch, path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "slurm"}, "launcher is 'slurm'; it takes 'local' or 'ray'"),
-        ({"ray_address": "auto"}, "ray_address is 'auto'; it acts with launcher 'ray' alone"),
-        ({"autoscaling": ["max_replicas=2"]}, "it acts with launcher 'ray' alone"),
+        ({"launcher": "slurm"}, "launcher is 'slurm'; set 'local' or 'ray'"),
+        ({"ray_address": "auto"}, "ray_address is 'auto', which needs launcher 'ray'"),
+        ({"autoscaling": ["max_replicas=2"]}, "which needs launcher 'ray'"),
     ],
 )
 def test_options_not_for_launchers_are_refused(options, message):

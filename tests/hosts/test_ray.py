@@ -187,15 +187,18 @@ def test_the_server_on_ray_serve(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"client_timeout": 3.0}, "client_timeout does not act"),
+        ({"client_timeout": 3.0}, "client_timeout has no effect"),
         ({"port": 0}, "port is 0"),
-        ({"replicas": 2, "autoscaling": ["max_replicas=2"]}, "replicas is 2, and autoscaling says how many"),
-        ({"autoscaling": ["max_replicas=two"]}, "autoscaling has 'max_replicas=two'; it takes NAME=NUMBER"),
+        (
+            {"replicas": 2, "autoscaling": ["max_replicas=2"]},
+            "replicas is 2, but autoscaling sets the number of replicas",
+        ),
+        ({"autoscaling": ["max_replicas=two"]}, "autoscaling has 'max_replicas=two'; write NAME=NUMBER"),
         (
             {"autoscaling": ["max_replica=2"]},
-            r"'max_replica', which Ray Serve does not take \(did you mean 'max_replicas'",
+            r"'max_replica', which is not a setting of Ray Serve \(did you mean 'max_replicas'",
         ),
-        ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve does not take: .*max_replicas"),
+        ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve refuses: .*max_replicas"),
     ],
 )
 def test_options_without_effect_on_serve_are_refused(options, message):
