@@ -1,4 +1,4 @@
-"""204 damaged checkpoints, loaded by real workers: each is refused by name, or gives its weights bit for bit."""
+"""Loads 204 damaged checkpoints with real workers. Each must raise an error that names it, or load equal weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 
 from tests.helpers.damage import DAMAGE, damaged, save_intact
 
-ROUNDS = 12  # of 17 kinds of damage each
-_SECONDS = 60.0  # a load that takes longer hangs
+ROUNDS = 12  # checkpoints for each of 17 kinds of damage
+_SECONDS = 60.0  # a load that takes longer counts as a hang
 
 
 def sweep(ranks: int) -> dict[str, int]:
-    """Load them all with one group.
-
-    Returns:
-        How many there were, were refused, were harmless, went wrong silently or by another error, hung; and how many
-        descriptors, children and files were left over.
+    """Load all damaged checkpoints with one group. Returns: Counts of all checkpoints, of named errors, of bit-equal
+    loads, of wrong results or other errors, of hangs, and of leaked descriptors, child processes and files.
     """
     import torch
 
@@ -46,7 +43,7 @@ def sweep(ranks: int) -> dict[str, int]:
                         del loaded
                     except CheckpointError as error:
                         outcome = "refused by name" if str(broken.directory) in str(error) else "wrong"
-                    except Exception as error:  # any other is what this looks for
+                    except Exception as error:  # any other error is a bug of the library
                         print(f"{broken.name}: {error!r}")
                     counts[outcome] += 1
                     counts["hung"] += time.monotonic() - start > _SECONDS
