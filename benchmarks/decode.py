@@ -1,5 +1,6 @@
-"""Measures prefill and decode of random models of Llama's shape: parallelformers_ng on CPU workers with one thread
-each, and other libraries, in one run.
+"""Measures prefill and decode of random Llama models on CPU: parallelformers_ng and other libraries, in one run.
+
+Each worker of parallelformers_ng has one thread.
 
     python -m benchmarks.decode [--sizes 135M 600M] [--peers one native deepspeed] [--tokens 64] [--rounds 5]
 

@@ -1,5 +1,4 @@
-"""Compares the C kernels of a decode step with torch's operators, on one thread, with data larger than the CPU's
-caches.
+"""Compares the C kernels of a decode step with torch's operators, on one thread, with data larger than CPU caches.
 
     python -m benchmarks.kernels [--rounds 5] [--json OUT]
 

@@ -5,11 +5,12 @@ python -m benchmarks.loading [--ranks 2] [--repeats 3] [--layers 20] [--only PAR
 A checkpoint of random weights (a Llama shape in bfloat16, 2.1 GB with 20 layers) is made in a temporary directory and
 removed afterwards. Each run has its own processes. The ways of loading take turns:
 
-    ours, ours_new parallelize("directory"), with running workers, and with workers that the call starts cut
-    parallelize("directory") of what save_sharded wrote shard            parallelformers-ng shard, which only writes
-    given            parallelize(model) after from_pretrained: the model is handed over whole            from_pretrained
-    in one process native           from_pretrained with DistributedConfig(tp_size=ranks) under torchrun; it needs
-    accelerate
+    ours, ours_new   parallelize("directory"), with running workers, and with workers that the call starts
+    cut              parallelize("directory") of a directory that save_sharded wrote
+    shard            parallelformers-ng shard, which only writes
+    given            parallelize(model) after from_pretrained: the model is already loaded
+    whole            from_pretrained in one process
+    native           from_pretrained with DistributedConfig(tp_size=ranks) under torchrun; it needs accelerate
 
 "first token" is the time from the loading call to the first token; the interpreter runs and all libraries are imported
 before the call. "since start" is the time from the start of the process. "again" is the time of the same token from the

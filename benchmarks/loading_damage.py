@@ -15,8 +15,11 @@ _SECONDS = 60.0  # a load that takes longer counts as a hang
 
 
 def sweep(ranks: int) -> dict[str, int]:
-    """Load all damaged checkpoints with one group. Returns: Counts of all checkpoints, of named errors, of bit-equal
-    loads, of wrong results or other errors, of hangs, and of leaked descriptors, child processes and files.
+    """Load all damaged checkpoints with one group.
+
+    Returns:
+        Counts of all checkpoints, of named errors, of bit-equal loads, of wrong results or other errors, of hangs, and
+        of leaked descriptors, child processes and files.
     """
     import torch
 
