@@ -1,4 +1,5 @@
-"""`parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and give way to others.
+"""Tests `parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and are replaced
+if necessary.
 
 On the CPU, the recorded operators of a step replace a CUDA graph: see `operator_recorder.py`.
 """
@@ -63,7 +64,7 @@ def pair(recorded_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `parallelize` choose what it would choose on a CUDA device."""
+    """Make `parallelize` choose the decode mode of a CUDA device."""
     monkeypatch.setattr(api, "static_steps", lambda *_: (CAPTURED, ""))
 
 
@@ -82,7 +83,7 @@ def count(group: WorkerGroup) -> tuple[int, int]:
 
 
 def padded(*lengths: int) -> dict[str, Any]:
-    """Return prompts of these lengths, padded on the left."""
+    """Return prompts of given lengths, padded on the left."""
     longest = max(lengths)
     ids, mask = token_ids(len(lengths), longest, seed=sum(lengths)), torch.ones(len(lengths), longest, dtype=torch.long)
     for row, length in enumerate(lengths):
