@@ -1,4 +1,4 @@
-"""Groups over several hosts, all simulated on this machine over loopback."""
+"""Tests groups over several hosts, which are simulated on this machine over the loopback interface."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_dead_rank_ends_group_naming_its_host():
 
 
 def test_lost_host_ends_group_and_is_named(monkeypatch):
-    """The agent closes its connection without a message, in the middle of a request."""
+    """In this test the agent closes its connection without a message, in the middle of a request."""
     agents = []
     init = agent._Agent.__init__
 
