@@ -49,6 +49,7 @@ def operators_alone() -> Iterator[None]:
 
 class OperatorRecorder:
     """A recorder with the rules of CUDA graphs: recording computes nothing, and addresses and control flow are frozen.
+
     A step that needs a number on the host fails. A replay runs no Python of the model.
 
     Attributes:

@@ -1,6 +1,7 @@
-"""Defines time limits of tests for events that must come at once, and helpers that cause such events. Machines that run
-tests are busy, so the limits are long, and only detect a hang. `python -m benchmarks.chaos` measures how soon events
-come.
+"""Defines time limits of tests for events that must come at once, and helpers that cause such events.
+
+Machines that run tests are busy, so the limits are long, and only detect a hang. `python -m benchmarks.chaos` measures
+how soon events come.
 """
 
 from __future__ import annotations

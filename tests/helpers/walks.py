@@ -1,6 +1,7 @@
-"""Runs random walks over users' actions: the same steps on a whole model and on a parallelized copy. After every step
-both models must give the same result, or the parallelized model must raise a typed error without changes. At the end of
-a walk `deparallelize()` must restore the exact bits of the whole model.
+"""Runs random walks over users' actions: the same steps on a whole model and on a parallelized copy.
+
+After every step both models must give the same result, or the parallelized model must raise a typed error without
+changes. At the end of a walk `deparallelize()` must restore the exact bits of the whole model.
 """
 
 from __future__ import annotations
