@@ -201,7 +201,7 @@ def test_verify_compares_weights_in_few_bits_too(
     assert "int4     48 tensors" in capsys.readouterr().out
     assert main(["verify", "gpt2", "--quantize", "int7"]) == 2
     whole = ExpertStack.whole
-    monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # what ranks compute with
+    monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # spoils the experts of ranks
     assert main(["verify", "gpt2", "--quantize", "fp8"]) == 1
     assert "its outputs differ in fp8" in capsys.readouterr().out
 

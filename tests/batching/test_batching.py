@@ -422,7 +422,7 @@ def test_common_prefix_runs_once(monkeypatch):
     assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
     # A conversation continues its answer: the last token has not run yet.
     assert prefixes.length(torch.cat((want[1], base), -1)) == want[1].shape[1] - 1
-    for first in (1, 2):  # others drive it out
+    for first in (1, 2):  # two later prompts remove the first from the cache
         prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
     assert not prefixes.length(base)
 
@@ -471,7 +471,7 @@ def test_worker_death_ends_rows_queue_continues():
 
     want = gpt2().generate(prompt, max_new_tokens=50, do_sample=False)
     with parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True) as model, ThreadPoolExecutor(2) as pool:
-        for _ in range(20):  # until a worker dies while rows run
+        for _ in range(20):  # repeat until a worker dies while rows run
             told.clear()
             running = pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False, streamer=Told())
             assert told.wait(60)

@@ -279,7 +279,7 @@ def test_two_hundred_are_refused_and_leave_nothing(checkpoints: Path, tmp_path: 
             assert not group.in_use
             count += 1
     assert count >= 200
-    del caught  # it references the last frames, and these the file
+    del caught  # the exception refers to frames that keep the file open
     assert resources() == before
     assert not list(tmp_path.iterdir())
 

@@ -329,7 +329,7 @@ def test_rows_that_are_decoded_together_share_recordings(
     ):
         assert all(map(torch.equal, together(model), want))
         recordings, replays = count(group)
-        assert 1 <= recordings <= 3  # of 1, 2 and 4 rows
+        assert 1 <= recordings <= 3  # recordings of 1, 2 and 4 rows
         assert replays >= 30  # of at least 39 steps; per kind, the first runs unrecorded and the second is recorded
         assert all(map(torch.equal, together(model), want))
         assert count(group)[0] <= 3 - recordings
@@ -377,7 +377,7 @@ def test_rows_continue_without_room_for_recordings(
         finally:
             pair.call(fault, -1)
         assert all(map(torch.equal, got, want))
-        pair.call("counted")  # unlike on the ranks: one fails when its recording is made
+        pair.call("counted")  # counts differ: a recording failed on one rank
         assert torch.equal(model.generate(**specs[0]), want[0])
         assert count(pair) == (0, 0)
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]
