@@ -48,8 +48,8 @@ def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 def tokens_per_second(model: Any, calls: list[dict[str, Any]], threads: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
-        taken = measure.seconds(lambda: list(pool.map(lambda call: model.generate(**call), calls)))
-    return sum(call["max_new_tokens"] for call in calls) / taken
+        seconds = measure.seconds(lambda: list(pool.map(lambda call: model.generate(**call), calls)))
+    return sum(call["max_new_tokens"] for call in calls) / seconds
 
 
 def prompts(model: Any, base: int, count: int) -> float:

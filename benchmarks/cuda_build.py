@@ -111,7 +111,7 @@ def keywords() -> tuple[int, list[str]]:
                 continue
             first, *rest = ast.unparse(call.func).split(".")
             name = ".".join([imported.get(first, first), *rest])
-            if name in contract.NAMES and (function := _found(name)) is not None:
+            if name in contract.NAMES and (function := _torch_object(name)) is not None:
                 used = [keyword.arg for keyword in call.keywords if keyword.arg]
                 where = f"{path.name}:{call.lineno} {name}"
                 count += len(used)
@@ -119,7 +119,7 @@ def keywords() -> tuple[int, list[str]]:
     return count, refused
 
 
-def _found(name: str) -> Any:
+def _torch_object(name: str) -> Any:
     value: Any = torch
     for part in name.split(".")[1:] if name.startswith("torch.") else ():
         value = getattr(value, part, None)

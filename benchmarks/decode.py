@@ -171,7 +171,7 @@ def compete(
         contestant.run(task, **arguments)
     end = time.monotonic() + options.limit
     while len(disturbances) < options.rounds and time.monotonic() < end:
-        figures, memory, seen = {}, {}, {"others": 0.0, "stolen": 0.0}
+        figures, memory, disturbance = {}, {}, {"others": 0.0, "stolen": 0.0}
         before = _read(reader)
         for name, contestant in contestants.items():
             peaks: dict[str, float] = {}
@@ -180,10 +180,15 @@ def compete(
             after = _read(reader)
             figures[name], memory[name], before = answer["tokens_per_second"], (before + after) / 2, after
             tokens[name] = answer.get("tokens")
-            seen = {key: max(seen[key], peaks[key]) for key in seen}
-        print(f"  {seen['others']:.0%} to others, {seen['stolen']:.0%} stolen:", figures, file=sys.stderr, flush=True)
-        if seen["others"] <= options.disturbance:
-            disturbances.append(seen)
+            disturbance = {key: max(disturbance[key], peaks[key]) for key in disturbance}
+        print(
+            f"  {disturbance['others']:.0%} to others, {disturbance['stolen']:.0%} stolen:",
+            figures,
+            file=sys.stderr,
+            flush=True,
+        )
+        if disturbance["others"] <= options.disturbance:
+            disturbances.append(disturbance)
             for name, figure in figures.items():
                 rounds[name].append(figure)
                 read[name].append(memory[name])

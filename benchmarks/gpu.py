@@ -122,21 +122,23 @@ def compiled_graphs() -> int:
 
 def cut(shape: str, device: str, decode: Any) -> Contestant:
     """Return a model of this library with one worker."""
-    said = _Said()
-    logging.getLogger("parallelformers_ng").addHandler(said)
+    handler = _FallbackReasons()
+    logging.getLogger("parallelformers_ng").addHandler(handler)
     model = parallelize(build(shape, device), 1, workers={"device": device}, decode=decode, progress=False)
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
         return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **HOW)
 
     def close() -> None:
-        logging.getLogger("parallelformers_ng").removeHandler(said)
+        logging.getLogger("parallelformers_ng").removeHandler(handler)
         deployment_of(model).close()
 
-    return Contestant(generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(said.reasons))
+    return Contestant(
+        generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(handler.reasons)
+    )
 
 
-class _Said(logging.Handler):
+class _FallbackReasons(logging.Handler):
     """A log handler that records the reasons why steps ran without capture."""
 
     def __init__(self) -> None:
@@ -210,8 +212,8 @@ def speed(options: argparse.Namespace) -> list[str]:
         contestants.note(time.monotonic() - begun)
     below = below_the_best(options, chosen)
     save(options, "tokens below the best, standard deviations", below)
-    others = [each for each, far in below.items() if not far <= MOST_BELOW]
-    return [*wrong, *(f"{each}: tokens that the model would not choose" for each in others)]
+    too_far = [each for each, distance in below.items() if not distance <= MOST_BELOW]
+    return [*wrong, *(f"{each}: tokens that the model would not choose" for each in too_far)]
 
 
 def free(device: str) -> None:

@@ -80,9 +80,8 @@ def run(way: str, directory: Path, ranks: int, sampled: bool = False) -> dict[st
     spawned = ["--spawned", str(time.time()), *(["--sampled"] if sampled else [])]
     command = [sys.executable, *launcher, *arguments, *spawned]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    results = [
-        json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)
-    ]  # the output of two ranks may be on one line
+    # The output of two ranks may be on one line.
+    results = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
     if done.returncode or not results:
         raise RuntimeError(f"{way} failed: {done.stderr[-6000:]}")
     return max(results, key=lambda result: ("pss" in result, result.get("first_token")))

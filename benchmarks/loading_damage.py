@@ -33,7 +33,7 @@ def sweep(ranks: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as place:
         intact = save_intact(case.make(), Path(kept))
         with start_group(ranks, device="cpu", timeout=_SECONDS) as group:
-            before = _held()
+            before = _resource_counts()
             for kind in DAMAGE:
                 for broken in damaged(kind, intact[kind], Path(place), ROUNDS):
                     counts["checkpoints"] += 1
@@ -50,12 +50,12 @@ def sweep(ranks: int) -> dict[str, int]:
                         print(f"{broken.name}: {error!r}")
                     counts[outcome] += 1
                     counts["hung"] += time.monotonic() - start > _SECONDS
-            after = _held()
+            after = _resource_counts()
         counts |= {f"{name} left over": after[name] - before[name] for name in before}
         counts["files left over"] = len(list(Path(place).iterdir()))
     return counts
 
 
-def _held() -> dict[str, Any]:
+def _resource_counts() -> dict[str, Any]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {"descriptors": len(os.listdir("/proc/self/fd")), "children": len(children)}

@@ -93,20 +93,20 @@ def main() -> None:
     print(measure.machine())
     figures: dict[str, dict[str, list[float]]] = {}
     for ranks in options.ranks:
-        seen = {shape: expected(_CONFIGS[shape], ranks) for shape in options.shapes}
+        forecasts = {shape: expected(_CONFIGS[shape], ranks) for shape in options.shapes}
         with start_group(1, device="cpu") as single, start_group(ranks, device="cpu") as group:
             for _ in range(options.rounds):
                 alone, measured = probe(single, torch.float32), probe(group, torch.float32)
                 cluster = as_cluster(measured, alone, ranks, torch.float32)
                 for shape in options.shapes:
                     row = figures.setdefault(f"{shape}, {ranks} ranks", {})
-                    split = arrangement(cluster, seen[shape][0], _ANY, torch.float32, "eager", (ranks, 1, 1), 1)
+                    split = arrangement(cluster, forecasts[shape][0], _ANY, torch.float32, "eager", (ranks, 1, 1), 1)
                     row.setdefault("step", []).append(split.step_seconds)
                     with running(group, _CONFIGS[shape], torch.float32) as model:
                         row.setdefault("step measured", []).append(step_seconds(model, _PROMPT, _TOKENS))
         for shape in options.shapes:
             figures[f"{shape}, {ranks} ranks"] |= {
-                "bytes": [seen[shape][1]],
+                "bytes": [forecasts[shape][1]],
                 "bytes measured": [peak_bytes(_CONFIGS[shape], ranks)],
             }
     for name, row in figures.items():
@@ -147,17 +147,20 @@ def simulate(json: str | None) -> None:
     ranks = best.tensor * best.pipeline
     print(f"two hosts: {best}; {'hosts':>5}  {'forecast':>9}  {'simulated':>9}  tokens/s, worst minute")
     draw, figures = np.random.default_rng(0), {}
-    waits = (
-        1 + draw.exponential(_JITTER, (20_000, ranks)).max(axis=1).mean()
-    )  # all ranks of a replica wait for each other in each sum
+    # All ranks of a replica wait for each other in each sum.
+    waits = 1 + draw.exponential(_JITTER, (20_000, ranks)).max(axis=1).mean()
     for hosts in (2, 10, 100, 1000):
         replicas, minutes = best.replicas * hosts // 2, _DAYS * 24 * 60
         fail = _FAILURES_PER_SECOND * ranks * 60
         started = draw.binomial(replicas, fail, minutes)  # number of replicas that lose a device in each minute
         down = np.convolve(started, np.ones(_RESTART_SECONDS // 60))[:minutes].clip(max=replicas)
         speeds = best.tokens_per_second / best.replicas / waits * (replicas - down)
-        said = best.tokens_per_second * hosts / 2
-        figures[hosts] = {"forecast": [said], "simulated": [float(speeds.mean())], "worst": [float(speeds.min())]}
+        expected_speed = best.tokens_per_second * hosts / 2
+        figures[hosts] = {
+            "forecast": [expected_speed],
+            "simulated": [float(speeds.mean())],
+            "worst": [float(speeds.min())],
+        }
         print(f"{hosts:>5}  {said:>9.0f}  {speeds.mean():>9.0f}  {speeds.min():>9.0f}", flush=True)
     measure.save(json, "hosts", figures)
 

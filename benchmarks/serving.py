@@ -110,8 +110,8 @@ def tokens_per_second(client: httpx.Client, requests: list[dict[str, Any]]) -> f
 
     with ThreadPoolExecutor(len(requests)) as pool:
         token_counts: list[int] = []
-        taken = measure.seconds(lambda: token_counts.extend(pool.map(ask, requests)))
-    return sum(token_counts) / taken
+        seconds = measure.seconds(lambda: token_counts.extend(pool.map(ask, requests)))
+    return sum(token_counts) / seconds
 
 
 def mixed(model: str) -> list[dict[str, Any]]:
