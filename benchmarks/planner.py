@@ -161,7 +161,7 @@ def simulate(json: str | None) -> None:
             "simulated": [float(speeds.mean())],
             "worst": [float(speeds.min())],
         }
-        print(f"{hosts:>5}  {said:>9.0f}  {speeds.mean():>9.0f}  {speeds.min():>9.0f}", flush=True)
+        print(f"{hosts:>5}  {expected_speed:>9.0f}  {speeds.mean():>9.0f}  {speeds.min():>9.0f}", flush=True)
     measure.save(json, "hosts", figures)
 
 
