@@ -1,4 +1,5 @@
-"""Kinds of models whose calls share a batch: without a cache, with their own caches, with states; and the proof."""
+"""Tests batches of models without a cache, with their own caches and with states, and the proof that calls may share a
+batch."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_length_dependent_cache_is_refused() -> None:
 
 
 def test_layer_states_are_seen_by_the_proof() -> None:
-    """The small model's tokens agree by chance; its scores do not."""
+    """By chance the small model's tokens agree in a batch and alone, but its scores differ."""
     model = twin(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig())
     assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False))
 

@@ -1,4 +1,4 @@
-"""Checkpoint files read on hosts other than the one that opened them."""
+"""Tests reading checkpoint files on a host that did not open them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallelformers_ng.errors import CheckpointError
 
 
 def from_elsewhere(file: CheckpointFile) -> CheckpointFile:
-    """Return the file as a process of another host receives it."""
+    """Return the file object that a process of another host receives."""
     file._seen_from = ("another machine", file._seen_from[1])
     return pickle.loads(pickle.dumps(file))
 

@@ -1,4 +1,5 @@
-"""Quantized checkpoints, read by slices, equal what transformers makes of them in one process."""
+"""Tests that quantized checkpoints, read by slices, give the same weights and outputs as transformers in one
+process."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(path: Path) -> tuple[State, State]:
-    """Return logits and tokens by name, and the weights by name."""
+    """Return the expected logits and tokens by name, and the expected weights by name."""
     outputs = load_file(path / EXPECTED)
     weights = {name.removeprefix("state."): outputs.pop(name) for name in list(outputs) if name.startswith("state.")}
     return outputs, weights
@@ -96,7 +97,7 @@ _OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetri
     "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in FORMATS]
 )
 def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoints: Path) -> None:
-    """Without `dequantize` nothing is dequantized, and a format that no kernel reads is refused."""
+    """Without `dequantize`, weights stay quantized, and a format that no kernel reads raises an error."""
     assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)
     if name in KIND_ON_RANKS:
         assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {KIND_ON_RANKS[name]}
@@ -198,7 +199,7 @@ def leaf(tensor: Tensor) -> FetchedLeaf:
 
 
 def test_slices_equal_slices_of_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases: blocks that end beyond the weight, groups in another order, rows that end within a byte."""
+    """The cases are blocks that end beyond the weight, groups in another order, and rows that end within a byte."""
     monkeypatch.setattr(numbers, "_NUMBERS", 40)
     draw = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (2, 20, 14), generator=draw, dtype=torch.int8)
@@ -256,7 +257,7 @@ def some(checkpoints: Path, folder: Path) -> Iterator[Damaged]:
 
 
 def test_damage_is_refused_by_name(checkpoints: Path, tmp_path: Path) -> None:
-    """Damaged copies are refused, without workers."""
+    """Damaged copies raise an error that names them, before workers start."""
     seen = set()
     for broken in some(checkpoints, tmp_path):
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
@@ -278,7 +279,7 @@ def test_two_hundred_are_refused_and_leave_nothing(checkpoints: Path, tmp_path: 
             assert not group.in_use
             count += 1
     assert count >= 200
-    del caught  # it references the last frames, and these the file
+    del caught  # the exception refers to frames that keep the file open
     assert resources() == before
     assert not list(tmp_path.iterdir())
 

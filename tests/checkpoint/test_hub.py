@@ -1,4 +1,5 @@
-"""Checkpoints of the hub: from a cache laid out by hand, and from a server on the loopback. No downloads."""
+"""Tests checkpoints of the hub, from a handmade cache and from a server on the loopback interface, without
+downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models quantized in memory compute, are saved, and return to what they were."""
+"""Tests that models quantized in memory compute and are saved correctly, and are restored by `deparallelize`."""
 
 from __future__ import annotations
 

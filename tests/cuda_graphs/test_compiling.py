@@ -1,5 +1,4 @@
-"""`parallelize(decode="compile")` gives the same tokens with a static cache and `torch.compile`, or the reason why
-not."""
+"""Tests that `parallelize(decode="compile")` gives the same tokens, or names the reason why it does not compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frameworks around a model, with workers on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests frameworks around a model whose workers are on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.zoo.encoders import encoder
 
 @pytest.fixture
 def in_caller(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
-    """Show the devices to the caller too, for frameworks that look for them."""
+    """Make the devices visible in the caller, too, for frameworks that look for devices."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return pretended_one

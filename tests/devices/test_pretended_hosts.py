@@ -1,4 +1,4 @@
-"""Pretended CUDA devices on several hosts, all simulated on this machine: `tests/pretend_cuda`, `simulated_hosts`."""
+"""Tests pretended CUDA devices on several simulated hosts: see `tests/pretend_cuda` and `simulated_hosts`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_torchrun_ranks_get_devices_of_their_place(believing: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("exchange", ["sum", "gather"])
 def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
-    """NCCL may fail here before this host learns why a peer on another host has aborted."""
+    """NCCL may fail on one host before the host is informed why a peer on another host has aborted."""
 
     def fails(*_: Any) -> Any:
         raise dist.DistBackendError("remote process exited")

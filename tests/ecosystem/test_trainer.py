@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate: evaluation works as before, training is refused."""
+"""Tests transformers' Trainer and accelerate: evaluation works as with a whole model, and training raises an error."""
 
 from __future__ import annotations
 

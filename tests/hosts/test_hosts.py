@@ -1,4 +1,4 @@
-"""Groups over several hosts, all simulated on this machine over loopback."""
+"""Tests groups over several hosts, which are simulated on this machine over the loopback interface."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_dead_rank_ends_group_naming_its_host():
 
 
 def test_lost_host_ends_group_and_is_named(monkeypatch):
-    """The agent closes its connection without a message, in the middle of a request."""
+    """In this test the agent closes its connection without a message, in the middle of a request."""
     agents = []
     init = agent._Agent.__init__
 
@@ -275,7 +275,7 @@ def test_stages_on_ray_fit_its_nodes(devices, world_size, each):
 
 
 def test_missing_ray_error_says_what_to_install(monkeypatch, path):
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "ray", None)  # pretend that ray is not installed
     with pytest.raises(ParallelError, match=r"Ray is not installed; run pip install 'parallelformers-ng\[ray\]'"):
         parallelize(path, 2, workers={"launcher": "ray", "device": "cpu"})
 

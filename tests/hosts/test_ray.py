@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster, all on this machine."""
+"""Tests ranks on the nodes of a Ray cluster; all nodes are on this machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ranks_use_few_nodes_and_the_environment(cluster):
 
 @pytest.fixture
 def devices(cluster, monkeypatch):
-    """Have Ray report two devices per node, and torch pretend them."""
+    """Make Ray report two devices per node, and make torch pretend these devices."""
     believe(monkeypatch)
     monkeypatch.setattr("parallelformers_ng.hosts.ray.Agent", PretendedAgent)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the caller's machine has none
@@ -160,7 +160,8 @@ def test_cluster_without_connection_is_refused(cluster):
 
 
 def test_the_server_on_ray_serve(cluster, tmp_path):
-    """Two replicas of one rank each behind one route; `/ready` reports them healthy, and they end afterwards."""
+    """One route serves two replicas of one rank each. `/ready` reports healthy replicas, and the replicas end
+    afterwards."""
     from parallelformers_ng.serving.on_ray import deployed
 
     folder = save_served_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a torchrun job."""
+"""Tests ranks on the nodes of a torchrun job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parallelized model keeps its modules and weights; harmless calls are no error."""
+"""Tests that changes of modules and weights of a parallelized model raise an error, and that harmless calls do not."""
 
 from __future__ import annotations
 

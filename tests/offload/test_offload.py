@@ -1,4 +1,5 @@
-"""`fit={"max_memory": …}`: layers without room on their device are in RAM or on disk, and arrive before they run."""
+"""Tests `fit={"max_memory": …}`: layers that do not fit on their device are in RAM or on disk, and are loaded before
+they run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def llama() -> Any:
 
 
 def a_third(model: Any, ranks: int, cpu: int | str = 0, **options: Any) -> dict[str, Any]:
-    """Return a `fit` that leaves each rank room for a third of its weights, and for parameters outside layers."""
+    """Return a `fit` with room for a third of each rank's weights, and for parameters outside of layers."""
     shard_plan = plan(model, ranks)
     rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(shard_plan.bytes_per_rank)}
     return {"max_memory": {**rooms, "cpu": cpu}, **options}
@@ -241,8 +242,8 @@ def test_on_pretended_devices(pretended_groups: Any, tmp_path: Path, cpu: int | 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", [0, "1GiB"], ids=["disk", "RAM"])
 def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
-    """The weights are three times the room. Beyond an idle rank, it takes the room, one layer, and data that is not
-    weights."""
+    """The weights take three times the room. The limit is the memory of idle ranks, the room, one layer, and data that
+    is not weights."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=18, num_attention_heads=8,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,

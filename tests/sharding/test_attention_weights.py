@@ -1,4 +1,4 @@
-"""Requested attention weights have all heads, however they are requested; without a request nothing is exchanged."""
+"""Tests that requested attention weights have all heads, and that unrequested attention weights cause no exchange."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_weights_of_all_heads(
 
 
 class Rollout(BertModel):
-    """A model that uses the weights itself: attention rollout over all heads and layers."""
+    """A model that uses attention weights itself: attention rollout over all heads and layers."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = super().forward(input_ids, output_attentions=True, **kwargs)
@@ -175,7 +175,8 @@ def encode(model: Any) -> None:
     ids=["llama", "t5", "bert", "deberta", "longformer"],
 )
 def test_unrequested_weights_are_not_exchanged(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    """Eager attention returns weights unrequested; other weights are dropped before anything reads them."""
+    """Eager attention returns weights also without a request. Unrequested weights are dropped before any code reads
+    them."""
     model = eager(make())
 
     def without(share: Any) -> None:

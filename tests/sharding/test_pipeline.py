@@ -1,4 +1,4 @@
-"""Models computed in stages: each rank has some of the layers, and all ranks get every result."""
+"""Tests pipelines: each rank has some of the layers, and all ranks get every result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_result_of_any_structure_reaches_all_ranks() -> None:
 
 
 def test_exception_of_one_rank_ends_the_call(groups: Groups) -> None:
-    """A layer before the last one of its stage raises, while the others wait for the last layer's result."""
+    """A layer before the last layer of its stage raises, while all other ranks wait for the last layer's result."""
     model = deep_llama()
     parallelize(model, workers=groups(2), fit=PIPELINE)
     for _ in range(2):
@@ -100,7 +100,7 @@ SHAPES = (
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_rank_equals_the_whole_model(name: str, width: int) -> None:
-    """Two stages of one rank each, or of two ranks that cut the layers."""
+    """The pipelines have two stages of one rank each, or of two ranks that shard the layers."""
     case = case_of(name)
     model, inputs = case.make(), case.inputs()
     prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}

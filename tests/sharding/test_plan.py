@@ -1,4 +1,4 @@
-"""The plan: its arithmetic, its bytes, and its errors."""
+"""Tests the plan: its arithmetic, its bytes, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in a policy are reported: impossible rules on reading, wrong rules by a proof on a twin."""
+"""Tests that mistakes in a policy are reported: impossible rules when the policy is read, wrong rules by the proof."""
 
 from __future__ import annotations
 
@@ -112,13 +112,14 @@ class Mine(Policy):
 
 
 class Forgotten(Mine):
-    """A policy without `fused=3`: each rank takes a stretch of the joint q, k and v for its own three parts."""
+    """A policy without `fused=3`: each rank takes one slice of the joint q, k and v, and uses the slice as its own q, k
+    and v."""
 
     plan = {**RIGHT, "attn.c_attn": Column()}
 
 
 class Doubled(Mine):
-    """A policy that sums a sum again."""
+    """A policy that sums a result twice."""
 
     plan = {**RIGHT, "attn.c_proj": Row(reduce=False), "mlp.c_fc": Column()}
 

@@ -1,4 +1,4 @@
-"""`quantize=`: weights in few bits on the ranks, through processes, files and back."""
+"""Tests `quantize=`: quantized weights on the ranks, in saved files, and after `deparallelize`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def llama(**options: Any) -> Any:
 
 
 def rounded(model: Any, names: Any, scheme: str = "int8", group: int | None = None) -> Any:
-    """Return a copy with quantized and dequantized weights; test_quantize_parity compares those with torchao."""
+    """Return a copy of the model with weights quantized and dequantized again; test_quantize_parity compares such
+    weights with torchao."""
     other = copy.deepcopy(model)
     for name in names:
         weight = other.get_parameter(name)
@@ -182,7 +183,7 @@ def test_ranks_use_the_memory_of_their_shards(tmp_path: Path) -> None:
 def test_slice_of_numbers_equals_that_of_whole(
     dim: int, scheme: str, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for every source of the weight, and for any number of values in memory at once."""
+    """The slices are equal for every source of the weight, and for any number of values in memory at once."""
     monkeypatch.setattr(encoded, "_NUMBERS", 40)
     stored = torch.randn(3, 20, 14, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     lazy = LazyTensor(FetchedLeaf((3, 20, 14), torch.bfloat16, lambda: stored))

@@ -1,4 +1,5 @@
-"""Functions given to `generate` that write to globals cause one warning; other notes return."""
+"""Tests that functions given to `generate` cause one warning if they write to globals, and that all other changes
+return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with code that is not the libraries' own are cut, kept whole or refused; numbers equal the plain model's."""
+"""Tests that models with foreign code are sharded, replicated or refused, and that results equal the plain model's."""
 
 from __future__ import annotations
 
