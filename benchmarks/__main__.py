@@ -1,4 +1,4 @@
-"""Runs the benchmarks against their peers, one after another: `python -m benchmarks [NAME …]`."""
+"""Runs the comparisons with other libraries, one after another: `python -m benchmarks [NAME …]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ ALL = ("startup", "round_trip", "generate_cost", "collectives", "kernels", "deco
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*ALL, []], default=list(ALL), help="which; all if none is named")
+    parser.add_argument(
+        "names", nargs="*", choices=[*ALL, []], default=list(ALL), help="names of benchmarks to run; default: all"
+    )
     for name in parser.parse_args().names:
         print(f"\n== {name} " + "=" * (70 - len(name)), flush=True)
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

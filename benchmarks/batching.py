@@ -1,4 +1,4 @@
-"""Measures decoding of calls together: two CPU ranks, the shape of SmolLM2-135M with random weights, in turns.
+"""Measures batched decoding on two CPU ranks, with a random model of SmolLM2-135M's shape; contestants take turns.
 
 python -m benchmarks.batching [--rounds 3] [--dtype float32] [--only "16 mixed"] [--json OUT]
 """
@@ -20,7 +20,7 @@ from parallelformers_ng.model.groups import RUNNER
 from parallelformers_ng.runtime.group import WorkerGroup
 
 SHAPE = SHAPES["135M"]
-THREADS = 2  # as many as there are ranks, for the peer in one process
+THREADS = 2  # threads of the peer, which has one process: as many as ranks
 
 
 def whole(dtype: torch.dtype) -> Any:
@@ -33,7 +33,7 @@ def model(dtype: torch.dtype, batching: Any) -> Any:
 
 
 def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Greedy calls of so many tokens before and after."""
+    """Return arguments of greedy calls. `lengths` has pairs: tokens of the prompt, tokens to generate."""
     numbers = torch.Generator().manual_seed(1)
     return [
         {
@@ -48,13 +48,13 @@ def calls(lengths: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 def tokens_per_second(model: Any, calls: list[dict[str, Any]], threads: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
-        taken = measure.seconds(lambda: list(pool.map(lambda call: model.generate(**call), calls)))
-    return sum(call["max_new_tokens"] for call in calls) / taken
+        seconds = measure.seconds(lambda: list(pool.map(lambda call: model.generate(**call), calls)))
+    return sum(call["max_new_tokens"] for call in calls) / seconds
 
 
 def prompts(model: Any, base: int, count: int) -> float:
-    """Return calls per second. Each call asks for its first token after `base` common tokens, new for every run, and
-    16 of its own."""
+    """Return calls per second. A call generates one token after a prompt of `base` tokens that all calls share and 16
+    tokens of its own."""
     common = torch.randint(5, SHAPE["vocab_size"], (1, base))
     ids = [torch.cat((common, torch.randint(5, SHAPE["vocab_size"], (1, 16))), -1) for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
@@ -63,7 +63,7 @@ def prompts(model: Any, base: int, count: int) -> float:
 
 
 def of_transformers(model: Any, requests: list[dict[str, Any]]) -> float:
-    """Tokens per second of transformers' own continuous batching, in this process."""
+    """Return tokens per second of transformers' own continuous batching, in this process."""
     torch.set_num_threads(THREADS)
     ids = [call["input_ids"][0].tolist() for call in requests]
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--only", default="", help="contests whose names have this in them")
+    parser.add_argument("--only", default="", help="run only contests whose names contain this text")
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
@@ -104,7 +104,7 @@ def main() -> None:
 
     @cache
     def model_for(variant: str) -> Any:
-        """A model, made when the first contest asks for it; it has run calls side by side."""
+        """Return a model after concurrent warm-up calls; the first contest that uses the variant makes it."""
         if variant == "whole":
             return whole(dtype)
         if variant == "one replica":
@@ -151,7 +151,7 @@ def main() -> None:
     for what, contestants in contests.items():
         if options.only in what:
             for run in contestants.values():
-                run()  # what is made once is made
+                run()  # warm up
             figures[what] = measure.interleave(contestants, options.rounds)
             unit = "calls/s" if "first" in what else "tokens/s"
             measure.report(what, unit, figures[what], against=next(iter(contestants)), higher_is_better=True)

@@ -1,4 +1,4 @@
-"""Measures many callers: 16 threads that each call `generate`, one call of 16 prompts, and OpenVINO's continuous batching.
+"""Measures many callers: threads that call `generate`, one call with all prompts, and OpenVINO's continuous batching.
 
     python -m benchmarks.callers [--size 600M] [--dtype bfloat16] [--rounds 3] [--openvino PYTHON] [--json OUT]
 
@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def whole(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
 
 
 def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:
-    """Return token ids `[count, length]`, new at each call."""
+    """Return random token ids `[count, length]`."""
     return torch.randint(5, vocabulary, (count, length))
 
 
@@ -57,16 +58,22 @@ def in_one_call(model: Any, ids: torch.Tensor, new: int) -> float:
     return measure.seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
 
 
+def tokens_per_second(run: Callable[[torch.Tensor, int], float], ids: torch.Tensor, new: int) -> float:
+    """Return the new tokens per second of all prompts together."""
+    return len(ids) * new / run(ids, new)
+
+
 def peer(python: str, directory: str, dtype: str) -> Callable[[torch.Tensor, int], float]:
     """Start OpenVINO's pipeline. Returns a function that runs prompts through it and returns the seconds."""
     precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     command = [python, _PEER, directory, precision, str(RANKS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout is not None
     json.loads(process.stdout.readline())
 
     def run(ids: torch.Tensor, new: int) -> float:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         print(json.dumps({"prompts": ids.tolist(), "new": new}), file=process.stdin, flush=True)
         return float(json.loads(process.stdout.readline()))
 
@@ -102,7 +109,7 @@ def main() -> None:
             title = f"{count} callers, prompts of {length}, {new} new"
             figures = measure.interleave(
                 {
-                    name: lambda run=run: count * new / run(prompts(count, length, vocabulary), new)  # type: ignore[misc]
+                    name: partial(tokens_per_second, run, prompts(count, length, vocabulary), new)
                     for name, run in contestants.items()
                 },
                 options.rounds,

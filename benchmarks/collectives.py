@@ -1,10 +1,10 @@
-"""Latency of an all-reduce between CPU ranks: the C kernel and gloo, interleaved in one run.
+"""Measures the latency of an all-reduce between CPU ranks: the C kernel and gloo, interleaved in one run.
 
     python -m benchmarks.collectives [--ranks 2 4] [--json OUT]
 
-Each round measures every backend in turn, so that a disturbance of the machine hits all of them. A figure is the
-time of one call on rank 0, in microseconds. "gloo" is the library's own last resort (gathered, summed in rank
-order); "gloo ring" is gloo's native all-reduce, the peer to beat.
+Each round measures every backend in turn, so that a disturbance of the machine affects all backends. A figure is the
+time of one call on rank 0, in microseconds. "gloo" is the library's slowest backend: it gathers all tensors and sums
+them in rank order. "gloo ring" is gloo's native all-reduce, the peer to beat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallelformers_ng.collectives.process_group import create_rendezvous, rend
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
 
 SIZES = {8 * 1024: 400, 64 * 1024: 300, 256 * 1024: 100, 4 * 1024 * 1024: 10}
-"""Message sizes in bytes, and how often a round repeats each with the fastest backend."""
+"""Message size in bytes → number of repetitions in a round, with the fastest backend."""
 
 
 def measure(rank: int, world_size: int, fds: list[DupFd], rendezvous: str, rounds: int, pipe: Any) -> None:

@@ -1,11 +1,12 @@
-"""One way to run a model, in a process of its own: what `benchmarks.decode` starts, pins and asks for figures.
+"""Runs a model in one of several ways, in a process that `benchmarks.decode` starts, pins and measures.
 
     python benchmarks/contestant.py KIND DIRECTORY
 
-KIND is `one` (transformers in this process), `ours`, `native` (transformers' tensor parallelism: one such process for
-each rank, with torchrun's environment variables), `deepspeed` (its AutoTP, likewise) or `tensor_parallel`. The last two
-are imported only there, so that the interpreter may be one with other versions. Each line on standard input is a task,
-each line on standard output its answer, JSON.
+KIND is `one` (transformers in this process), `ours` (parallelformers_ng), `native` (transformers' tensor parallelism),
+`deepspeed` (DeepSpeed's AutoTP) or `tensor_parallel`. `native` and `deepspeed` need one such process for each rank,
+with torchrun's environment variables. deepspeed and tensor_parallel are imported only for their kinds, so the
+interpreter may have other versions of packages. Each line on standard input is a task, and each line on standard output
+is the answer, in JSON.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import sys
 import time
 from typing import Any
 
-sys.path.pop(0)  # this script's directory, whose modules would hide packages of their names
+sys.path.pop(0)  # modules of this script's directory would hide packages of the same name
 
 import torch
 
 
 def load(kind: str, directory: str) -> Any:
-    """The model, ready for `generate`."""
+    """Return the model, ready for `generate`."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +40,7 @@ def load(kind: str, directory: str) -> Any:
     if kind == "deepspeed":
         import deepspeed
 
-        os.environ.setdefault("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # its sums go through shared memory then
+        os.environ.setdefault("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # makes DeepSpeed sum through shared memory
         deepspeed.init_distributed("gloo")
         cut = {"tp_size": int(os.environ["WORLD_SIZE"])}
         return deepspeed.init_inference(model, tensor_parallel=cut, dtype=torch.float32).module
@@ -51,8 +52,8 @@ def load(kind: str, directory: str) -> Any:
 
 
 def load_tensor_parallel(directory: str) -> Any:
-    """Random weights: speed does not ask for their values. The transformers that it needs derives the size of a head
-    from the hidden size, and its cut of tied weights does not run."""
+    """Return a model with random weights, sharded by tensor_parallel. Weights are not tied, because tensor_parallel
+    fails with sharded tied weights. Its old transformers derives the head size from the hidden size."""
     import tensor_parallel
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,7 +66,7 @@ def load_tensor_parallel(directory: str) -> Any:
 
 
 def decode(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
-    """Greedy decoding after a prompt of `prompt` tokens, the prompt's own pass taken off."""
+    """Measure greedy decoding after a prompt of `prompt` tokens, without the time of the prefill."""
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ids = torch.arange(3, 3 + prompt)[None]
     start = time.perf_counter()
@@ -77,20 +78,20 @@ def decode(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
 
 
 def prefill(model: Any, prompt: int) -> dict[str, Any]:
-    """`generate` of one token: the prompt's pass and the choice of the first token."""
+    """Measure `generate` of one token: the prefill and the choice of the first token."""
     start = time.perf_counter()
     model.generate(torch.arange(3, 3 + prompt)[None], max_new_tokens=1, do_sample=False, pad_token_id=0)
     return {"tokens_per_second": prompt / (time.perf_counter() - start)}
 
 
 def bandwidth(nbytes: int, start: float, seconds: float) -> dict[str, Any]:
-    """Bytes per second that this process reads in sums over a tensor far larger than any cache, all passes together.
+    """Measure bytes per second that this process reads while it sums a tensor far larger than any cache.
 
     Args:
         nbytes: bytes of the tensor.
-        start: when to begin, on the clock of `time.monotonic`, so that several processes read at the same time: one
-            that reads alone has more of the memory.
-        seconds: how long.
+        start: start time on the clock of `time.monotonic`, in seconds. Several processes must read at the same time,
+            because one process alone gets more bandwidth.
+        seconds: duration in seconds.
     """
     data = _ones(nbytes)
     data.sum()
@@ -109,7 +110,7 @@ def _ones(nbytes: int) -> torch.Tensor:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to standard error
     kind, directory = sys.argv[1:]
     tasks = {"decode": decode, "prefill": prefill}
     if kind == "reader":

@@ -1,4 +1,4 @@
-"""Control groups of memory: what some processes may have together, file pages included."""
+"""Limits the memory of processes, file pages included, by Linux control groups."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PEAK = {"memory.limit_in_bytes": "memory.max_usage_in_bytes", "memory.max": "me
 
 
 class Group:
-    """A control group of memory; beyond its limit the kernel's memory killer ends a process of it. None of it happens
-    where the system forbids groups.
+    """A control group with a memory limit. Beyond the limit, the kernel kills a process of the group. If the system
+    forbids control groups, all methods do nothing.
 
     Args:
-        path: its directory; "" if there is none.
+        path: directory of the group; "" if the system forbids control groups.
     """
 
     def __init__(self, path: str) -> None:
@@ -25,27 +25,28 @@ class Group:
         self._limit = next((name for name in _USED if self.path and (self.path / name).exists()), "")
 
     def join(self, pid: int = 0) -> None:
-        """Have a process in it, by default this one."""
+        """Move a process into the group, by default the calling process."""
         if self.path:
             (self.path / "cgroup.procs").write_text(str(pid or os.getpid()))
 
     def used(self) -> int:
-        """Bytes."""
+        """Return the memory that the group uses, in bytes."""
         return int((self.path / _USED[self._limit]).read_text()) if self.path else 0
 
     def limit_to(self, nbytes: int) -> None:
-        """From now on no more than so many bytes."""
+        """Limit the memory of the group to `nbytes` from now on."""
         if self.path:
             (self.path / self._limit).write_text(str(nbytes))
 
     def peak(self) -> int:
-        """The most that it has used, in bytes."""
+        """Return the peak of the group's memory, in bytes."""
         return int((self.path / _PEAK[self._limit]).read_text()) if self.path else 0
 
 
 @contextmanager
 def control_group(name: str) -> Iterator[str]:
-    """The path of a new one, "" if none can be made. What is in it must have ended when the block is left."""
+    """Make a control group for the block. Yields its path, "" if the system forbids control groups. All processes of
+    the group must end before the block ends."""
     for root, limit in _ROOTS.items():
         path = Path(root, f"parallelformers_ng-{os.getpid()}-{name}")
         try:
@@ -62,16 +63,16 @@ def control_group(name: str) -> Iterator[str]:
 
 @contextmanager
 def memory_limit(pid: int, nbytes: int) -> Iterator[bool]:
-    """From now on, let a process, which is in no other group, take this many bytes more.
+    """Limit the further memory of a process to `nbytes` from now on. The process must not be in another group.
 
     Args:
-        pid: the process, which must have ended when the block is left.
+        pid: process id; the process must end before the block ends.
 
-    Returns:
-        Whether the system lets us.
+    Yields:
+        Whether the system permits the limit.
     """
     with control_group(str(pid)) as path:
         group = Group(path)
-        group.limit_to(nbytes)  # what the process had before is not counted
+        group.limit_to(nbytes)  # memory from before does not count
         group.join(pid)
         yield bool(path)

@@ -3,10 +3,11 @@
     python -m benchmarks.cuda_build [--results benchmarks/results/cuda_build.json]
 
 - Every module of the package is imported.
-- Every name of `tests/pretend_cuda/contract.py` is there, and takes the keywords that the package gives it; the
-  libraries name every variable of the environment.
-- Neither the imports nor the fork server nor a fork of it opens the driver: a library in its place notes who does.
-- What the counts of `tests/pretend_cuda/kernels.py` take for one kernel is registered for CUDA.
+- Every name of `tests/pretend_cuda/contract.py` exists, and accepts the keywords that the package uses. torch's or
+  NVIDIA's libraries contain every environment variable of the contract.
+- Neither the imports nor the fork server nor a forked CPU rank opens the driver. A stand-in library for the driver
+  records each process that opens it.
+- Every operator that `tests/pretend_cuda/kernels.py` counts as one kernel is registered for CUDA.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ try:
 except Exception as error:
     print("REFUSED", type(error).__name__, str(error).splitlines()[0][:200], flush=True)
 """
-"""A program that imports all, forks two ranks for the host and, at last, one for a device, which opens the driver."""
+"""A program that imports all modules, forks two CPU ranks, and then forks a rank for a device, which opens the
+driver."""
 _FUSED = ("aten::_fused_rms_norm", "aten::native_layer_norm", "aten::_scaled_dot_product_efficient_attention")
 
 
 def imports() -> list[str]:
-    """Modules that cannot be imported, with the error."""
+    """Return the modules that cannot be imported, each with its error."""
     failed = []
     for module in pkgutil.walk_packages(parallelformers_ng.__path__, "parallelformers_ng."):
         if module.name.endswith("__main__"):
@@ -89,7 +91,7 @@ def imports() -> list[str]:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("ray"):  # an extra
+            if not (error.name or "").startswith("ray"):  # ray is optional
                 failed.append(f"{module.name}: {error}")
         except Exception as error:
             failed.append(f"{module.name}: {type(error).__name__}: {error}")
@@ -97,7 +99,8 @@ def imports() -> list[str]:
 
 
 def keywords() -> tuple[int, list[str]]:
-    """How many keywords the package gives to names of the table, and those that these do not take."""
+    """Return the number of keywords that the package passes to names of the contract, and the keywords that these names
+    do not accept."""
     refused: list[str] = []
     count = 0
     for path in PACKAGE.rglob("*.py"):
@@ -108,7 +111,7 @@ def keywords() -> tuple[int, list[str]]:
                 continue
             first, *rest = ast.unparse(call.func).split(".")
             name = ".".join([imported.get(first, first), *rest])
-            if name in contract.NAMES and (function := _found(name)) is not None:
+            if name in contract.NAMES and (function := _torch_object(name)) is not None:
                 used = [keyword.arg for keyword in call.keywords if keyword.arg]
                 where = f"{path.name}:{call.lineno} {name}"
                 count += len(used)
@@ -116,7 +119,7 @@ def keywords() -> tuple[int, list[str]]:
     return count, refused
 
 
-def _found(name: str) -> Any:
+def _torch_object(name: str) -> Any:
     value: Any = torch
     for part in name.split(".")[1:] if name.startswith("torch.") else ():
         value = getattr(value, part, None)
@@ -126,14 +129,14 @@ def _found(name: str) -> Any:
 def _takes(function: Any, keyword: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a built-in one, whose text says what it takes
+    except (TypeError, ValueError):  # a built-in function: its docstring lists the keywords
         text = f"{function.__doc__} {getattr(getattr(function, '__init__', None), '__doc__', '')}"
         return f"{keyword}:" in text or f"{keyword}=" in text
     return keyword in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def variables() -> list[str]:
-    """Variables of the environment in the table that none of torch's and NVIDIA's libraries names."""
+    """Return the environment variables of the contract that no library of torch or NVIDIA contains."""
     site = Path(torch.__file__).parents[1]
     libraries = [*(site / "torch" / "lib").glob("*.so*"), *site.glob("nvidia/**/libnccl*.so*")]
     sources = [site / "torch" / "cuda" / "__init__.py", *(site / "torch" / "distributed").rglob("*.py")]
@@ -142,14 +145,14 @@ def variables() -> list[str]:
 
 
 def unregistered() -> list[str]:
-    """Operators without a CUDA kernel of their own."""
+    """Return the operators of `_FUSED` without their own CUDA kernel."""
     return [name for name in _FUSED if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")]
 
 
 @contextlib.contextmanager
 def driver() -> Iterator[tuple[dict[str, str], Path]]:
-    """A driver without devices that notes which processes open it: the environment in which it is found, and the
-    notes."""
+    """Build a driver without devices that records the processes that open it. Yields an environment in which the driver
+    is found, and the path of the records."""
     with tempfile.TemporaryDirectory() as folder:
         source, library, notes = Path(folder, "driver.c"), Path(folder, "libcuda.so.1"), Path(folder, "notes")
         source.write_text(_DRIVER)
@@ -159,7 +162,8 @@ def driver() -> Iterator[tuple[dict[str, str], Path]]:
 
 
 def opened() -> tuple[list[str], str]:
-    """Return the processes that opened the driver against the rules, and the end of a rank for a device."""
+    """Return the processes that opened the driver although they must not, and the last output of a rank for a
+    device."""
     with driver() as (environment, notes):
         probe = "import torch; torch.cuda.is_available()"
         subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True)

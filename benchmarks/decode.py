@@ -1,13 +1,14 @@
-"""Prefill and decode of Llama-shaped models with random weights: this library on CPU workers of one thread each,
-beside its peers, in one run.
+"""Measures prefill and decode of random Llama models on CPU: parallelformers_ng and other libraries, in one run.
+
+Each worker of parallelformers_ng has one thread.
 
     python -m benchmarks.decode [--sizes 135M 600M] [--peers one native deepspeed] [--tokens 64] [--rounds 5]
 
-Each contestant is a process, or a group of them, of its own; all stand by while one is measured, round after round.
-`native` is transformers' tensor parallelism (it needs accelerate) and `deepspeed` DeepSpeed's AutoTP (it needs ninja
-and a C++ compiler), each rank pinned to a core; one process has as many threads as there are ranks. `tensor_parallel`
-needs an interpreter with the old versions that it runs on: --tensor-parallel PYTHON. A round in which other processes
-of the machine took more than --disturbance of its cores is measured again.
+Each contestant has its own processes. In each round one contestant after another is measured, and all other contestants
+wait. `native` is transformers' tensor parallelism (needs accelerate). `deepspeed` is DeepSpeed's AutoTP (needs ninja
+and a C++ compiler). Each rank of `native` and `deepspeed` is pinned to a core. `one` is a single process with as many
+threads as ranks. `tensor_parallel` needs an interpreter with old versions of packages: --tensor-parallel PYTHON. If
+other processes of the machine use more than --disturbance of the cores in a round, the round is measured again.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _CONTESTANT = str(Path(__file__).with_name("contestant.py"))
 
 
 class Contestant:
-    """The processes of one contestant. All get the same tasks; the first one's answer counts.
+    """The processes of one contestant. All processes get the same tasks; only the answer of the first process counts.
 
     Args:
         kind: kind of contestant, see `contestant.py`.
         directory: the checkpoint.
-        ranks: its workers; one process has as many threads instead.
-        python: the interpreter.
-        path: folder from which the library is imported; by default the present one.
+        ranks: number of workers; for kind `one`, the number of threads.
+        python: path of the interpreter.
+        path: folder from which parallelformers_ng is imported; by default the present working tree.
     """
 
     def __init__(self, kind: str, directory: str, ranks: int, python: str = sys.executable, path: str = "") -> None:
@@ -66,7 +67,7 @@ class Contestant:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(ranks if several else 1):
-            # "ours" shares out the cores itself; the thread count of its first process matters to nothing.
+            # "ours" assigns the cores to its workers; the thread count of its first process has no effect.
             environment = os.environ | {
                 "OMP_NUM_THREADS": str(threads),
                 "RANKS": str(ranks),
@@ -93,7 +94,7 @@ class Contestant:
             _answer(process)
 
     def run(self, task: str, **arguments: int | float) -> list[dict[str, Any]]:
-        """The answers of its processes."""
+        """Give a task to all processes, and return their answers."""
         for process in self.processes:
             print(json.dumps({"task": task, **arguments}), file=process.stdin, flush=True)
         return [_answer(process) for process in self.processes]
@@ -118,7 +119,8 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched(memory: dict[str, float]) -> Iterator[None]:
-    """Notes which share of the machine's cores went to processes other than this one's, and to the hypervisor."""
+    """Add to `memory` the shares of the cores, 0 to 1, that other processes ("others") and the hypervisor ("stolen")
+    used during the block."""
     before, mine, start = _busy_seconds(), _own_seconds(), time.monotonic()
     yield
     after, cores = _busy_seconds(), os.cpu_count() or 1
@@ -144,7 +146,7 @@ def _own_seconds() -> float:
 
 
 def checkpoint(size: str, directory: str) -> int:
-    """Write a model of that shape in fp32, the same each time. Returns its bytes."""
+    """Write a random model of the size's shape in fp32, with a fixed seed. Returns its bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(max_position_embeddings=2048, tie_word_embeddings=True, **SHAPES[size])
     model = LlamaForCausalLM(config)
@@ -156,10 +158,10 @@ def checkpoint(size: str, directory: str) -> int:
 def compete(
     contestants: dict[str, Contestant], reader: Contestant, task: str, options: Any, **arguments: int
 ) -> dict[str, Any]:
-    """Rounds of one task. Returns each contestant's tokens per second, and the disturbance of each figure.
+    """Measure one task in rounds. Returns each contestant's tokens per second, and the disturbance of each figure.
 
-    Next to each of them the bytes per second that all cores read then: on a machine that others share, the memory may
-    give twice as much in one minute as in the next.
+    Each figure comes with the bytes per second that all cores read at the same time: on a machine that others share,
+    the memory bandwidth may double from one minute to the next.
     """
     rounds: dict[str, Any] = {name: [] for name in contestants}
     read: dict[str, list[float]] = {name: [] for name in contestants}
@@ -169,7 +171,7 @@ def compete(
         contestant.run(task, **arguments)
     end = time.monotonic() + options.limit
     while len(disturbances) < options.rounds and time.monotonic() < end:
-        figures, memory, seen = {}, {}, {"others": 0.0, "stolen": 0.0}
+        figures, memory, disturbance = {}, {}, {"others": 0.0, "stolen": 0.0}
         before = _read(reader)
         for name, contestant in contestants.items():
             peaks: dict[str, float] = {}
@@ -178,10 +180,15 @@ def compete(
             after = _read(reader)
             figures[name], memory[name], before = answer["tokens_per_second"], (before + after) / 2, after
             tokens[name] = answer.get("tokens")
-            seen = {key: max(seen[key], peaks[key]) for key in seen}
-        print(f"  {seen['others']:.0%} to others, {seen['stolen']:.0%} stolen:", figures, file=sys.stderr, flush=True)
-        if seen["others"] <= options.disturbance:
-            disturbances.append(seen)
+            disturbance = {key: max(disturbance[key], peaks[key]) for key in disturbance}
+        print(
+            f"  {disturbance['others']:.0%} to others, {disturbance['stolen']:.0%} stolen:",
+            figures,
+            file=sys.stderr,
+            flush=True,
+        )
+        if disturbance["others"] <= options.disturbance:
+            disturbances.append(disturbance)
             for name, figure in figures.items():
                 rounds[name].append(figure)
                 read[name].append(memory[name])
@@ -201,10 +208,14 @@ def _read(reader: Contestant) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=list(SHAPES), help="135M has 9 heads, even 12")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SHAPES, default=list(SHAPES), help="with 2 ranks: 135M has 9 heads, even has 12"
+    )
     parser.add_argument("--peers", nargs="*", choices=["one", "native", "deepspeed"], default=["one", "native"])
-    parser.add_argument("--tensor-parallel", metavar="PYTHON", help="an interpreter that has tensor_parallel")
-    parser.add_argument("--also", metavar="PATH", action="append", default=[], help="another version of this library")
+    parser.add_argument("--tensor-parallel", metavar="PYTHON", help="path of an interpreter with tensor_parallel")
+    parser.add_argument(
+        "--also", metavar="PATH", action="append", default=[], help="folder of another version of parallelformers_ng"
+    )
     parser.add_argument("--tasks", nargs="+", choices=["decode", "prefill"], default=["decode", "prefill"])
     parser.add_argument("--tokens", type=int, default=64, help="tokens decoded in each measurement")
     parser.add_argument("--rounds", type=int, default=5)

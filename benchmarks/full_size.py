@@ -1,9 +1,10 @@
-"""Every model type's real default configuration: how much of it would be cut, and how evenly?
+"""Plans every model type's real default configuration, and reports the sharded bytes and their balance.
 
     python -m benchmarks.full_size full_size.json [--types llama,bert] [--world-sizes 2,8]
 
-Plans them on `meta`, without weights, one after another in a process of their own. A file that is there already is
-completed. `python -m benchmarks.zoo --full-size full_size.json` adds the figures to the table of what was proven tiny.
+The models are planned on `meta`, without weights, one after another in a separate process. If the file exists, only
+missing types are planned. `python -m benchmarks.zoo --full-size full_size.json` adds the figures to the table
+COVERAGE.md.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 from parallelformers_ng.sharding.wording import human_bytes
 
 LARGE = 300_000_000
-"""Parameters from which on the bars below hold."""
+"""Number of parameters above which the limits ENOUGH and EVEN hold."""
 ENOUGH, EVEN, QUICK = 0.8, 1.2, 30.0
-"""Least share of all bytes that is cut, most bytes on the fullest rank (an even share being 1), most seconds."""
+"""Smallest share of sharded bytes, largest share on the fullest rank (an even share is 1), longest time in seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan what the file lacks, write it, and return 1 if any type is refused."""
+    """Plan the types that the file lacks, write the file, and return 1 if a type is refused."""
     from benchmarks.zoo import Worker
     from tests.zoo.catalogue import model_classes
 
@@ -44,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(path: str | None) -> dict[str, dict[str, Any]]:
-    """Model type → what is written of it in a file of this benchmark; nothing if there is no file."""
+    """Return model type → row, from a file of this benchmark; an empty dict if the file does not exist."""
     if not path or not Path(path).exists():
         return {}
     return {row["model_type"]: row for row in json.loads(Path(path).read_text())}
 
 
 def cell(row: dict[str, Any] | None) -> str:
-    """One type's figures for the table: `27.5 GB: 100 / 100% cut, fullest 1.00 / 1.01`."""
+    """Format one type's figures for the table: `27.5 GB: 100 / 100% cut, fullest 1.00 / 1.01`."""
     if row is None or row["status"] != "planned":
         return ""
     cut = " / ".join(f"{share:.0%}" for share in row["cut"].values())
@@ -60,7 +61,7 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the results in words, as items of a Markdown list; those that miss a bar by name."""
+    """Return a summary as items of a Markdown list; it names each type that misses a limit."""
     planned = [row for row in rows if row["status"] != "skipped"]
     if not planned:
         return ""
@@ -85,8 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.full_size", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("json", metavar="FILE", help="where the figures go; what it has already is not planned again")
-    parser.add_argument("--types", help="comma-separated model types, planned anew (default: all that the file lacks)")
+    parser.add_argument(
+        "json", metavar="FILE", help="output file; types that are already in the file are not planned again"
+    )
+    parser.add_argument("--types", help="comma-separated model types to plan again (default: all that the file lacks)")
     parser.add_argument("--world-sizes", default="2,8", help="comma-separated numbers of ranks (default: 2,8)")
     parser.add_argument("--timeout", type=float, default=120.0, help="processor seconds for one type (default: 120)")
     return parser

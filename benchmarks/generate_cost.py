@@ -1,7 +1,6 @@
-"""Measures the cost of `generate` in another process: its time at the caller beside the same loop in the worker of rank
-0.
+"""Measures the overhead of `generate` on workers: time in the caller compared with time in rank 0.
 
-    python -m benchmarks.generate_cost [--size 135M] [--tokens 64] [--rounds 9] [--json OUT]
+python -m benchmarks.generate_cost [--size 135M] [--tokens 64] [--rounds 9] [--json OUT]
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from parallelformers_ng.worker.runner import ModelRunner
 
 
 class TimedRunner(ModelRunner):
-    """Notes how long its last call took."""
+    """A runner that records the seconds of its last call."""
 
     seconds = 0.0
 
@@ -39,11 +38,11 @@ class TimedRunner(ModelRunner):
 
 
 def main() -> None:
-    """Measure round by round, and print the share that the caller waits longer than the worker works."""
+    """Measure round by round, and print the caller's additional time as a share of the worker's time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="135M", choices=SHAPES)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each call (default: 64)")
-    parser.add_argument("--rounds", type=int, default=9, help="calls that are measured (default: 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="number of measured calls (default: 9)")
     parser.add_argument("--json", help="add the figures to this file")
     arguments = parser.parse_args()
     replica.RUNNER = "benchmarks.generate_cost:TimedRunner"

@@ -1,15 +1,15 @@
-"""One GPU: this library with one worker beside transformers, with random bf16 weights. Never run on one: unmeasured.
+"""Compares this library (one worker) with transformers on one GPU, with random bf16 weights. Never run on a GPU.
 
     python -m benchmarks.gpu speed   [--shape 8B] [--batches 1 8 32] [--seconds 190] [--json OUT]
     python -m benchmarks.gpu restart [--shape 1B] [--json OUT]
     python -m benchmarks.gpu profile [--shape 1B] [--json OUT]
 
 `speed` measures prefill (the time to the first token), decode and memory of one contestant after another, the most
-telling first. A contestant without enough time left, by the times of the others, is named and skipped. Each figure is
-in OUT, and on the page beside it, as soon as it is there.
+important contestant first. If the remaining time is too short for a contestant, `speed` names and skips it. Each figure
+is written to OUT, and to the page beside OUT, as soon as it is measured.
 
-It fails if a figure is not what its name says: steps that were to be captured or compiled and ran as they are, tokens
-that transformers would not have chosen, a restart after which the tokens are others, a profile without a device.
+The program fails if a figure does not measure what its name says: steps were not captured or compiled, transformers
+would not have chosen the tokens, tokens differ after a restart, or a profile has no device time.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ PROMPT, TOKENS, ROUNDS = 512, 64, 3
 RESTART_SECONDS = 30.0
 ROWS_CHECKED = 2
 MOST_BELOW = 0.5
-"""Standard deviations of its logits by which a token may lie below the best: bfloat16 changes them by a few hundredths,
-and a token that has nothing to do with the model lies four below."""
+"""Largest distance of a token's logit below the best logit, in standard deviations of the logits. bfloat16 changes
+logits by a few hundredths of it; a random token's logit is four standard deviations below."""
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 def build(shape: str, device: str) -> LlamaForCausalLM:
-    """Llama of that shape, random weights, on the device."""
+    """Return a Llama of the given shape with random weights, on the device."""
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=4096, dtype=torch.bfloat16)
     with torch.device(device):
@@ -62,13 +62,13 @@ def build(shape: str, device: str) -> LlamaForCausalLM:
 
 
 def finish(device: str) -> None:
-    """Wait for what was queued on the device."""
+    """Wait until the device has completed its queue."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second read and written by a copy of 1 GB on the device."""
+    """Return bytes per second, read and written, of a copy of 1 GB on the device."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -85,10 +85,10 @@ class Contestant:
     """A model that is ready.
 
     Attributes:
-        generate: so many tokens for a prompt of the host.
+        generate: function of prompt ids on the host and a number of tokens; returns prompt and new tokens.
         memory: bytes in use on the device.
-        close: ends it.
-        fallback: why steps were not run as the contestant's name says, "" if they were.
+        close: function that ends the contestant.
+        fallback: function that returns why steps were not captured or compiled; "" if they were.
     """
 
     generate: Callable[[torch.Tensor, int], torch.Tensor]
@@ -98,7 +98,7 @@ class Contestant:
 
 
 def whole(shape: str, device: str, **also: Any) -> Contestant:
-    """transformers in this process."""
+    """Return transformers' own model in this process."""
     model = build(shape, device)
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def whole(shape: str, device: str, **also: Any) -> Contestant:
 
 
 def compiled(shape: str, device: str) -> Contestant:
-    """The same, with steps that transformers compiles."""
+    """Return transformers' own model in this process, with decode steps that transformers compiles."""
     before = compiled_graphs()
     contestant = whole(shape, device, cache_implementation="static")
     contestant.fallback = lambda: "" if compiled_graphs() > before else "torch compiled nothing"
@@ -116,28 +116,30 @@ def compiled(shape: str, device: str) -> Contestant:
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch has compiled in this process."""
+    """Return the number of graphs that torch has compiled in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def cut(shape: str, device: str, decode: Any) -> Contestant:
-    """This library with one worker."""
-    said = _Said()
-    logging.getLogger("parallelformers_ng").addHandler(said)
+    """Return a model of this library with one worker."""
+    handler = _FallbackReasons()
+    logging.getLogger("parallelformers_ng").addHandler(handler)
     model = parallelize(build(shape, device), 1, workers={"device": device}, decode=decode, progress=False)
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
         return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **HOW)
 
     def close() -> None:
-        logging.getLogger("parallelformers_ng").removeHandler(said)
+        logging.getLogger("parallelformers_ng").removeHandler(handler)
         deployment_of(model).close()
 
-    return Contestant(generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(said.reasons))
+    return Contestant(
+        generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(handler.reasons)
+    )
 
 
-class _Said(logging.Handler):
-    """Notes why steps ran as they are."""
+class _FallbackReasons(logging.Handler):
+    """A log handler that records the reasons why steps ran without capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,10 +159,10 @@ CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
 
 
 class Clock:
-    """Return the seconds that are left, and the seconds of a piece of work.
+    """A time limit for several pieces of work, and the time of the longest piece so far.
 
     Args:
-        seconds: all that there are.
+        seconds: total time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -168,19 +170,20 @@ class Clock:
         self._longest = 0.0
 
     def has_time_for(self, name: str) -> bool:
-        """Whether a piece of work can end in time, if it takes as long as the longest so far. If not, that is said."""
+        """Return whether a piece of work can end in time if it takes as long as the longest so far; print a line if it
+        cannot."""
         if time.monotonic() + self._longest <= self._end:
             return True
         print(f"not begun, for lack of time: {name}", flush=True)
         return False
 
     def note(self, seconds: float) -> None:
-        """Note how long a piece of work took."""
+        """Record the seconds of a piece of work."""
         self._longest = max(self._longest, seconds)
 
 
 def speed(options: argparse.Namespace) -> list[str]:
-    """Measure each contestant at each batch size, until the time is up. Returns what was not as it should be."""
+    """Measure each contestant at each batch size, until the time is up. Returns a list of complaints."""
     bandwidth, weights = copy_bandwidth(options.device), weight_bytes(options.shape)
     save(options, "copy bandwidth, GB/s", bandwidth / 1e9)
     contestants, batches = Clock(options.seconds), Clock(options.seconds)
@@ -209,21 +212,21 @@ def speed(options: argparse.Namespace) -> list[str]:
         contestants.note(time.monotonic() - begun)
     below = below_the_best(options, chosen)
     save(options, "tokens below the best, standard deviations", below)
-    others = [each for each, far in below.items() if not far <= MOST_BELOW]
-    return [*wrong, *(f"{each}: tokens that the model would not choose" for each in others)]
+    too_far = [each for each, distance in below.items() if not distance <= MOST_BELOW]
+    return [*wrong, *(f"{each}: tokens that the model would not choose" for each in too_far)]
 
 
 def free(device: str) -> None:
-    """Let go of the memory of what has gone."""
+    """Free the memory of deleted objects."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def figures_of(contestant: Contestant, batch: int) -> tuple[dict[str, float], torch.Tensor]:
-    """Medians; and the first rows, of prompts and what was chosen."""
+    """Return the medians of a contestant's figures, and the first rows of prompt and new tokens."""
     ids = torch.arange(batch * PROMPT).view(batch, PROMPT).remainder(200) + 3
-    tokens = contestant.generate(ids, TOKENS)  # compiles, or captures, which is not what is measured
+    tokens = contestant.generate(ids, TOKENS)  # compilation or capture, not measured
     first, all_of_it = (
         statistics.median(measure.seconds(partial(contestant.generate, ids, count)) for _ in range(ROUNDS))
         for count in (1, TOKENS)
@@ -240,12 +243,12 @@ def figures_of(contestant: Contestant, batch: int) -> tuple[dict[str, float], to
 
 @torch.inference_mode()
 def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return how far each contestant's tokens lie below the best ones of transformers after the same tokens: the most,
-    in standard deviations of the logits. Tokens themselves cannot be compared: after one close decision in bfloat16 all
-    later tokens differ.
+    """Return, for each contestant, the largest distance of a chosen token's logit below the best logit, in standard
+    deviations of the logits. transformers computes the logits after the same tokens. Equal tokens are not required:
+    after one close decision in bfloat16 all later tokens differ.
 
     Args:
-        chosen: name → ids, prompts included.
+        chosen: name of a contestant → token ids, prompts included.
     """
     model, farthest = build(options.shape, options.device), {}
     for name, ids in chosen.items():
@@ -257,14 +260,15 @@ def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor])
 
 
 def weight_bytes(shape: str) -> int:
-    """Return the bytes of all weights that a step reads, in bf16: all but the table of embeddings."""
+    """Return the bytes of all weights that a decode step reads, in bf16: all weights except the embedding."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
     return 2 * (sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel())
 
 
 def restart(options: argparse.Namespace) -> list[str]:
-    """From a kill to the next answer, the weights copied to the device again. Returns what was not as it should be."""
+    """Measure the time from a killed worker to the next answer; the restart copies the weights to the device. Returns a
+    list of complaints."""
     workers = {"device": options.device, "host_copy": True}
     with parallelize(build(options.shape, options.device), 1, workers=workers, progress=False) as model:
         ids = torch.arange(3, 19)[None]
@@ -282,8 +286,8 @@ def restart(options: argparse.Namespace) -> list[str]:
 
 
 def profile(options: argparse.Namespace) -> list[str]:
-    """Profile 16 decode steps of transformers' own loop, which workers run, too: operators by their time. Returns a
-    list of complaints."""
+    """Profile 16 decode steps of transformers' own loop, and list operators by their time. Workers run the same loop.
+    Returns a list of complaints."""
     generate = whole(options.shape, options.device).generate
     ids = torch.arange(3, 19)[None]
     generate(ids, 4)
@@ -300,12 +304,12 @@ def profile(options: argparse.Namespace) -> list[str]:
 
 
 def device_time(seen: torch.profiler.profile) -> float:
-    """Microseconds that the device worked."""
+    """Return the microseconds of device time in a profile."""
     return sum(event.self_device_time_total for event in seen.key_averages())
 
 
 def save(options: argparse.Namespace, name: str, figures: Any) -> None:
-    """Add figures to the file, write the page anew, and say them."""
+    """Add figures to the file, write the page again, and print the figures."""
     print(f"{options.shape}: {name}: {figures}", flush=True)
     if not options.json:
         return
@@ -318,7 +322,7 @@ def save(options: argparse.Namespace, name: str, figures: Any) -> None:
 
 
 def page(known: dict[str, Any]) -> str:
-    """All figures so far, in Markdown."""
+    """Return all figures so far, in Markdown."""
     text = ["# On one GPU", "", "Written by `make gpu`: random bf16 weights, prompts of 512 tokens, 64 new ones.", ""]
     text += [", ".join(f"{name} {value}" for name, value in known["machine"].items()), ""]
     for shape, figures in known.items():
@@ -342,7 +346,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)  # why steps were not captured, above all
+    logging.basicConfig(level=logging.WARNING)  # shows the reasons why steps were not captured
     print(measure.machine())
     wrong = {"speed": speed, "restart": restart, "profile": profile}[options.what](options)
     if wrong:

@@ -1,11 +1,12 @@
-"""Groups over several hosts: the cost of a sum, the start on a Ray cluster, and equal answers.
+"""Measures groups over several hosts: the time of a sum, the start on a Ray cluster, replicas, and equality of answers.
 
     python -m benchmarks.hosts sums                     two hosts of two ranks over loopback, against a flat gloo ring
     python -m benchmarks.hosts start [--count 5]        a cluster of two Ray nodes with two ranks each
     python -m benchmarks.hosts replicas                 two replicas of a rank with one thread, against one
     python -m benchmarks.hosts equal --nodes 4 --each 4    forward, generate, batches, caches and saving on Ray nodes
 
-The last three need Ray. Each prints its figure beside its bar, and the program fails where one is missed.
+`start`, `replicas` and `equal` need Ray. Each command prints its figure and its limit, and fails if the figure misses
+the limit.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ REPLICAS_BAR = 1.6
 
 
 class Sums:
-    """The target of the ranks of `sums`."""
+    """Measures sums on a rank of the command `sums`."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Any, emit: Any) -> None:
         self.rank, self.world_size, self.communicator = rank, world_size, communicator
 
     def connect(self, path: str) -> None:
-        """Join a gloo group of all ranks, over loopback, as torch makes it."""
+        """Join torch's gloo group of all ranks over the loopback interface."""
         store = dist.FileStore(path, self.world_size)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         self.gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     def measure(self, count: int) -> tuple[float, float]:
-        """Seconds of a sum in two stages, and of a ring of gloo's: medians of one round."""
+        """Return the seconds of a two-stage sum and of gloo's ring sum: medians of one round."""
         tensor = torch.zeros(SUM_BYTES // 4)
         return self._median(lambda: self.communicator.all_reduce(tensor), count), self._median(
             lambda: self.gloo.allreduce([tensor], dist.AllreduceOptions()).wait(), count
@@ -69,7 +70,8 @@ class Sums:
 
 
 def sums(options: argparse.Namespace) -> bool:
-    """The sum of 64 KB over two hosts with two ranks each: the ratio to the ring, round by round."""
+    """Compare the two-stage sum of 64 KB, over two hosts with two ranks each, with gloo's ring. Returns whether the
+    ratio is within the limit."""
     apart = not options.shared
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,7 +88,8 @@ def sums(options: argparse.Namespace) -> bool:
 
 
 def start(options: argparse.Namespace) -> bool:
-    """Seconds from `parallelize` to a model on a running cluster, everything imported here, and on the hosts once."""
+    """Measure the seconds of `parallelize` on a running Ray cluster. The caller has imported all packages; the first
+    start includes imports on the hosts."""
     with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=2, cpus=2):
         path = save_tiny_model(Path(folder))
         times = []
@@ -101,8 +104,8 @@ def start(options: argparse.Namespace) -> bool:
 
 
 def replicas(options: argparse.Namespace) -> bool:
-    """How much sooner two replicas have served 16 mixed requests that come together; with the shape of SmolLM2-135M,
-    of whose requests most of the time goes into the ranks."""
+    """Measure how much faster two replicas serve 16 concurrent mixed requests than one replica. The model has the shape
+    of SmolLM2-135M, so that ranks take most of a request's time."""
     from parallelformers_ng.serving.on_ray import deployed
 
     seconds: dict[int, list[float]] = {1: [], 2: []}
@@ -124,7 +127,7 @@ def replicas(options: argparse.Namespace) -> bool:
 
 
 def equal(options: argparse.Namespace) -> bool:
-    """Compare a model on Ray nodes with the whole one."""
+    """Compare the outputs of a model on Ray nodes with the outputs of the whole model."""
     ranks = options.nodes * options.each
     with tempfile.TemporaryDirectory() as folder, ray_cluster(nodes=options.nodes, cpus=options.each):
         path = save_tiny_model(Path(folder) / "model")
@@ -139,7 +142,7 @@ def equal(options: argparse.Namespace) -> bool:
 
 
 def compare(model: Any, whole: Any, folder: Path) -> dict[str, bool]:
-    """Whether a model over hosts gives what the whole one gives, by subject."""
+    """Return, for each subject, whether the model on several hosts gives the same result as the whole model."""
     ids = torch.randint(1, 131, (2, 9), generator=torch.Generator().manual_seed(0))
     checks: dict[str, bool] = {}
     checks["forward"] = torch.allclose(model(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
@@ -177,7 +180,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("sums", "start", "replicas", "equal"))
     parser.add_argument("--count", type=int, default=5, help="rounds")
-    parser.add_argument("--shared", action="store_true", help="for sums: the hosts have all CPUs, not each its own")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="for sums: all simulated hosts share all CPUs; by default each host has its own",
+    )
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--each", type=int, default=2, help="ranks of each node")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The C kernels of a decode step beside torch's operators, one thread, on weights and caches that fit no cache.
+"""Compares the C kernels of a decode step with torch's operators, on one thread, with data larger than CPU caches.
 
     python -m benchmarks.kernels [--rounds 5] [--json OUT]
 
-Gigabytes of weights, or of keys and values, read per second; the two take turns.
+A figure is gigabytes of weights, or of keys and values, read per second. The C kernel and torch take turns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from parallelformers_ng.kernels.operators import MOST_ROWS, with_kernel
 
 NBYTES = 256 << 20
 LAYERS = [(1024, 1024), (3072, 512), (576, 768)]  # inputs, outputs
-HEADS, SHARED, WIDTH = 8, 2, 128  # of queries, for each key/value head, numbers in each
+HEADS, SHARED, WIDTH = 8, 2, 128  # query heads, query heads for each key/value head, head size
 TOKENS = (128, 512, 2048)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def linear(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
-    """GB of weights per second through `nn.Linear`, as it is and with the kernel."""
+    """Return functions that measure GB of weights per second, of `nn.Linear` with torch's operator and with the C
+    kernel."""
     count = NBYTES // (inputs * outputs * dtype.itemsize)
     whole = [nn.Linear(inputs, outputs, bias=False, dtype=dtype).requires_grad_(False) for _ in range(count)]
     other = [nn.Linear(inputs, outputs, bias=False, dtype=dtype).requires_grad_(False) for _ in range(count)]
@@ -42,7 +43,8 @@ def linear(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> dict[str
 
 
 def attention(tokens: int, dtype: torch.dtype) -> dict[str, Callable[[], float]]:
-    """GB of keys and values per second through transformers' `sdpa`, as it is and with the kernel, one query."""
+    """Return functions that measure GB of keys and values per second for one query, of transformers' `sdpa` with
+    torch's operator and with the C kernel."""
     shape = (1, HEADS // SHARED, tokens, WIDTH)
     count = max(1, NBYTES // (2 * HEADS // SHARED * tokens * WIDTH * dtype.itemsize))
     caches = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(count)]

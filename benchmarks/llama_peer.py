@@ -1,6 +1,8 @@
-"""llama.cpp with weights of a type and a shape, for `quantized.py`: writes a model, then prints tokens per second.
+"""Runs llama.cpp for `quantized.py`: writes a random model of a given shape and GGUF type, then prints tokens per
+second.
 
-For each line that it reads: the tokens of a prompt, and how many follow. Needs `llama_cpp` and `gguf` alone.
+Each input line has two numbers: the tokens of the prompt, and the tokens to generate. The program needs only
+`llama_cpp` and `gguf`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 
 def write(path: str, kind: str, shape: dict[str, int]) -> None:
-    """A Llama of that shape with random weights, all matrices of a type of GGUF's."""
+    """Write a Llama of the given shape with random weights; all matrices have the GGUF type `kind`."""
     stored = gguf.GGMLQuantizationType[kind]
     hidden, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     words, heads, kv_heads = shape["vocab_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -69,7 +71,7 @@ def main() -> None:
 
     path = str(Path(sys.argv[1]) / "model.gguf")
     write(path, sys.argv[2], {name: int(value) for name, value in (word.split("=") for word in sys.argv[3:])})
-    # A token at a time, also of prompts: for several, version 0.3.36 ends in a segmentation fault if there is AMX.
+    # Prompts run token by token, too: with several tokens at once, version 0.3.36 crashes on processors with AMX.
     model: Any = Llama(path, n_ctx=512, n_batch=1, n_ubatch=1, n_threads=2, n_threads_batch=2, verbose=False)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,21 +1,21 @@
-"""Loading a checkpoint: time to the first token and memory of all processes, beside transformers' own ways.
+"""Measures loading a checkpoint: time to the first token and memory of all processes, compared with transformers.
 
 python -m benchmarks.loading [--ranks 2] [--repeats 3] [--layers 20] [--only PART …] [--report FILE]
 
 A checkpoint of random weights (a Llama shape in bfloat16, 2.1 GB with 20 layers) is made in a temporary directory and
-removed afterwards. Each run has processes of its own; the ways are run in turn.
+removed afterwards. Each run has its own processes. The ways of loading take turns:
 
-    ours, ours_new   parallelize("directory"), with workers that are there, and with workers that it starts
-    cut              parallelize("directory") of what save_sharded wrote
+    ours, ours_new   parallelize("directory"), with running workers, and with workers that the call starts
+    cut              parallelize("directory") of a directory that save_sharded wrote
     shard            parallelformers-ng shard, which only writes
-    given            parallelize(model) after from_pretrained: the model is handed over
+    given            parallelize(model) after from_pretrained: the model is already loaded
     whole            from_pretrained in one process
     native           from_pretrained with DistributedConfig(tp_size=ranks) under torchrun; it needs accelerate
 
-Two clocks: "first token" begins with the call that loads, when the interpreters are up and the libraries imported;
-"since start" begins with the process. "again" is the same token once more, from a model that is warm: what is left of
-"first token" without it is the price of loading. "cold" drops the files from the page cache before the run; the disk
-may have a cache of its own. Memory is taken in runs of its own, since sampling it costs time.
+"first token" is the time from the loading call to the first token; the interpreter runs and all libraries are imported
+before the call. "since start" is the time from the start of the process. "again" is the time of the same token from the
+warm model; "first token" minus "again" is the cost of loading. "cold" drops the files from the page cache before the
+run; the disk may have its own cache. Memory is measured in separate runs, because sampling takes time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TIMES = ("load", "first_token", "since_start", "again")
 
 
 def make_checkpoint(directory: Path, layers: int) -> int:
-    """Write the checkpoint without ever holding it; returns its bytes."""
+    """Write the checkpoint tensor by tensor, never the whole in memory. Returns its bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,20 +74,21 @@ def prepare_cache(directory: Path, warm: bool) -> None:
 
 
 def run(way: str, directory: Path, ranks: int, sampled: bool = False) -> dict[str, Any]:
-    """Run one way in new processes and read what it prints; of several ranks, the slowest."""
+    """Run one way of loading in new processes. Returns the printed figures, of several ranks those of the slowest."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if way == "native" else []
     arguments = ["-m", "benchmarks.loading_ways", way, str(directory), "--ranks", str(ranks)]
     spawned = ["--spawned", str(time.time()), *(["--sampled"] if sampled else [])]
     command = [sys.executable, *launcher, *arguments, *spawned]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    results = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]  # two ranks may share a line
+    # The output of two ranks may be on one line.
+    results = [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
     if done.returncode or not results:
         raise RuntimeError(f"{way} failed: {done.stderr[-6000:]}")
     return max(results, key=lambda result: ("pss" in result, result.get("first_token")))
 
 
 def time_all(directory: Path, ranks: int, repeats: int, warm: bool) -> dict[str, dict[str, list[float]]]:
-    """For each way the times of every round, in seconds. A way that fails is left out, and said."""
+    """Return, for each way, the times of every round, in seconds. A failed way is left out and printed."""
     taken: dict[str, dict[str, list[float]]] = {way: {name: [] for name in TIMES} for way in TIMED}
     for _ in range(repeats):
         for way in list(taken):
@@ -105,7 +106,8 @@ def time_all(directory: Path, ranks: int, repeats: int, warm: bool) -> dict[str,
 
 
 def check_round_trip(directory: Path, ranks: int) -> dict[str, Any]:
-    """Load, save cut, load the cut at another world size, gather: are the weights those of the file, bit for bit?"""
+    """Load, save with `save_sharded`, load at another world size, and gather. Reports whether all weights equal the
+    file's, bit for bit."""
     import torch
     from safetensors import safe_open
 
@@ -161,7 +163,7 @@ def memory_lines(report: dict[str, Any]) -> list[str]:
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """The report as lines of Markdown."""
+    """Return the report as lines of Markdown."""
     machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     lines = [
         "# Loading",
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument(
-        "--report", type=Path, help="where to write the report (Markdown); its figures are kept beside it and added to"
+        "--report", type=Path, help="output file of the report (Markdown); figures are added to a file beside it"
     )
     options = parser.parse_args()
     figures = options.report and options.report.with_suffix(".json")

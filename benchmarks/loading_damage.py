@@ -1,4 +1,4 @@
-"""204 damaged checkpoints, loaded by real workers: each is refused by name, or gives its weights bit for bit."""
+"""Loads 204 damaged checkpoints with real workers. Each must raise an error that names it, or load equal weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from tests.helpers.damage import DAMAGE, damaged, save_intact
 
-ROUNDS = 12  # of 17 kinds of damage each
-_SECONDS = 60.0  # a load that takes longer hangs
+ROUNDS = 12  # checkpoints for each of 17 kinds of damage
+_SECONDS = 60.0  # a load that takes longer counts as a hang
 
 
 def sweep(ranks: int) -> dict[str, int]:
-    """Load them all with one group.
+    """Load all damaged checkpoints with one group.
 
     Returns:
-        How many there were, were refused, were harmless, went wrong silently or by another error, hung; and how many
-        descriptors, children and files were left over.
+        Counts of all checkpoints, of named errors, of bit-equal loads, of wrong results or other errors, of hangs, and
+        of leaked descriptors, child processes and files.
     """
     import torch
 
@@ -33,7 +33,7 @@ def sweep(ranks: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as place:
         intact = save_intact(case.make(), Path(kept))
         with start_group(ranks, device="cpu", timeout=_SECONDS) as group:
-            before = _held()
+            before = _resource_counts()
             for kind in DAMAGE:
                 for broken in damaged(kind, intact[kind], Path(place), ROUNDS):
                     counts["checkpoints"] += 1
@@ -46,16 +46,16 @@ def sweep(ranks: int) -> dict[str, int]:
                         del loaded
                     except CheckpointError as error:
                         outcome = "refused by name" if str(broken.directory) in str(error) else "wrong"
-                    except Exception as error:  # any other is what this looks for
+                    except Exception as error:  # any other error is a bug of the library
                         print(f"{broken.name}: {error!r}")
                     counts[outcome] += 1
                     counts["hung"] += time.monotonic() - start > _SECONDS
-            after = _held()
+            after = _resource_counts()
         counts |= {f"{name} left over": after[name] - before[name] for name in before}
         counts["files left over"] = len(list(Path(place).iterdir()))
     return counts
 
 
-def _held() -> dict[str, Any]:
+def _resource_counts() -> dict[str, Any]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {"descriptors": len(os.listdir("/proc/self/fd")), "children": len(children)}

@@ -1,4 +1,4 @@
-"""One way of loading a checkpoint, in processes of its own, up to the first token; `benchmarks.loading` starts it.
+"""Loads a checkpoint in one way and generates the first token; `benchmarks.loading` starts this program.
 
 python -m benchmarks.loading_ways WAY DIRECTORY --ranks N --spawned SECONDS [--sampled]
 """
@@ -20,10 +20,10 @@ PROMPT = [[1, 17, 42, 99, 5, 23, 8, 64]]
 
 
 class Memory:
-    """Samples the memory of some processes: bytes of PSS summed over them, and each one's anonymous memory.
+    """A thread that samples the memory of processes: the sum of their PSS, and the anonymous memory of each, in bytes.
 
     Args:
-        pids: whose; what they hold now is the baseline.
+        pids: process ids; growth is measured from their memory at the start.
         interval: seconds between samples.
     """
 
@@ -45,7 +45,8 @@ class Memory:
         return taken
 
     def stop(self) -> dict[str, Any]:
-        """Growth at the peak, in bytes: of all together, of the first process and of each of the others."""
+        """Stop sampling. Returns the peak growth in bytes: of all processes together, of the first process, and of each
+        further process."""
         self._stop.set()
         self._thread.join()
         grown = {key: self.peak[key] - self.before[key] for key in self.peak}
@@ -62,7 +63,8 @@ class Memory:
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """`parallelize`, on workers that are there ("ours", "cut", "given") or that it starts ("ours_new")."""
+    """Load with `parallelize`, on running workers ("ours", "cut", "given") or on workers that the call starts
+    ("ours_new")."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -83,7 +85,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def shard(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the command `shard`: it cuts a checkpoint in this process, which never holds it. Memory alone."""
+    """Run the command `shard`, which shards a checkpoint without holding the whole in memory. Measures only memory."""
     from parallelformers_ng.model.saving import shard as cut
 
     memory = Memory([os.getpid()])
@@ -92,7 +94,8 @@ def shard(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def theirs(options: argparse.Namespace) -> dict[str, Any]:
-    """`from_pretrained`, in one process ("whole") or, under torchrun, with transformers' own plan ("native")."""
+    """Load with `from_pretrained`, in one process ("whole") or, under torchrun, with transformers' tensor-parallel plan
+    ("native")."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -113,8 +116,8 @@ def timed(load: Callable[[], Any], options: argparse.Namespace) -> tuple[dict[st
     """Load a model and time it, in seconds.
 
     Returns:
-        The times and the model: `load` until it is there, `first_token` until its first token is, both from the call;
-        `since_start` until then from the start of the process; `again` for the same token once more.
+        The times in seconds, and the model. `load` and `first_token` count from the call, `since_start` counts from the
+        start of the process to the first token. `again` is the time of the same token from the warm model.
     """
     import torch
 
@@ -137,8 +140,8 @@ def main() -> None:
     parser.add_argument("way", choices=["ours", "ours_new", "cut", "given", "shard", "whole", "native"])
     parser.add_argument("directory")
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--spawned", type=float, required=True, help="when this process was started, by time.time()")
-    parser.add_argument("--sampled", action="store_true", help="take the memory, too, which costs time")
+    parser.add_argument("--spawned", type=float, required=True, help="start of this process, by time.time()")
+    parser.add_argument("--sampled", action="store_true", help="measure memory, too; this takes time")
     options = parser.parse_args()
     run = {"whole": theirs, "native": theirs, "shard": shard}.get(options.way, ours)
     print(json.dumps(run(options)), flush=True)

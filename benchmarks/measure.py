@@ -1,4 +1,4 @@
-"""Common parts of all benchmarks: interleaved repetition, minimum and median, and the machine."""
+"""Functions that all benchmarks share: interleaved repetition, minimum and median, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformers
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, the versions and the load at this moment."""
+    """Return the hardware, the versions and the present load of the machine."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -32,8 +32,8 @@ def machine() -> dict[str, Any]:
 
 
 def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each in turn, `rounds` times over, so that a drift of the machine meets all alike. Each returns its
-    figure."""
+    """Call all contestants in turn, `rounds` times, so that a drift of the machine affects all contestants. Returns
+    each contestant's figures."""
     figures: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, measure in contestants.items():
@@ -42,25 +42,25 @@ def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Wall time of one call, in seconds."""
+    """Return the wall time of one call, in seconds."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def memory(pid: int) -> dict[str, int]:
-    """The fields of `/proc/PID/smaps_rollup`, in bytes: "Pss", "Anonymous", "Private_Dirty", …."""
+    """Return the fields of `/proc/PID/smaps_rollup`, in bytes: "Pss", "Anonymous", "Private_Dirty", …."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
 def forget_peak(pid: int) -> None:
-    """Let `peak_memory` count from now on (`man 5 proc_pid_clear_refs`)."""
+    """Reset the peak that `peak_memory` returns (`man 5 proc_pid_clear_refs`)."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_memory(pid: int) -> int:
-    """The most that has been resident, in bytes."""
+    """Return the peak of a process's resident memory, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 

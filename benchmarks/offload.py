@@ -1,13 +1,14 @@
-"""Decoding a model of three times the memory that it may have, beside accelerate's `device_map`.
+"""Measures decoding with a memory limit of a third of the model, compared with accelerate's `device_map`.
 
 python -m benchmarks.offload [--layers 24] [--tokens 8] [--rounds 3] [--folder DIR]
 
 A checkpoint of random weights (a Llama shape in float32, 1.3 GB with 24 layers) is made in a temporary directory and
-removed afterwards. Each contender runs in a control group of memory, without swap, which counts file pages, too. Both
-groups have the same limit: our processes before they load, a third of the checkpoint, one layer, and a reserve.
-accelerate's single process is smaller than our three, so its weights get more room. All other weights lie on the disk;
-the cores are the same. Without the right to make control groups they run without limits, with a third of the checkpoint
-in memory each, and the report says so. They run in turn; the first token is not counted.
+removed afterwards. Each contestant runs in a control group of memory, without swap; the group counts file pages, too.
+Both groups have the same limit: the memory of our processes before loading, a third of the checkpoint, one layer, and a
+reserve. accelerate's single process is smaller than our three processes, so its weights get more room. All other
+weights are on disk. Both contestants use the same cores. If the system forbids control groups, each contestant runs
+without a limit, with a third of the checkpoint in memory, and the report says so. The contestants take turns; the first
+token is not counted.
 
     ours        parallelize("directory", 2, fit={"max_memory": …, "offload_folder": …})
     accelerate  from_pretrained("directory", device_map="auto", max_memory=…, offload_folder=…), one process, all cores
@@ -31,11 +32,11 @@ from benchmarks.control_groups import Group, control_group
 
 WAYS = ("ours", "accelerate")
 RANKS = 2
-SPARE = 64 << 20  # for what is neither weights nor there before: activations, the modules of the model, its tables
+SPARE = 64 << 20  # memory for activations, modules and tables of the model
 
 
 def tiny() -> Any:
-    """A model that has all code loaded that is needed."""
+    """Return a tiny model; a run with this model imports all necessary code."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,7 +44,7 @@ def tiny() -> Any:
 
 
 def make_checkpoint(directory: Path, layers: int) -> tuple[int, int]:
-    """Write it. Returns its bytes, and those of a layer."""
+    """Write the checkpoint. Returns its bytes, and the bytes of one layer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +61,7 @@ def make_checkpoint(directory: Path, layers: int) -> tuple[int, int]:
 
 
 def drop_from_cache(directory: Path) -> None:
-    """Have no page of the files in memory."""
+    """Drop all pages of the files from the page cache."""
     for file in directory.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -71,7 +72,8 @@ def drop_from_cache(directory: Path) -> None:
 def contend(
     way: str, directory: str, folder: str, group: Group, room: int, layer: int, limit: int, tokens: int
 ) -> dict[str, Any]:
-    """Load and decode, in this process and those that it starts. With a limit, the room is what is left of it."""
+    """Load and decode in this process and its child processes. With a memory limit, the room for weights is the unused
+    part of the limit."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +101,7 @@ def contend(
 
 
 def decode(model: Any, tokens: int) -> dict[str, Any]:
-    """Tokens per second after the first, and the tokens."""
+    """Return the tokens, and the tokens per second after the first token."""
     import torch
 
     prompt = torch.arange(1, 9).view(1, 8)
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where files are made; by default where temporary ones are")
+    parser.add_argument("--folder", help="folder for the files; by default the folder for temporary files")
     parser.add_argument("--contend", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contend:

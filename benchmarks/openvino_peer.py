@@ -2,16 +2,16 @@
 
     PYTHON benchmarks/openvino_peer.py DIRECTORY PRECISION THREADS
 
-PYTHON is an interpreter with `openvino-genai` and `optimum-intel[openvino]`. DIRECTORY holds a transformers checkpoint; its
-subfolder `openvino` receives the exported model at the first run. PRECISION is `f32` or `bf16`. Each line of standard input is
-the JSON of a task, `{"prompts": [[token id, …], …], "new": number of new tokens}`; each line of standard output is the time
-of the task in seconds.
+PYTHON is an interpreter with `openvino-genai` and `optimum-intel[openvino]`. DIRECTORY holds a transformers checkpoint;
+its subfolder `openvino` receives the exported model at the first run. PRECISION is `f32` or `bf16`. Each line of
+standard input is the JSON of a task, `{"prompts": [[token id, …], …], "new": number of new tokens}`; each line of
+standard output is the time of the task in seconds.
 """
 
 from __future__ import annotations
 
-import os
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,13 +21,13 @@ sys.path.pop(0)  # the folder of this script, whose modules would hide packages 
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # the libraries print to standard output
 
-import numpy
-import openvino
-import openvino_genai as genai
+import numpy  # noqa: E402
+import openvino  # noqa: E402
+import openvino_genai as genai  # noqa: E402
 
 
 def exported(directory: Path) -> Path:
-    """Return the folder of the exported model, with weights in fp32; the precision is chosen when the model is loaded."""
+    """Return the folder of the exported model, with weights in fp32. The precision is chosen at loading."""
     folder = directory / "openvino"
     if not folder.exists():
         from optimum.exporters.openvino import main_export
@@ -51,7 +51,9 @@ def main() -> None:
     print(json.dumps("ready"), file=ANSWERS, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
-        config = genai.GenerationConfig(max_new_tokens=task["new"], min_new_tokens=task["new"], ignore_eos=True, do_sample=False)
+        config = genai.GenerationConfig(
+            max_new_tokens=task["new"], min_new_tokens=task["new"], ignore_eos=True, do_sample=False
+        )
         prompts = [openvino.Tensor(numpy.array([ids], numpy.int64)) for ids in task["prompts"]]
         begin = time.perf_counter()
         results = model.generate(prompts, [config] * len(prompts))

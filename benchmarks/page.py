@@ -1,4 +1,4 @@
-"""The picture of the server's page, taken in Chromium while it serves SmolLM2-135M.
+"""Takes the picture of the server's page in Chromium, while the server runs a model of SmolLM2-135M's shape.
 
 python -m benchmarks.page
 """

@@ -1,7 +1,9 @@
-"""Two stages of one thread each: four requests in flight against one; the shape of SmolLM2-135M with random weights, in
-turns. Requests that share steps; and requests that run apart, with as many replicas as stages.
+"""Measures a pipeline of two stages with one thread each: four concurrent requests compared with one.
 
 python -m benchmarks.pipeline [--rounds 3] [--tokens 64] [--json OUT]
+
+The random model has SmolLM2-135M's shape. Two contests have requests that run apart, with as many replicas as stages;
+one contest has requests that share steps. Contestants take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def main() -> None:
     figures = {}
 
     def contest(what: str, contestants: dict[str, tuple[Any, list[dict[str, Any]], int]]) -> None:
-        """Model, calls, and how many of them are in flight."""
+        """Measure contestants in turn. A contestant has a model, calls, and the number of concurrent calls."""
         for each in contestants.values():
             tokens_per_second(*each)
         runs = {name: functools.partial(tokens_per_second, *each) for name, each in contestants.items()}

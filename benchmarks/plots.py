@@ -1,8 +1,8 @@
-"""The picture of the README, drawn from the tables of `benchmarks/results/decode.md`.
+"""Draws the picture of the README from the tables of `benchmarks/results/decode.md`.
 
     python -m benchmarks.plots
 
-Writes `docs/decode.svg`. Figures and conditions are read from the tables, none are written here.
+The program writes `docs/decode.svg`. All figures and conditions are read from `decode.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "decode.md"
 PICTURE = ROOT / "docs" / "decode.svg"
 
 PANELS = (("Decode", "135M"), ("Decode", "600M"), ("Prefill", "600M"))
-"""The heading of a section begins with the first word; the second is a column of its table."""
+"""First word of a section's heading in `decode.md`, and a column of the section's table."""
 
 OURS = "parallelformers_ng"
 LABELS, PANEL, BAR, GAP, TOP, BOTTOM = 300, 190, 16, 8, 34, 40  # pixels
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def draw(results: str) -> str:
-    """The picture as SVG: a row for each contestant, a panel for each of PANELS.
+    """Return the picture as SVG, with a row for each contestant and a panel for each of PANELS.
 
     Args:
         results: the text of `decode.md`.
@@ -60,10 +60,10 @@ def draw(results: str) -> str:
 
 
 def table(results: str, title: str) -> dict[str, dict[str, str]]:
-    """Contestant → column → median, or why there is none. The first table of the section of that title.
+    """Return the first table of a section: contestant → column → median, or the reason why no median exists.
 
     Raises:
-        ValueError: there is no such section, or it has no table.
+        ValueError: the section does not exist, or has no table.
     """
     section = next((part for part in results.split("\n## ") if part.startswith(title)), "")
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -78,12 +78,12 @@ def table(results: str, title: str) -> dict[str, dict[str, str]]:
 
 
 def conditions(results: str) -> str:
-    """The first sentence under the title: date, machine and versions."""
+    """Return the first sentence of `decode.md`: date, machine and versions."""
     return results.split("\n\n")[1].partition("\n")[0].rstrip(".")
 
 
 def _median(cell: str) -> str:
-    """Format `best / median`; words stay unchanged."""
+    """Format a cell `best / median`; return a cell of words unchanged."""
     return re.sub(r"^[\d.]+ / ([\d.]+)$", r"\1", cell).replace("–", "not measured")
 
 

@@ -1,5 +1,7 @@
-"""Decode with weights in int8 and int4 beside bf16: two CPU ranks, the shape of Qwen3-0.6B with random weights, in
-turns; beside llama.cpp with two threads where an interpreter that has `llama_cpp` and `gguf` is named.
+"""Measures decode with weights in int8 and int4, compared with bf16, on two CPU ranks.
+
+The random model has Qwen3-0.6B's shape; contestants take turns. If you name an interpreter with `llama_cpp` and `gguf`,
+llama.cpp with two threads is measured, too.
 
     python -m benchmarks.quantized [--rounds 5] [--size 600M] [--only bf16 int8] [--llama-cpp PYTHON] [--peer Q8_0]
 """
@@ -34,7 +36,7 @@ _PEER = str(Path(__file__).with_name("llama_peer.py"))
 
 
 def whole(size: str) -> LlamaForCausalLM:
-    """A model of that shape in bf16, the same each time."""
+    """Return a random model of the size's shape in bf16, with a fixed seed."""
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
@@ -49,7 +51,7 @@ def whole(size: str) -> LlamaForCausalLM:
 
 
 def tokens_per_second(model: Any) -> float:
-    """Return the speed of the tokens after the first one."""
+    """Return the tokens per second after the first token."""
     ids = torch.arange(100, 100 + PROMPT)[None]
     first, all_of_them = (
         measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]
@@ -60,7 +62,7 @@ def tokens_per_second(model: Any) -> float:
 
 @contextlib.contextmanager
 def peer(python: str, kind: str, size: str) -> Iterator[Callable[[], float]]:
-    """llama.cpp in an interpreter of its own. Gives what asks it for its tokens per second."""
+    """Start llama.cpp in another interpreter. Yields a function that returns its tokens per second."""
     shape = SHAPES[size]
     with tempfile.TemporaryDirectory() as folder:
         command = [python, _PEER, folder, kind, *(f"{name}={value}" for name, value in shape.items())]
@@ -84,7 +86,7 @@ def main() -> None:
     parser.add_argument("--size", default="600M", choices=SHAPES)
     parser.add_argument("--only", nargs="+", choices=QUANTIZE, default=list(QUANTIZE), metavar="WEIGHTS")
     parser.add_argument("--llama-cpp", metavar="PYTHON")
-    parser.add_argument("--peer", choices=("Q8_0", "BF16"), default="Q8_0", help="weights of llama.cpp")
+    parser.add_argument("--peer", choices=("Q8_0", "BF16"), default="Q8_0", help="GGUF type of llama.cpp's weights")
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())

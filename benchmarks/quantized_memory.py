@@ -1,11 +1,11 @@
-"""Memory while ranks quantize a checkpoint as they read it: how much anonymous memory each of them gets, at its peak
-and at the end, beside its shard in bf16; and what the caller has.
+"""Measures memory while ranks read and quantize a checkpoint: each rank's anonymous memory, at the peak and at the end,
+compared with the rank's shard in bf16, and the caller's anonymous memory.
 
     python -m benchmarks.quantized_memory [--size 2GB] [--ranks 2] [--quantize int8] [--json OUT]
 
-Exits with 1 if a rank of int8 ends with more than 0.55 of its shard in bf16, had more than that and the largest tensor
-meanwhile, or if the caller has more than 300 MB. A small model has a large share of other memory: the limits are for 2
-GB.
+With int8, the program exits with 1 in three cases. A rank ends with more than 0.55 of its shard in bf16. A rank's peak
+is above that limit plus the largest tensor. The caller has more than 300 MB. In a small model other memory has a large
+share, so the limits are for 2 GB.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_OF_SHARD, MOST_OF_CALLER = 0.55, 300e6
 
 
 def write(directory: str, size: str) -> None:
-    """A checkpoint in bf16 with random weights, an embedding and a head of its own."""
+    """Write a checkpoint in bf16 with random weights; embedding and head are not tied."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES[size])).to(torch.bfloat16)
     model.to_empty(device="cpu")
@@ -45,7 +45,7 @@ def write(directory: str, size: str) -> None:
 
 
 def measured(directory: str, ranks: int, quantize: dict[str, Any]) -> dict[str, Any]:
-    """Bytes: of the shards in bf16 and as they are held, of the largest tensor, and of anonymous memory."""
+    """Return sizes in bytes: bf16 shards, quantized shards, the largest tensor, and anonymous memory."""
     with start_group(ranks, device="cpu") as group:
         memory = Memory([os.getpid(), *group.pids], interval=0.01)
         model = parallelize(directory, workers=group, quantize=quantize, batching=False, progress=False)
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quantize", default="int8", metavar="SCHEME")
     parser.add_argument("--json")
-    parser.add_argument("--write", metavar="DIRECTORY", help="write the checkpoint there, and nothing else")
+    parser.add_argument("--write", metavar="DIRECTORY", help="only write the checkpoint to this directory")
     options = parser.parse_args()
     if options.write is not None:
         write(options.write, options.size)
@@ -89,7 +89,7 @@ def main() -> None:
     limits = [MOST_OF_SHARD * whole + figures["largest tensor"] for whole in figures["shard in bf16"]]
     within = all(peak <= limit for peak, limit in zip(figures["at the peak"], limits, strict=True))
     if options.quantize == "int8" and (max(shares) > MOST_OF_SHARD or not within or figures["caller"] > MOST_OF_CALLER):
-        sys.exit("more than it may be")
+        sys.exit("a rank or the caller uses more memory than its limit")
 
 
 if __name__ == "__main__":

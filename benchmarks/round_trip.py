@@ -1,10 +1,10 @@
-"""Measures the cost of a call before any work: a no-op on one and on two workers, beside the least possible cost.
+"""Measures the time of a call without work, on one and on two workers, compared with the least possible time.
 
     python -m benchmarks.round_trip [calls]
 
-The peers carry JSON in fixed frames over socket pairs, spin before they sleep as our workers do, and do nothing
-else: no deadlines, no descriptors, no tensors, no checks. Both are measured in turns, in one run. A raw pipe, one byte
-each way between two processes, is the floor that the scheduler sets.
+The peer's workers send JSON in fixed frames over socket pairs, and spin before they sleep, like ours. The peer has no
+deadlines, no descriptors, no tensors and no checks. Our group and the peer take turns in one run. A raw pipe, with one
+byte in each direction between two processes, shows the lower limit set by the scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class Nothing:
-    """The target of the measurement, ours and the peer's."""
+    """A worker's target without work, for our group and for the peer."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -44,7 +44,7 @@ class Nothing:
 
 
 class Peer:
-    """A caller and its workers in the fewest lines, on the CPUs that ours would get. Close it afterwards."""
+    """A minimal caller with workers, on the same CPUs as our workers. Call `close` at the end."""
 
     def __init__(self, world_size: int) -> None:
         cpus = cpus_of_ranks(world_size, max(1, usable_cpus() // world_size)) or [None] * world_size
@@ -58,7 +58,7 @@ class Peer:
         self._polls = [_poll(connection) for connection in self._sockets]
 
     def call(self) -> None:
-        """Ask all for nothing, and wait for all."""
+        """Send an empty request to all workers, and wait for all answers."""
         frame = _frame({"method": "nothing", "args": (), "kwargs": {}})
         for connection in self._sockets:
             connection.send(frame)
@@ -131,7 +131,7 @@ def _report(contestants: dict[str, Callable[[], object]], calls: int) -> None:
 
 
 def main() -> None:
-    """Measure and print all, with the hardware."""
+    """Measure our group, the peer and the pipe, and print the figures with the hardware."""
     calls = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, load {load:.1f}, Python {platform.python_version()}")

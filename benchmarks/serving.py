@@ -1,5 +1,7 @@
-"""16 mixed requests over HTTP at once: `parallelformers-ng serve` on two CPU ranks beside `transformers serve` with two
-threads, without its batching and with it, the shape of SmolLM2-135M with random weights, in turns.
+"""Measures 16 concurrent mixed requests over HTTP: `parallelformers-ng serve` compared with `transformers serve`.
+
+Ours has two CPU ranks; `transformers serve` has two threads, with and without its batching. The random model has
+SmolLM2-135M's shape; the servers take turns.
 
     python -m benchmarks.serving [--rounds 3] [--dtype float32] [--json OUT]
 """
@@ -47,7 +49,7 @@ COMMANDS = {
 
 
 def save(directory: str, dtype: torch.dtype) -> None:
-    """The model, and a tokenizer that has a word for each of its tokens."""
+    """Save a random model, and a tokenizer with one word for each token."""
     model = whole(dtype)
     model.generation_config.eos_token_id = None
     model.save_pretrained(directory)
@@ -60,8 +62,8 @@ def save(directory: str, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def served(command: list[str], directory: str) -> Iterator[Callable[[list[dict[str, Any]]], float]]:
-    """A server that runs while it is asked, and stands still while others are: one of them polls when it is idle. Gives
-    what asks it."""
+    """Start a server that is stopped between measurements, because an idle server may poll and disturb other servers.
+    Yields a function that sends requests and returns tokens per second."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -96,7 +98,8 @@ def served(command: list[str], directory: str) -> Iterator[Callable[[list[dict[s
 
 
 def tokens_per_second(client: httpx.Client, requests: list[dict[str, Any]]) -> float:
-    """All requests at once; each must give the tokens that it asked for."""
+    """Send all requests at once, and check that each answer has the requested number of tokens. Returns tokens per
+    second."""
 
     def ask(body: dict[str, Any]) -> int:
         answer = client.post("/v1/chat/completions", json=body)
@@ -107,12 +110,12 @@ def tokens_per_second(client: httpx.Client, requests: list[dict[str, Any]]) -> f
 
     with ThreadPoolExecutor(len(requests)) as pool:
         token_counts: list[int] = []
-        taken = measure.seconds(lambda: token_counts.extend(pool.map(ask, requests)))
-    return sum(token_counts) / taken
+        seconds = measure.seconds(lambda: token_counts.extend(pool.map(ask, requests)))
+    return sum(token_counts) / seconds
 
 
 def mixed(model: str) -> list[dict[str, Any]]:
-    """16 requests, prompts of 8 to 128 words, answers of 8 to 64."""
+    """Return 16 requests with prompts of 8 to 128 words and answers of 8 to 64 tokens."""
     numbers = torch.Generator().manual_seed(3)
 
     def number(low: int, high: int) -> int:

@@ -1,5 +1,4 @@
-"""Finds the model types of transformers that share a batch: a tiny random model of each that generates, on CPU, in one
-process.
+"""Finds the model types of transformers that share a batch, with a tiny random model of each type on CPU.
 
 python -m benchmarks.sharing [--types llama,gpt2] [--timeout 60] [--json OUT]
 """
@@ -20,11 +19,11 @@ from tests.zoo.catalogue import generating_classes, model_classes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Say of each type whether its calls share a batch, or why not; return 1 if tokens of any came out wrong."""
+    """Print for each type whether its calls share a batch, or why not; return 1 if a type has wrong tokens."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--types", help="comma-separated model types (default: all that generate)")
+    parser.add_argument("--types", help="comma-separated model types (default: all types with `generate`)")
     parser.add_argument("--timeout", type=float, default=60.0, help="processor seconds for one type (default: 60)")
-    parser.add_argument("--json", help="write what was found here")
+    parser.add_argument("--json", help="output file of the results")
     options = parser.parse_args(arguments)
     print(measure.machine())
     worker, verdicts = Worker("1", "shares"), list[dict[str, Any]]()

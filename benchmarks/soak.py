@@ -1,4 +1,4 @@
-"""Long runs of what the tests show in short: many threads, many caches, a decode loop by hand.
+"""Runs long versions of three tests: many threads, many caches, and a decode loop in the caller.
 
 python -m benchmarks.soak [--threads 32] [--calls 100] [--cache-calls 1000] [--json OUT]
 """
@@ -34,7 +34,8 @@ def build() -> Any:
 
 
 def threads(model: Any, count: int, calls: int) -> int:
-    """Answers that differ from a solo run, of `count` threads with `calls` mixed greedy and seeded calls each."""
+    """Return the number of answers that differ from a solo run. `count` threads make `calls` mixed greedy and seeded
+    calls each."""
 
     def ask(number: int) -> torch.Tensor:
         options = {"do_sample": True, "seed": number} if number % 2 else {"do_sample": False}
@@ -56,7 +57,8 @@ def threads(model: Any, count: int, calls: int) -> int:
 
 
 def caches(model: Any, calls: int) -> list[int]:
-    """Bytes by which each worker grew over `calls` forwards whose caches are kept and dropped at random."""
+    """Return the bytes by which each worker grows over `calls` forward passes whose caches are kept and dropped at
+    random. The first tenth of the passes does not count."""
     draw, kept = random.Random(0), []
     pids = deployment_of(model).pids
     before: list[int] = []
@@ -70,7 +72,7 @@ def caches(model: Any, calls: int) -> list[int]:
 
 
 def by_hand(model: Any, tokens: int = 64) -> list[int]:
-    """The tokens that a loop with the cache handle chooses: one request each."""
+    """Return the tokens of a greedy loop in the caller, with a cache handle and one request for each token."""
     ids, cache, chosen = torch.tensor([[5, 9, 77, 31]]), None, []
     for _ in range(tokens):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -80,14 +82,14 @@ def by_hand(model: Any, tokens: int = 64) -> list[int]:
 
 
 def loops(model: Any, tokens: int = 64) -> dict[str, list[float]]:
-    """Seconds that `generate` and the loop by hand take for the same tokens, in turns."""
+    """Return the seconds that `generate` and the loop in the caller take for the same tokens, in turns."""
 
     def generate() -> list[int]:
         prompt = torch.tensor([[5, 9, 77, 31]])
         whole = model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         return whole[0, 4:].tolist()
 
-    by_hand(model)  # what is made once and for all
+    by_hand(model)  # warm up
     if generate() != by_hand(model, tokens):
         raise SystemExit("the loop by hand chose other tokens than generate")
     ways = {"generate": generate, "a loop by hand": lambda: by_hand(model, tokens)}

@@ -1,9 +1,9 @@
-"""How long workers take to be there, as forks of a warm process and as fresh processes, in turns.
+"""Measures the start of workers, as forks of a warm process and as fresh processes, in turns.
 
 python -m benchmarks.startup [--rounds 5] [--kills 100] [--json OUT]
 
-Every round starts one interpreter of each kind. A start is `parallelize` of a tiny Llama and `deparallelize`, in
-seconds and in processor time of all its workers and of what forks them.
+Every round starts one interpreter of each kind. A start is `parallelize` and `deparallelize` of a tiny Llama. It is
+measured in seconds, and in processor time of all workers and of the fork server.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _processor_seconds() -> float:
 
 
 def starts() -> dict[str, float]:
-    """In an interpreter of its own: a first start, later ones, and the memory of idle ranks."""
-    import torch  # noqa: F401  what a caller has imported who has a model
+    """Measure a first start, later starts, and the memory of idle ranks; needs a new interpreter."""
+    import torch  # noqa: F401 a caller with a model has imported torch and transformers
     from transformers import LlamaForCausalLM  # noqa: F401
 
     from parallelformers_ng.runtime import forks
@@ -77,7 +77,7 @@ def starts() -> dict[str, float]:
 
 
 def restarts(kills: int) -> list[float]:
-    """In an interpreter of its own: seconds from the end of a rank until the model can be called again."""
+    """Return the seconds from the end of a rank until the model can be called again; needs a new interpreter."""
     from parallelformers_ng import parallelize
     from parallelformers_ng.model.parallelized import deployment_of
 
@@ -97,7 +97,7 @@ def restarts(kills: int) -> list[float]:
 
 
 def imports() -> float:
-    """In an interpreter of its own: processor seconds of importing what a rank needs."""
+    """Return the processor seconds of a rank's imports; needs a new interpreter."""
     import parallelformers_ng.worker.imports  # noqa: F401
 
     return time.process_time()
@@ -113,7 +113,12 @@ def _apart(expression: str, switch: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=100, help="of forked ranks; a tenth as many of fresh processes")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=100,
+        help="number of killed forked ranks; a tenth as many fresh processes are killed",
+    )
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())

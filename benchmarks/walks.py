@@ -1,4 +1,5 @@
-"""Random walks over public calls, changes, hooks and moves: whole beside parallelized (see tests/helpers/walks.py).
+"""Runs random walks over public calls, changes, hooks and moves, and compares whole and parallelized models (see
+tests/helpers/walks.py).
 
 python -m benchmarks.walks --walks 60 --steps 50
 """

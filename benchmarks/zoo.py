@@ -2,9 +2,9 @@
 
     python -m benchmarks.zoo [--world-sizes 2,4] [--types llama,bert] [--json zoo.json] [--table COVERAGE.md] [--varied]
 
-Ranks are threads and models are tiny, so that all of it takes minutes. Each worker process judges one type after
-another; one that crashes or hangs is replaced and its type noted. With `--varied`, models have other sizes than the
-twins on which their policies are proven.
+Ranks are threads and models are tiny, so that a run takes minutes. Each worker process judges one type after another.
+If a worker process crashes or hangs, it is replaced, and the type's verdict says so. With `--varied`, models have other
+sizes than the twins that prove their policies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STATES = ("equal", "wrong", "hanging", "refused", "skipped")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the zoo, write the table, and return 1 if any type came out wrong or hanging."""
+    """Run the zoo, write the table, and return 1 if a type is wrong or hangs."""
     options = _parser().parse_args(arguments)
     classes = model_classes()
     types = options.types.split(",") if options.types else sorted(classes)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         earlier = [verdict for verdict in earlier if verdict["model_type"] not in types]
 
     def save(verdicts: list[dict[str, Any]]) -> None:
-        """After every type, so that a run that is stopped leaves what it found."""
+        """Write the files after every type, so that a stopped run keeps its verdicts."""
         together = sorted(earlier + verdicts, key=_order)
         if options.json:
             Path(options.json).write_text(json.dumps(together, indent=1) + "\n")
@@ -87,8 +87,8 @@ def run(
         workers: number of processes.
         timeout: seconds of processor time that one type may take.
         save: called with all verdicts so far, after each type.
-        seconds: after which no further type is begun.
-        varied: take models of other sizes than those on which policies are proven.
+        seconds: time after which no further type is started.
+        varied: whether models have other sizes than the twins that prove policies.
     """
     lock = threading.Lock()
     end = time.monotonic() + seconds
@@ -144,7 +144,7 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def judge(self, name: str, timeout: float) -> tuple[list[dict[str, Any]], str]:
-        """The verdicts, and a problem of the worker itself, or ""."""
+        """Return the verdicts, and the problem of the worker process itself, or ""."""
         fresh = self.process is None
         if self.process is None:
             self.process = subprocess.Popen(
@@ -157,7 +157,7 @@ class Worker:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{name}\n".encode())
-        # In seconds of its own processor time, as a busy machine makes nothing hang; ten times that on the clock.
+        # The limit is processor time, so that a busy machine causes no timeout; on the clock it is ten times as long.
         allowed = _cpu_seconds(self.process.pid) + timeout + (30 if fresh else 0)
         deadline = time.monotonic() + 10 * timeout
         line = b""
@@ -184,13 +184,13 @@ class Worker:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used, user and system (`proc(5)`, fields 14 and 15 of `stat`)."""
+    """Return the processor seconds of a process, user and system (`proc(5)`, fields 14 and 15 of `stat`)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summary(verdicts: Sequence[dict[str, Any]]) -> str:
-    """Counts for each world size, in words."""
+    """Return the counts for each world size, in words."""
     lines = []
     for size in sorted({verdict["world_size"] for verdict in verdicts}):
         mine = [verdict for verdict in verdicts if verdict["world_size"] == size]
@@ -206,11 +206,11 @@ def summary(verdicts: Sequence[dict[str, Any]]) -> str:
 
 
 def coverage(verdicts: Sequence[dict[str, Any]], known: int, full: dict[str, dict[str, Any]]) -> str:
-    """The coverage table as Markdown.
+    """Return the coverage table as Markdown.
 
     Args:
-        verdicts: one for each model type and world size.
-        known: number of model types that there are.
+        verdicts: a verdict for each model type and world size.
+        known: number of all model types.
         full: model type → its default configuration, planned (`full_size.py`).
     """
     types: dict[str, dict[int, dict[str, Any]]] = {}
@@ -249,16 +249,16 @@ def _row(name: str, verdicts: dict[int, dict[str, Any]], sizes: Sequence[int], f
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--types", help="comma-separated model types (default: all)")
-    parser.add_argument("--varied", action="store_true", help="take models of other sizes than those of the proofs")
+    parser.add_argument("--varied", action="store_true", help="use models of other sizes than the proofs")
     parser.add_argument("--part", default="1/1", help="the i-th of n parts of the types (default: 1/1)")
     parser.add_argument("--world-sizes", default="2,4", help="comma-separated numbers of ranks (default: 2,4)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--timeout", type=float, default=60.0, help="processor seconds for one type (default: 60)")
-    parser.add_argument("--json", help="write the verdicts here; a run of some types adds to the file")
-    parser.add_argument("--full-size", help="add what `python -m benchmarks.full_size` wrote here to the table")
-    parser.add_argument("--resume", action="store_true", help="leave out the types that the --json file has already")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further type after these")
-    parser.add_argument("--table", default="COVERAGE.md", help="write the table here ('' for nowhere)")
+    parser.add_argument("--json", help="output file of the verdicts; a run of some types adds to the file")
+    parser.add_argument("--full-size", help="file of `python -m benchmarks.full_size`, added to the table")
+    parser.add_argument("--resume", action="store_true", help="skip types that are already in the --json file")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further type after these seconds")
+    parser.add_argument("--table", default="COVERAGE.md", help="output file of the table ('' writes no table)")
     return parser
 
 

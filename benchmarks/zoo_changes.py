@@ -2,7 +2,7 @@
 
     python -m benchmarks.zoo_changes BEFORE.md AFTER.md
 
-Exits with 1 if a model type is worse than it was, or is new and not equal.
+The program exits with 1 if a model type has become worse, or is new and its outputs are not equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.zoo import ENOUGH
 
 COMPARED = ("class", "policy", "2 ranks", "4 ranks", "compared")
-"""Columns of the table. The plans of real sizes are left out: they change with every release of transformers."""
+"""Compared columns of the table. The plans of real sizes are not compared, because they change with every release of
+transformers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def rows(table: str) -> dict[str, dict[str, str]]:
-    """Model type → column → cell, of what `benchmarks.zoo.coverage` wrote.
+    """Return model type → column → cell, of a table that `benchmarks.zoo.coverage` wrote.
 
     Raises:
-        ValueError: there is no such table, or it is of a run that was cut short.
+        ValueError: the text has no table, or the table is from an interrupted run.
     """
     judged = re.search(r"^- (\d+) of (\d+) model types have been judged$", table, flags=re.MULTILINE)
     if judged and judged[1] != judged[2]:
@@ -58,7 +59,7 @@ def versions(table: str) -> str:
 
 
 def changes(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """Return the losses, and the other differences, a line for each model type."""
+    """Return the losses and all other differences, with one line for each model type."""
     worse, other = [], []
     for name in sorted(before | after):
         old, new = before.get(name), after.get(name)
@@ -82,7 +83,7 @@ def _results(row: dict[str, str]) -> list[str]:
 
 
 def _is_good(cell: str) -> bool:
-    """Whether enough is cut and equal, or the model does not run whole either."""
+    """Return whether outputs are equal and enough is sharded, or the whole model does not run either."""
     return cell == "skipped" or (cell.endswith("%") and float(cell[:-1]) >= 100 * ENOUGH)
 
 

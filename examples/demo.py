@@ -1,6 +1,6 @@
-"""Generate with a whole model, then with the same model on several workers, and compare the tokens.
+"""Generate with a whole model and with the same model on several workers, and compare the tokens.
 
-There is no `if __name__ == "__main__"` guard, on purpose: the workers do not import this script.
+The script has no `if __name__ == "__main__"` guard, because the workers do not import the script.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ STRATEGIES = {
 parser = argparse.ArgumentParser(
     description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
-parser.add_argument("--model", default=str(DEMO_MODEL), help="a folder or an id of the Hugging Face hub")
-parser.add_argument("--num-gpus", type=int, default=2, help="workers: one per GPU, CPU processes without GPUs")
+parser.add_argument("--model", default=str(DEMO_MODEL), help="model folder, or name on the Hugging Face hub")
+parser.add_argument(
+    "--num-gpus", type=int, default=2, help="number of workers: one per GPU, or CPU processes without GPUs"
+)
 parser.add_argument("--max-new-tokens", type=int, default=60)
 parser.add_argument("--prompt", default="And it came to pass in those days, that the king")
 parser.add_argument(
     "--dtype",
     default="float32",
-    help="of the weights; in 16 bits, sums taken in another order may legitimately choose other tokens",
+    help="data type of the weights; in 16 bits, another order of sums may change the tokens without an error",
 )
 options = parser.parse_args()
 
 
 def generate(model: PreTrainedModel, title: str) -> dict[str, list[int]]:
-    """Generate once per strategy, print text and seconds, and return the tokens."""
+    """Generate once with each strategy, print texts and seconds, and return the token ids of each strategy."""
     print(f"\n== {title}")
-    model.generate(**inputs, max_new_tokens=2)  # what is built at a first call is not timed
+    model.generate(**inputs, max_new_tokens=2)  # the first call is not timed, because it includes one-time preparations
     tokens = {}
     for strategy, arguments in STRATEGIES.items():
         start = time.perf_counter()
@@ -51,11 +53,11 @@ def generate(model: PreTrainedModel, title: str) -> dict[str, list[int]]:
 
 
 def describe_difference(strategy: str, whole: list[int], sharded: list[int]) -> str:
-    """Say where two token sequences part, and how each goes on."""
+    """Return a description of the first difference between two token sequences."""
     pairs = enumerate(zip(whole, sharded, strict=False))
     parting = next((i for i, (a, b) in pairs if a != b), min(len(whole), len(sharded)))
     return (
-        f"{strategy}: {len(whole)} tokens whole, {len(sharded)} sharded; they part at token {parting}\n"
+        f"{strategy}: {len(whole)} tokens whole, {len(sharded)} sharded; first difference at token {parting}\n"
         f"  common:  …{tokenizer.decode(whole[max(0, parting - 12) : parting])!r}\n"
         f"  whole:   {tokenizer.decode(whole[parting : parting + 12])!r} {whole[parting : parting + 12]}\n"
         f"  sharded: {tokenizer.decode(sharded[parting : parting + 12])!r} {sharded[parting : parting + 12]}"
@@ -66,7 +68,7 @@ tokenizer = AutoTokenizer.from_pretrained(options.model)
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
 inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
 
-# If the workers get GPUs, the whole model is timed on one as well.
+# If the workers run on GPUs, the whole model is timed on a GPU too.
 if torch.cuda.device_count() >= options.num_gpus:
     inputs = inputs.to("cuda")
     whole = generate(model.to("cuda"), "whole, on one GPU")

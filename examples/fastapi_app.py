@@ -1,15 +1,16 @@
-"""A FastAPI server: `GET /generate_text/{text}` answers `{"inputs": …, "outputs": …}`, `GET /stream_text/{text}` sends
-the text piece by piece while it is generated.
+"""Serves a parallelized model with FastAPI.
+
+`GET /generate_text/{text}` returns `{"inputs": …, "outputs": …}`. `GET /stream_text/{text}` streams the generated text.
 
     python examples/fastapi_app.py --model examples/demo_model --num-gpus 2
     curl --no-buffer http://127.0.0.1:8000/stream_text/And%20it%20came%20to%20pass
 
-Or through uvicorn's own command, which reads $MODEL, $NUM_GPUS and $MAX_NEW_TOKENS:
+The server also runs with the command `uvicorn`. The settings are then $MODEL, $NUM_GPUS and $MAX_NEW_TOKENS:
 
     MODEL=examples/demo_model uvicorn --app-dir examples fastapi_app:app --timeout-graceful-shutdown 30
 
-The model is loaded in the lifespan hook, so in the process that serves. Each further worker of `uvicorn --workers` or
-gunicorn would load a model of its own: stay with one.
+The lifespan hook loads the model in the process that serves. Use only one worker of uvicorn or gunicorn, because each
+worker loads its own model.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ log = logging.getLogger("uvicorn.error")
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Load and parallelize the model before the first request. Its workers end with this process."""
+    """Load and parallelize the model before the first request. The model's workers end with this process."""
     name = os.environ.get("MODEL", DEMO_MODEL)
     app.state.tokenizer = AutoTokenizer.from_pretrained(name)
     app.state.model = AutoModelForCausalLM.from_pretrained(name)
@@ -57,26 +58,26 @@ app = FastAPI(lifespan=lifespan)
 
 @app.get("/generate_text/{text:path}")
 def generate_text(text: str, max_new_tokens: NewTokens = MAX_NEW_TOKENS) -> dict[str, str]:
-    """Answer in a thread, as there is no `async`. Calls that come at the same time are decoded together."""
+    """Return the generated text. FastAPI runs this function in a thread, and concurrent calls are decoded together."""
     outputs = app.state.model.generate(**tokenize(text), max_new_tokens=max_new_tokens)
     return {"inputs": text, "outputs": app.state.tokenizer.decode(outputs[0], skip_special_tokens=True)}
 
 
 @app.get("/stream_text/{text:path}")
 async def stream_text(text: str, max_new_tokens: NewTokens = MAX_NEW_TOKENS) -> StreamingResponse:
-    """Only the continuation, without the prompt."""
+    """Stream the generated text without the prompt."""
     return StreamingResponse(pieces(tokenize(text), max_new_tokens), media_type="text/plain; charset=utf-8")
 
 
 @app.get("/health")
 def health() -> dict[str, Any]:
-    """Asks every worker, after the requests that are before this one."""
+    """Return the memory of every worker. The workers answer after the earlier requests."""
     return {"memory_allocated": app.state.model.memory_allocated()}
 
 
 @app.exception_handler(GroupError)
 async def unavailable(request: Request, error: GroupError) -> JSONResponse:
-    """A worker died or a request took too long. The next request finds new workers where the weights are kept."""
+    """Return status 503 if a worker died or a request took too long. Workers restart if the weights are kept."""
     log.error("%s", error)
     return JSONResponse({"error": type(error).__name__}, status_code=503)
 
@@ -89,11 +90,14 @@ def tokenize(text: str) -> dict[str, torch.Tensor]:
 
 
 class ClientGone(Exception):
-    """Raised into `generate` when nobody reads its text any more."""
+    """Raised in `generate` after the client has disconnected."""
 
 
 class ClientStreamer(AsyncTextIteratorStreamer):
-    """Text pieces for one client. Once that has left, the next token raises, which stops the request on all ranks."""
+    """Streamer of text pieces to one client.
+
+    After the client has disconnected, `put` raises an error, which stops the request on all ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__(app.state.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -109,7 +113,7 @@ class ClientStreamer(AsyncTextIteratorStreamer):
 
 
 async def pieces(inputs: dict[str, torch.Tensor], max_new_tokens: int) -> AsyncIterator[str]:
-    """Run `generate` in a thread and yield its text as it comes. Closed early, it stops the request."""
+    """Run `generate` in a thread and yield its text piece by piece. Closing the generator stops the request."""
     streamer = ClientStreamer()
 
     def generate() -> None:
@@ -118,25 +122,25 @@ async def pieces(inputs: dict[str, torch.Tensor], max_new_tokens: int) -> AsyncI
         except ClientGone:
             log.info("client left; stopped after %d of %d tokens", streamer.tokens, max_new_tokens)
         finally:
-            streamer.on_finalized_text("", stream_end=True)  # wakes the loop below if `generate` raised
+            streamer.on_finalized_text("", stream_end=True)  # ends the loop below, even after an error
 
     running = asyncio.create_task(run_in_threadpool(generate))
     try:
         async for piece in streamer:
             if piece:
                 yield piece
-        await running  # what `generate` raised, if anything; the client then sees the response break off
+        await running  # raises the error of `generate`; the client then gets an incomplete response
     finally:
         streamer.client_left.set()
 
 
 def main() -> None:
-    """Serve until SIGTERM or Ctrl-C; uvicorn finishes the requests in flight first."""
+    """Serve until SIGTERM or Ctrl-C; uvicorn completes the running requests before the end."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", help="a folder or an id of the Hugging Face hub")
-    parser.add_argument("--num-gpus", type=int, help="workers: one per GPU, CPU processes without GPUs")
+    parser.add_argument("--model", help="model folder, or name on the Hugging Face hub")
+    parser.add_argument("--num-gpus", type=int, help="number of workers: one per GPU, or CPU processes without GPUs")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 is any free port")
     options = parser.parse_args()
     if options.model is not None:
         os.environ["MODEL"] = options.model

@@ -1,14 +1,17 @@
-"""A Flask server with one route: `GET /generate_text/<text>` answers `{"inputs": …, "outputs": …}`.
+"""Serves a parallelized model with Flask.
+
+`GET /generate_text/<text>` returns `{"inputs": …, "outputs": …}`, and `GET /health` returns the memory of the workers.
 
     python examples/flask_app.py --model examples/demo_model --num-gpus 2
     curl http://127.0.0.1:5000/generate_text/And%20it%20came%20to%20pass
 
-For more than trying it out, let gunicorn serve it, with one worker and many threads:
+For production, run the application with gunicorn, one worker and many threads:
 
     MODEL=examples/demo_model gunicorn --pythonpath examples --workers 1 --threads 16 'flask_app:create_app()'
 
-Each further gunicorn worker would load a model of its own. Leave `--preload` off: it calls `create_app` before gunicorn
-forks, and a model can be used only from the process that parallelized it. With it, gunicorn says so and ends.
+Use only one gunicorn worker, because each worker loads its own model. Do not use `--preload`: gunicorn would call
+`create_app` before it forks, and only the process that parallelized a model can use the model. The server then prints
+an error and ends.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
     """Load and parallelize the model, and build the application.
 
     Args:
-        model_name: a folder or an id of the Hugging Face hub; by default $MODEL, else the demo's model.
-        num_gpus: number of workers; by default $NUM_GPUS, else all GPUs, or 2 CPU workers if there is none.
+        model_name: model folder, or name on the Hugging Face hub; by default $MODEL, or the demo model without $MODEL.
+        num_gpus: number of workers; by default $NUM_GPUS; without $NUM_GPUS, all GPUs, or 2 CPU workers without a GPU.
     """
     model_name = model_name or os.environ.get("MODEL", DEMO_MODEL)
     num_gpus = num_gpus or int(os.environ.get("NUM_GPUS", 0)) or None
@@ -49,11 +52,11 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
     os.register_at_fork(after_in_child=refuse_to_serve)
 
     app = Flask(__name__)
-    app.url_map.merge_slashes = False  # the text may hold them
+    app.url_map.merge_slashes = False  # the text may contain double slashes
 
     @app.get("/generate_text/<path:text>")
     def generate_text(text: str) -> dict[str, str]:
-        """Answer in the thread of the request. Calls that come at the same time are decoded together."""
+        """Return the generated text. Each request has a thread, and concurrent calls are decoded together."""
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].numel() == 0:
             abort(400, "the text has no tokens")
@@ -62,12 +65,12 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        """Asks every worker, after the requests that are before this one."""
+        """Return the memory of every worker. The workers answer after the earlier requests."""
         return {"memory_allocated": model.memory_allocated()}
 
     @app.errorhandler(GroupError)
     def unavailable(error: GroupError) -> tuple[dict[str, str], int]:
-        """A worker died or a request took too long. The next request finds new workers where the weights are kept."""
+        """Return status 503 if a worker died or a request took too long. Workers restart if the weights are kept."""
         app.logger.error("%s", error)
         return {"error": type(error).__name__}, 503
 
@@ -75,26 +78,27 @@ def create_app(model_name: str | None = None, num_gpus: int | None = None) -> Fl
 
 
 def refuse_to_serve() -> None:
-    """In a process that was forked after the model was parallelized: it could only answer 503, so it does not start."""
-    message = "the model belongs to the process that loaded it, which has forked; run gunicorn without --preload"
+    """End a process that was forked after the model was parallelized. Such a process cannot use the model."""
+    message = "a forked process cannot use the model of its parent process; run gunicorn without --preload"
     print(f"flask_app: {message}", file=sys.stderr, flush=True)
-    os._exit(3)  # gunicorn takes this for a worker that failed to boot, and ends
+    os._exit(3)  # with exit status 3, gunicorn ends because a worker has failed to start
 
 
 def main() -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests in flight. The workers end with this process."""
+    """Serve until SIGTERM or Ctrl-C, then complete the running requests. The model's workers end with this process."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", help="a folder or an id of the Hugging Face hub")
-    parser.add_argument("--num-gpus", type=int, help="workers: one per GPU, CPU processes without GPUs")
+    parser.add_argument("--model", help="model folder, or name on the Hugging Face hub")
+    parser.add_argument("--num-gpus", type=int, help="number of workers: one per GPU, or CPU processes without GPUs")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=5000, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=5000, help="port; 0 is any free port")
     options = parser.parse_args()
 
     server = make_server(options.host, options.port, create_app(options.model, options.num_gpus), threaded=True)
-    server.daemon_threads = False  # so that closing the server waits for the requests in flight
+    server.daemon_threads = False  # so that `server_close` waits for the running requests
 
     def stop(number: int, frame: FrameType | None) -> None:
-        threading.Thread(target=server.shutdown).start()  # it waits for serve_forever, which runs in this thread
+        # `shutdown` waits for `serve_forever`, which runs in the main thread.
+        threading.Thread(target=server.shutdown).start()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

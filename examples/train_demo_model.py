@@ -1,11 +1,10 @@
-"""Train the small English model in `examples/demo_model` from the King James Bible stored beside this script.
+"""Train the small English model in `examples/demo_model` on the King James Bible in this folder.
 
-A Llama of two million parameters, with grouped-query attention (six query heads over two key/value heads), learns to
-write its English in a quarter of an hour on one CPU core. Everything it needs is in the repository; nothing is
-downloaded.
+The model is a Llama with two million parameters and grouped-query attention (6 query heads, 2 key/value heads). The
+training takes a quarter of an hour on one CPU core. The script downloads nothing.
 
-The hidden matrices are trained with Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/); the
-embedding and the norms, for which it is not made, with AdamW.
+Muon trains the weight matrices (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/). AdamW trains the
+embedding and the norms, because Muon is not designed for these parameters.
 """
 
 from __future__ import annotations
@@ -25,17 +24,22 @@ from transformers.utils.logging import disable_progress_bar
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "king_james_bible.txt.xz"
 END_OF_CHAPTER, PAD = "<|end|>", "<|pad|>"
-CONTEXT = 256  # tokens in a training window, and the positions that the model is good for
-HELD_OUT_EVERY = 20  # one chapter in so many is kept for validation
+CONTEXT = 256  # number of tokens in a training window, and the maximum length of a text
+HELD_OUT_EVERY = 20  # every 20th chapter is used for validation
 
 
 def read_chapters() -> list[str]:
-    """The chapters: one verse per line, an empty line between two chapters."""
+    """Return the chapters of the text. The file has one verse per line and an empty line between chapters."""
     return lzma.decompress(TEXT.read_bytes()).decode("ascii").strip().split("\n\n")
 
 
 def train_tokenizer(chapters: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: any prompt can be encoded, known words are short."""
+    """Train a byte-level BPE tokenizer, which can encode any prompt.
+
+    Args:
+        chapters: training text.
+        vocab_size: number of tokens in the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +62,7 @@ def train_tokenizer(chapters: list[str], vocab_size: int) -> PreTrainedTokenizer
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama whose head counts are worth cutting: two ranks hold three query heads and one key/value head each."""
+    """Return an untrained Llama. With 2 ranks, each rank holds 3 query heads and 1 key/value head."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -82,7 +86,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def encode(chapters: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """All chapters as one row of token ids `[tokens]`, an end-of-chapter token before each."""
+    """Return all chapters as token ids `[tokens]`, with an end-of-chapter token before each chapter and at the end."""
     ids: list[int] = []
     for chapter in chapters:
         ids += [tokenizer.eos_token_id, *tokenizer.backend_tokenizer.encode(chapter).ids]
@@ -90,12 +94,12 @@ def encode(chapters: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Ten
 
 
 def cut(tokens: torch.Tensor) -> torch.Tensor:
-    """Cut a row of tokens into windows `[windows, CONTEXT]`; what does not fill a window is left out."""
+    """Cut tokens `[tokens]` into windows `[windows, CONTEXT]`; an incomplete last window is dropped."""
     return tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
 
 
 def windows(tokens: torch.Tensor, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield batches `[batch, CONTEXT]` for ever; every epoch cuts the text at another offset and shuffles the cuts."""
+    """Yield batches `[batch, CONTEXT]` without end; each epoch shuffles windows with a new offset in the text."""
     while True:
         offset = int(torch.randint(CONTEXT, (1,), generator=generator))
         cuts = cut(tokens[offset:])
@@ -105,7 +109,7 @@ def windows(tokens: torch.Tensor, batch: int, generator: torch.Generator) -> Ite
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
-    """Mean cross-entropy in nats per token over the held-out chapters."""
+    """Return the mean cross-entropy of the validation tokens, in nats per token."""
     model.eval()
     cuts = cut(tokens)
     losses = [model(input_ids=chunk, labels=chunk).loss.item() * len(chunk) for chunk in cuts.split(32)]
@@ -114,10 +118,10 @@ def validation_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the decoder layers, AdamW for all other parameters."""
+    """Return Muon for the matrices of the decoder layers, and AdamW for all other parameters."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    of_muon = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in of_muon]
+    muon_ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in muon_ids]
     return [
         torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.05, ns_steps=4),
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
@@ -125,7 +129,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """A short warm-up, a plateau, then a cosine descent to 2 % over the last 60 % of the steps."""
+    """Return the learning-rate factor: warm-up, plateau, then cosine descent to 2 % over the last 60 % of steps."""
     warm_up, descent = max(1, steps // 50), 0.6
     if step < warm_up:
         return (step + 1) / warm_up
@@ -136,7 +140,14 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def train(
     model: LlamaForCausalLM, train_tokens: torch.Tensor, held_out: torch.Tensor, options: argparse.Namespace
 ) -> float:
-    """Train in place, store the model each time its validation loss is the best so far, and return that loss."""
+    """Train a model in place, save the model after each best validation loss, and return the best validation loss.
+
+    Args:
+        model: model to train.
+        train_tokens: training text `[tokens]`.
+        held_out: validation text `[tokens]`.
+        options: command-line options.
+    """
     batches = windows(train_tokens, options.batch, torch.Generator().manual_seed(options.seed))
     optimizers = build_optimizers(model)
     schedules = [
@@ -166,13 +177,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=HERE / "demo_model", help="folder for the model and its tokenizer")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=16, help="windows per step")
-    parser.add_argument("--vocab", type=int, default=2048, help="tokens in the vocabulary")
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between two validations")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "demo_model", help="output folder for the model and its tokenizer"
+    )
+    parser.add_argument("--steps", type=int, default=500, help="number of optimizer steps")
+    parser.add_argument("--batch", type=int, default=16, help="number of windows per step")
+    parser.add_argument("--vocab", type=int, default=2048, help="number of tokens in the vocabulary")
+    parser.add_argument("--eval-every", type=int, default=100, help="number of steps between validations")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the order of the windows")
     return parser.parse_args()
 
 
@@ -180,7 +193,7 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    disable_progress_bar()  # of saving and loading: a bar inside the bar of the training
+    disable_progress_bar()  # hides the progress bars of saving and loading, inside the training bar
 
     chapters = read_chapters()
     tokenizer = train_tokenizer(chapters, options.vocab)

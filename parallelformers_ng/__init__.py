@@ -1,6 +1,6 @@
 """Run a Hugging Face model that is too big or too slow for one GPU, with one line of Python.
 
-The names load on first use: a worker imports this package too, and must be watching its parent before torch has loaded.
+Public names load on first use. A worker also imports this package, and must watch its parent before torch has loaded.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ _HOMES = {
 
 
 def _find_policies() -> None:
-    """In a clone they lie beside this folder, in `policies/`. Whoever starts Python there imports this folder, whatever
-    is installed, and finds them too."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    beside = os.path.join(os.path.dirname(here), "policies")
-    name, first = f"{__name__}.policies", os.path.join(beside, "__init__.py")
-    if os.path.isdir(os.path.join(here, "policies")) or not os.path.isfile(first):
+    """Import the policies of a git clone, whose folder `policies/` is beside this package.
+
+    Python started in a clone imports this package from the clone, even if another copy is installed.
+    """
+    package = os.path.dirname(os.path.abspath(__file__))
+    policies = os.path.join(os.path.dirname(package), "policies")
+    name, init_file = f"{__name__}.policies", os.path.join(policies, "__init__.py")
+    if os.path.isdir(os.path.join(package, "policies")) or not os.path.isfile(init_file):
         return
-    spec = importlib.util.spec_from_file_location(name, first, submodule_search_locations=[beside])
+    spec = importlib.util.spec_from_file_location(name, init_file, submodule_search_locations=[policies])
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = globals()["policies"] = module = importlib.util.module_from_spec(spec)

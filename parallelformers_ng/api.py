@@ -1,4 +1,4 @@
-"""The entry point: check the arguments, make the plan, start the group, hand the weights over."""
+"""Parallelizes a model: checks the arguments, makes the plan, starts the group and loads the weights on the workers."""
 
 from __future__ import annotations
 
@@ -78,64 +78,63 @@ def parallelize(
     progress: bool = True,
     **load_options: Any,
 ) -> Any:
-    """Cut `model` over several devices, one worker process each, in place.
+    """Divide `model` among several worker processes, one for each device, in place.
 
-    Afterwards `model(...)` and `model.generate(...)` run on the workers, from any thread; `model.deparallelize()` (or
-    `.cpu()`, `.cuda()`, `.to()`) ends it and brings the weights back.
+    Afterwards `model(...)` and `model.generate(...)` run on the workers, from any thread. `model.deparallelize()` (or
+    `.cpu()`, `.cuda()`, `.to()`) ends the workers and restores the weights.
 
     Args:
-        model: a transformers model with its weights loaded, or peft's around one; or a directory or model id of the
-            hub, whose weights each worker then reads its share of, also a directory with an adapter of peft's; or a
-            model on `meta`, with `weights`.
-        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers if there is none.
-        fp16: cast floating-point weights to float16, as `from_pretrained(dtype=torch.float16)` would.
-        weights: the directory or model id that has the weights of a model on `meta`.
-        model_class: the class to load a path as; by default the one that its configuration names.
-        dtype: cast to this type instead ("bfloat16", torch.bfloat16, …); must agree with `fp16`. "auto", as None: as
-            `from_pretrained` chooses, or as the model is.
-        custom_policies: a Policy class or a list of them; they come before the written ones.
-        adapters: for a path: directories, or names on the hub, of peft's adapters by the names that they get in the
-            model, as by `load_adapter`; the first is active.
-        workers: place and patience of the workers: `WorkerOptions`, or a dict of the same words (`{"device":
-            "cpu", "timeout": 60}`). Or a group from `start_group`, which serves one model at a time and goes on running
-            when its parallelization ends; `num_gpus` is then the group's.
-        fit: how the model is laid over devices that are small, or unlike each other: `FitOptions`, or a dict of the
-            same words.
-        quantize: hold weights in few bits, quantized on their way to the ranks: "int8", "int4", "fp8"; or
-            `QuantizeOptions`, or a dict of the same words (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`); or a
-            weight-only config of torchao's. docs/quantization.md says what comes back.
-        decode: mode of the decode steps of `generate`. "eager". "compile": `torch.compile` over a cache of a
-            fixed size; a `CompileConfig` of transformers chooses its settings, and the first call waits for the
-            compiler. "cuda_graphs": captured over such a cache; other steps run plainly, and a warning says why, once;
-            never run on a GPU, unmeasured. "auto" is "eager" on CPU ranks. On CUDA devices it is "cuda_graphs" for
-            calls with the same kind of answer either way, until a capture fails: a warning says why.
-        batching: decode calls of `generate` from many threads together: True, `BatchingOptions`, or a dict of the same
-            words (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a cache of the caller's, a
-            model that would give other tokens) runs alone, in its turn. One that samples without `seed=` draws a seed
-            where it comes beside others. "auto", on CPU ranks: from when two calls first come at the same time; on
-            CUDA ranks, as False: one after another. True there decodes plain steps of all rows, while a lone call's may
-            be captured; never run on a GPU, unmeasured.
-        seed: seeds the model's own random stream; by default sampling follows the caller's torch generator.
-        prove: accept custom policies only if a tiny random copy of the model gives the same outputs cut by them and
-            whole: seconds of one core, once for a policy, a configuration and a number of ranks. False: trust them.
-        verbose: print the memory of every device, "simple" (a line each) or "detail" (a table each).
-        progress: show a progress bar if standard error is a terminal, now and when weights are gathered.
+        model: a loaded transformers or peft model; a model on `meta`, with `weights`; or a directory or model id of
+            the hub, also of a peft adapter. From a path, each worker reads its own shards.
+        num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers without a GPU.
+        fp16: cast floating-point weights to float16, like `from_pretrained(dtype=torch.float16)`.
+        weights: directory or model id with the weights of a model on `meta`.
+        model_class: class of the model to load from a path; by default the class that the configuration names.
+        dtype: data type to cast floating-point weights to ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
+            None or "auto": the data type that `from_pretrained` chooses, or the model's own.
+        custom_policies: a Policy class or a list of Policy classes, tried before the policies of this library.
+        adapters: for a path: adapter name → directory or hub name of a peft adapter to load, like `load_adapter`; the
+            first adapter is active.
+        workers: devices and time limits of the workers, as `WorkerOptions` or a dict of its fields (`{"device":
+            "cpu", "timeout": 60}`). Or a group from `start_group`, which sets `num_gpus`, serves one model at a time
+            and keeps running after the parallelization ends.
+        fit: strategy and memory limits for devices that are small or of different sizes, as `FitOptions` or a dict of
+            its fields.
+        quantize: scheme in which the ranks hold weights, quantized while loading: "int8", "int4" or "fp8";
+            `QuantizeOptions` or a dict of its fields (`{"scheme": "int8", "skip": ["mlp.down_proj"]}`); or a
+            weight-only torchao config. docs/quantization.md describes the weights that `deparallelize` restores.
+        decode: mode of the decode steps of `generate`. "eager": no compiler, no CUDA graphs. "compile":
+            `torch.compile` over a cache of a fixed size; the first call waits for the compiler. A transformers
+            `CompileConfig`: "compile" with other settings. "cuda_graphs": CUDA graphs over a cache of a fixed size.
+            If a step cannot be captured, the step runs eagerly, and one warning gives the reason. CUDA graphs are
+            unmeasured, never run on a GPU. "auto": "eager" on CPU ranks; on CUDA, "cuda_graphs" for calls whose output
+            type stays the same, until a capture fails.
+        batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
+            its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
+            model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
+            seeds. "auto": on CPU ranks, True from the first two concurrent calls on; on CUDA ranks, False. Batches on
+            CUDA ranks are unmeasured, never run on a GPU.
+        seed: seed of the model's own random stream; by default sampling uses the caller's torch generator.
+        prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
+            check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
+        verbose: print the memory of every device: "simple" (a line each) or "detail" (a table each).
+        progress: show a progress bar while weights are loaded or gathered, if standard error is a terminal.
         load_options: for a path: arguments of `from_pretrained` (`revision`, `token`, `cache_dir`, `local_files_only`,
-            `subfolder`, `variant`, `trust_remote_code`, `attn_implementation`, `key_mapping`, …), and attributes of the
-            configuration that are to differ (`num_labels=3`).
+            `subfolder`, `variant`, `trust_remote_code`, `attn_implementation`, `key_mapping`, …), and changed
+            attributes of the configuration (`num_labels=3`).
 
     Returns:
-        The same model, or the one that was loaded.
+        `model` itself, or the model loaded from the path.
 
     Raises:
-        UnsupportedModelError: not a transformers model, or no policy fits it.
-        CheckpointError: a file of the checkpoint is missing or damaged; it is named.
-        AlreadyParallelizedError: the model is parallelized.
-        PlacementError: there are not as many devices as asked for.
-        PolicyError: a custom policy does not fit the model, or is wrong, or cannot be proven.
-        StartupError: a worker could not start. The model is as it was before.
-        SharedMemoryError: the system has no memory for the shards. The model is as it was before.
-        ParallelError: another argument has a value that it does not take, or there is none of that name.
+        UnsupportedModelError: `model` is not a transformers model, or no policy fits it.
+        CheckpointError: a file of the checkpoint is missing or damaged. The message names the file.
+        AlreadyParallelizedError: the model is parallelized already.
+        PlacementError: there are fewer devices than requested.
+        PolicyError: a custom policy does not fit the model, is wrong, or cannot be proven.
+        StartupError: a worker could not start. The model is unchanged.
+        SharedMemoryError: the system has too little memory for the shards. The model is unchanged.
+        ParallelError: an argument has a wrong value or an unknown name.
     """
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
@@ -146,27 +145,27 @@ def parallelize(
     if isinstance(workers, WorkerGroup):
         world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
-            raise PlacementError(f"num_gpus is {num_gpus}, but the group given has {world_size} workers")
+            raise PlacementError(f"num_gpus is {num_gpus}, but the group of workers= has {world_size} workers")
         fitting = fitting.over(workers.hosts.counts if workers.hosts else [world_size])
     else:
         makers, fitting = group_makers(num_gpus, options, fitting)
         world_size, kind = makers[0].args
-    as_asked = None if decode in ("auto", "eager") else decode
-    check_fit(fitting, world_size, custom_policies=custom_policies, decode=as_asked)
+    static_decode = None if decode in ("auto", "eager") else decode
+    check_fit(fitting, world_size, custom_policies=custom_policies, decode=static_decode)
     target = target_dtype(fp16, dtype)
     check_kind(fitting.cache, kind, decode)
     budget = budget_of(fitting, world_size, kind, options.device_ids, options.replicas)
-    as_it_is = fitting.cache is not None or budget is not None
-    steps, unlike_asked = static_steps("eager" if as_it_is else decode, kind, world_size)
-    if unlike_asked:
-        log.warning("generate runs without CUDA graphs: %s", unlike_asked)
+    eager = fitting.cache is not None or budget is not None
+    steps, why_eager = static_steps("eager" if eager else decode, kind, world_size)
+    if why_eager:
+        log.warning("generate runs without CUDA graphs: %s", why_eager)
     is_path = isinstance(model, (str, os.PathLike))
     directories = {name: os.fspath(directory) for name, directory in (adapters or {}).items()}
     if directories and not is_path:
-        raise ParallelError(f"adapters is for loading a path; put them into the {type(model).__name__} with peft")
+        raise ParallelError(f"adapters is for loading a path; add adapters to this {type(model).__name__} with peft")
     if is_path and (base := base_of_adapter(model)) is not None:
         directories, model = {"default": os.fspath(model), **directories}, base
-    model, around = within(model)
+    model, wrappers = within(model)
     bits = read_quantize(quantize)
     batch = _batching(batching, kind, decode)
     source = _source(model, weights, model_class, load_options)
@@ -177,7 +176,7 @@ def parallelize(
     try:
         if isinstance(workers, WorkerGroup):
             replicas.append(Replica(workers, None))
-        for maker in makers:  # they import torch while this process plans
+        for maker in makers:  # the workers import torch while this process makes the plan
             group = maker(wait=False)
             replicas.append(Replica(group, maker))
         dequantize = bits is not None and bits.dequantize
@@ -186,7 +185,7 @@ def parallelize(
         elif (plain := open_given(loaded, target, dequantize)) is not None:
             original = Given(loaded, plain)
         if directories:
-            loaded, around = within(with_peft_adapters(loaded, directories))
+            loaded, wrappers = within(with_peft_adapters(loaded, directories))
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
@@ -202,8 +201,8 @@ def parallelize(
             original=original,
             code=LiveCode(loaded, CodeCheck(loaded, sharding, sharding.selection)),
         )
-        what = "cutting" if source is None else "loading"
-        with progress_bar(f"{what} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
+        verb = "cutting" if source is None else "loading"
+        with progress_bar(f"{verb} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
             deployment.start(loaded, advance)
     except BaseException:
         for replica in replicas:
@@ -212,42 +211,45 @@ def parallelize(
             original.restore()
         raise
     settle(loaded, sharding)
-    if getattr(loaded, "is_quantized", False):  # a mark alone, which would keep it from being saved
+    if getattr(loaded, "is_quantized", False):  # this attribute alone would make save_pretrained fail
         loaded.hf_quantizer.remove_quantization_config(loaded)
     if sharding.strategy != "tensor":
         steps = None
     enter(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto")
-    surround(around, loaded)
+    surround(wrappers, loaded)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))
-    return around[0] if around else loaded
+    return wrappers[0] if wrappers else loaded
 
 
 def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
-    """Start workers that serve one model after another, so that only the first pays for their start.
+    """Start workers that serve one model after another, so that only the first model waits for the start.
 
     `with start_group(2) as group: parallelize(model, workers=group)`.
 
     Args:
         num_gpus: same as in `parallelize`.
-        options: `device`, `device_ids`, `backend`, `timeout` and `start_timeout` of `WorkerOptions`. The others belong
-            to a model, whose weights a new group would need; a group given to `parallelize` is not restarted.
+        options: fields of `WorkerOptions`, except the restart options, `replicas` and `host_copy`. A group from
+            `start_group` is not restarted, because a restart needs the weights of a model.
+
+    Returns:
+        The group, ready to serve; pass it to `parallelize` as `workers`.
 
     Raises:
-        PlacementError: there are not as many devices as asked for.
+        PlacementError: there are fewer devices than requested.
         StartupError: a worker could not start.
-        ParallelError: an option has a value that it does not take, or there is none of that name.
+        ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
     """
     for name in OF_A_MODEL:
         if name in options:
             raise ParallelError(
-                f"start_group takes no {name}: it starts one group, which serves one model after another and is not"
-                " restarted"
+                f"start_group takes no {name}: its group serves one model after another and is not restarted; pass"
+                f" {name} to parallelize as workers={{{name!r}: …}}"
             )
     (make,), _ = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"), FitOptions())
     group = make(wait=False)
     try:
-        # While the workers import torch, this process makes ready what it will plan and load with.
+        # While the workers import torch, this process imports the policies and the weight conversions.
         written_policies()
         prepare_conversions()
         group.wait_until_ready()
@@ -267,23 +269,25 @@ def plan(
     fit: FitOptions | Mapping[str, Any] | None = None,
     quantize: Any = None,
 ) -> ShardPlan:
-    """Return how `parallelize` would cut `model`, without starting anything. A model on `meta` will do.
+    """Return the plan by which `parallelize` would divide `model`, without starting workers.
 
     Args:
-        model: a transformers model.
+        model: a transformers model, also without weights on `meta`.
         num_gpus: number of ranks.
-        fp16: same as in `parallelize`; decides the bytes.
-        dtype: same as in `parallelize`; decides the bytes.
+        fp16: same as in `parallelize`; changes the sizes in bytes.
+        dtype: same as in `parallelize`; changes the sizes in bytes.
         custom_policies: same as in `parallelize`.
         fit: same as in `parallelize`.
-        quantize: same as in `parallelize`; decides the bytes.
+        quantize: same as in `parallelize`; changes the sizes in bytes.
 
     Returns:
-        The plan: `bytes_per_rank`, `replicated`, `policy`, `source`; `print` shows it as a table.
+        The plan, with `bytes_per_rank`, `replicated`, `policy` and `source`; `print` shows the plan as a table.
 
     Raises:
-        UnsupportedModelError: not a transformers model, or no policy fits it.
+        UnsupportedModelError: `model` is not a transformers model, or no policy fits it.
+        AlreadyParallelizedError: the model is parallelized already.
         PolicyError: a policy does not fit the model.
+        ParallelError: an argument has a wrong value.
     """
     check_count(num_gpus)
     check_switches(fp16=fp16)
@@ -303,18 +307,21 @@ def _source(
     model_class: type[PreTrainedModel] | None,
     options: Mapping[str, Any],
 ) -> Source | None:
-    """Return the checkpoint that the weights come from, None if the model has them; every argument for it acts or
-    is refused."""
+    """Return the checkpoint with the weights; None if the model has its weights.
+
+    Raises:
+        ParallelError: `weights`, `model_class` or a load option has no effect on this model.
+    """
     if isinstance(model, (str, os.PathLike)):
         if weights is not None:
-            raise ParallelError("weights is for a model on meta; a path has its own")
+            raise ParallelError("weights is for a model on meta; a path already has weights")
         return read_source(os.fspath(model), options, model_class)
     check_model(model)
     if model_class is not None:
-        raise ParallelError(f"model_class is for loading a path, and the model given is a {type(model).__name__}")
+        raise ParallelError(f"model_class is for loading a path, and the model is a {type(model).__name__} already")
     if weights is None:
         if options:
-            refuse_options(options, "the model given is loaded already")
+            refuse_options(options, "the model is loaded already")
         return None
     return read_source(os.fspath(weights), options, of_its_own=False)
 
@@ -328,26 +335,32 @@ def _batching(
         return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
     if decode not in ("auto", "eager", "cuda_graphs"):
-        raise ParallelError(f"the steps of a batch are not compiled, and decode is {decode!r}; leave one of them out")
+        raise ParallelError(f"decode is {decode!r}, a mode without batching; leave out decode= or batching=")
     return options
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be parallelized, whatever the policies."""
+    """Raise an error if no policy could parallelize the model.
+
+    Raises:
+        AlreadyParallelizedError: the model is parallelized already.
+        UnsupportedModelError: the model is compiled, no `PreTrainedModel`, spread by `device_map`, or has a tensor of a
+            class of its own.
+    """
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
     refuse_compiled(model)
     if not isinstance(model, PreTrainedModel):
         cls = type(model)
-        hint = "; pass what its merge_and_unload() returns" if hasattr(model, "merge_and_unload") else ""
+        hint = "; pass the result of model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
         raise UnsupportedModelError(
             f"parallelize takes a transformers PreTrainedModel, not {cls.__module__}.{cls.__name__}{hint}"
         )
     name, kind = tensor_of_own_class(model)
     if name:
         raise UnsupportedModelError(
-            f"{name} is a {kind}, whose code says what functions of torch do with it, and the ranks hold plain tensors;"
-            " pass the model with plain parameters"
+            f"{name} is a {kind}, a tensor class with its own torch functions, but the ranks hold plain tensors; pass"
+            " the model with plain parameters"
         )
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
         raise UnsupportedModelError(
@@ -356,14 +369,13 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if `torch.compile` has taken the place of the model or of a forward in it."""
+    """Raise UnsupportedModelError if `torch.compile` has replaced a module of the model or a module's `forward`."""
     for path, module in model.named_modules():
         compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         if compiled or "_orig_mod" in module._modules:
             raise UnsupportedModelError(
-                f"{path or type(model).__name__} is compiled by torch.compile, and the workers have other code to"
-                " compile: their shards. Pass the model as it was before torch.compile, and decode='compile' if the"
-                " decode steps should be compiled"
+                f"{path or type(model).__name__} is compiled by torch.compile, but the workers cannot run code compiled"
+                " for the whole model. Pass the model without torch.compile; decode='compile' compiles the decode steps"
             )
 
 

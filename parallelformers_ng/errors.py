@@ -1,7 +1,7 @@
-"""Every exception that this library raises on purpose.
+"""Defines every exception that this library raises on purpose.
 
-All of them are `ParallelError`, so one `except` catches whatever parallelization adds to a program. Each message names
-the culprit, the offending value, the limit and, if there is one, the next step.
+Each exception is a `ParallelError`, so `except ParallelError` catches every error that parallelization adds. Each
+message names the wrong argument or object, its value, the limit, and the next step if known.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ class ParallelError(Exception):
 
 
 class UnsupportedPlatformError(ParallelError):
-    """The operating system lacks what the workers need (Linux: memfd, pidfd)."""
+    """The operating system lacks features that the workers need (memfd and pidfd of Linux)."""
 
 
 class UnsupportedModelError(ParallelError):
-    """No policy fits this model; the message says what was tried and how to write one."""
+    """No policy fits the model. The message lists the failed attempts and says how to write a policy."""
 
 
 class PolicyError(ParallelError):
-    """A policy does not fit the model it was applied to: a rule without a layer, a layer that cannot be cut so."""
+    """A policy does not fit the model: for example, a rule names a missing layer or a layer that cannot be sharded."""
 
 
 class PlacementError(ParallelError):
-    """The devices asked for do not exist, or fewer exist than asked for."""
+    """A requested device does not exist, or there are fewer devices than requested."""
 
 
 class AlreadyParallelizedError(ParallelError):
@@ -35,37 +35,37 @@ class AlreadyParallelizedError(ParallelError):
 
 
 class NotParallelizedError(ParallelError):
-    """The model is not, or no longer, parallelized."""
+    """A call needs a parallelized model, but the model is not or no longer parallelized."""
 
 
 class CheckpointError(ParallelError):
-    """A checkpoint is missing, incomplete, damaged or not of this model. The message names the file."""
+    """A checkpoint is missing, incomplete, damaged or from another model. The message names the file."""
 
 
 class GroupError(ParallelError):
-    """Something about the worker group failed; the base of nearly all errors below."""
+    """Base of the errors of a group of workers."""
 
 
 class StartupError(GroupError):
-    """A worker could not start. The message carries the end of its standard error."""
+    """A worker could not start. The message ends with the last lines of the worker's standard error."""
 
 
 class GroupClosedError(GroupError):
-    """The group was closed, by the caller or at interpreter shutdown."""
+    """The group of workers was closed, by the caller or at interpreter shutdown."""
 
 
 class WrongProcessError(GroupError):
-    """The group was used from a process that did not start it, for example after `os.fork`."""
+    """A process used a group of workers that another process started, for example after `os.fork`."""
 
 
 class WorkerDiedError(GroupError):
-    """A worker process ended while it was needed.
+    """A worker process ended before its group was closed.
 
     Attributes:
-        rank: the worker's rank.
-        signal: the signal that ended it, or None if it exited by itself.
-        exit_code: its exit code, or None if a signal ended it.
-        host: the host that it ran on, or None if the group is on one alone.
+        rank: rank of the worker.
+        signal: number of the signal that ended the worker; None if the worker exited by itself.
+        exit_code: exit code of the worker; None if a signal ended the worker.
+        host: name of the worker's host; None if all workers run on one host.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class WorkerDiedError(GroupError):
 
 
 class RestartLimitError(GroupError):
-    """The workers died too often, or could not be started again, and stay down for good."""
+    """The workers died too often or could not be restarted. The group makes no further attempt."""
 
 
 class RequestTimeoutError(GroupError, TimeoutError):
@@ -92,42 +92,42 @@ class RequestTimeoutError(GroupError, TimeoutError):
 
 
 class DeadlineExpiredError(RequestTimeoutError):
-    """The deadline of a call passed before the call was sent: nothing was run, and nothing has changed."""
+    """The deadline of a call passed before the call was sent to the workers. The workers ran nothing."""
 
 
 class ProtocolError(GroupError):
-    """A control message was malformed, too large or out of order. It was not decoded further."""
+    """A control message was malformed, too large or out of order. The receiver stopped decoding the message."""
 
 
 class ChannelClosedError(GroupError):
-    """The other end of a control channel is gone."""
+    """The process at the other end of a control channel closed the channel or ended."""
 
 
 class NotPortableError(GroupError, TypeError):
-    """An object cannot cross to another process by value. The message names where it was found."""
+    """An object cannot be copied to another process. The message names the argument or attribute with the object."""
 
 
 class SharedMemoryError(GroupError):
-    """The system had no memory for shards, for the collectives, or for a message. Nothing was sent."""
+    """The system had too little memory for shards, for collectives or for a message. Nothing was sent."""
 
 
 class CollectiveAbortedError(GroupError):
-    """A collective was given up because a peer raised, died or the group is ending."""
+    """A collective stopped because a rank raised an error, died or came too late, or because the group is ending."""
 
 
 class DivergedError(GroupError):
-    """Ranks that must agree did not; the answer was discarded."""
+    """Ranks that must agree have different results or are in different collectives. The results were discarded."""
 
 
 class WorkerError(GroupError):
-    """An exception raised inside a worker, brought back to the caller.
+    """An exception that a worker raised, raised again in the caller's process.
 
-    If the original type can be named here (builtins, torch, transformers, anything already imported), the raised
-    exception is an instance of that type as well, so `except ValueError` goes on working.
+    The raised exception is also an instance of the original type, so `except ValueError` works. The caller's process
+    must know the original type: builtins, torch, transformers and every imported module.
 
     Attributes:
-        rank: the rank whose traceback is shown.
-        remote_traceback: the traceback as the worker printed it.
+        rank: rank of the worker that raised the exception.
+        remote_traceback: traceback of the worker, as text.
     """
 
     rank: int = 0
@@ -135,24 +135,24 @@ class WorkerError(GroupError):
 
 
 class BatchingError(ParallelError):
-    """A call cannot share a batch with others, or there are more than may wait.
+    """A call cannot share a batch with other calls, or too many calls are waiting.
 
     Attributes:
-        option: option of `batching=` whose limit refuses the call; "" if none does.
+        option: name of the option of `batching=` whose limit the call exceeds; "" for another reason.
     """
 
     option = ""
 
 
 class StaleCacheError(ParallelError):
-    """A key/value cache was used after its workers were gone, or after a request failed while it was writing to it."""
+    """A key/value cache was used after its workers had ended, or after a request failed while writing to the cache."""
 
 
 class RequestCancelledError(GroupError):
-    """A request was stopped at its caller's wish, on all ranks at the same step."""
+    """The caller cancelled a request. All ranks stopped at the same step."""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """` (did you mean 'timeout'?)`, for the end of a message; "" if none of the known names is near."""
+    """Return ` (did you mean 'timeout'?)`, for the end of a message; "" if no known name is similar to `wrong`."""
     near = difflib.get_close_matches(wrong, list(known), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

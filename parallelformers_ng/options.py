@@ -1,4 +1,4 @@
-"""The options that `parallelize` takes in groups, each a dataclass, a dictionary of the same words, or neither."""
+"""Defines the option groups of `parallelize`. A caller passes each as a dataclass, a dictionary or None."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ LAUNCHERS = ("auto", "local", "torchrun", "ray")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """The ranks' share of a Ray cluster.
+    """The resources of a Ray cluster that the ranks use.
 
     Attributes:
-        address: address of the cluster. None: the connected cluster of this process, or else the one that
-            `ray.init()` finds or starts, for as long as the workers run.
-        cpus: CPUs of each rank, which are its threads, too.
-        resources: further resources of each rank's bundle, in Ray's words: `{"memory": …}`, or names of your
-            own.
-        runtime_env: environment of the processes on the hosts, in Ray's form.
+        address: address of the cluster. None: the cluster to which this process is connected, or without a connection
+            the cluster that `ray.init()` finds or starts until the workers end.
+        cpus: number of CPUs, and of threads, of each rank.
+        resources: further resources of each rank's Ray bundle, by Ray's names (`{"memory": …}`) or custom names.
+        runtime_env: Ray's `runtime_env` for the processes on the hosts.
     """
 
     address: str | None = None
@@ -43,25 +42,26 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Place of the workers, time limits, and restarts after deaths.
+    """Devices, launcher, time limits and restarts of the workers.
 
     Attributes:
-        device: "cuda", "cpu", or "auto": CUDA where present, with "ray" in the cluster, else CPU.
-        device_ids: the CUDA device of each rank, where this process starts them; by default 0, 1, 2, ….
+        device: "cuda", "cpu" or "auto". "auto": CUDA if this machine, or with `launcher="ray"` the Ray cluster, has
+            CUDA devices; otherwise CPU.
+        device_ids: CUDA device number of each rank, if this process starts the workers; by default 0, 1, 2, ….
         backend: backend of the collectives: "auto", "shared_memory", "gloo" or "nccl".
-        timeout: seconds that a request may take.
-        start_timeout: seconds until the workers must be ready.
-        restart: start new workers when one died, if the weights are kept.
-        max_restarts: more than this many within `restart_window` seconds, and the model stays down.
-        restart_window: seconds.
-        replicas: groups of `num_gpus` workers that have the whole model each; a call goes to the one with the least to
-            do. They may take different devices; on CPU they share the cores and the memory of the weights.
-        launcher: program that starts the workers. "local": this process, on this machine. "torchrun": they
-            are on the nodes of the job, one for each process of it, and the process of rank 0 is the caller. "auto":
-            "torchrun" in such a job, otherwise "local". "ray": they are on the hosts of a Ray cluster.
-        ray: resources there, `RayOptions` or a dict of the same words; with "ray" alone.
-        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. On CPU that
-            memory is the shards, and is always kept.
+        timeout: most seconds of one request.
+        start_timeout: most seconds until all workers are ready.
+        restart: start new workers after a worker died, if the caller keeps a copy of the weights.
+        max_restarts: most restarts within `restart_window`. After one more death, the group makes no further restart.
+        restart_window: seconds over which `max_restarts` counts.
+        replicas: number of groups of `num_gpus` workers, each with the whole model. A call goes to the replica with the
+            least work. Replicas use different CUDA devices; CPU replicas share cores and the memory of the weights.
+        launcher: program that starts the workers. "local": this process, on this machine. "torchrun": each process of
+            the torchrun job is one worker, and the process of rank 0 is also the caller. "auto": "torchrun" inside a
+            torchrun job, otherwise "local". "ray": a Ray cluster starts the workers on its hosts.
+        ray: resources of the ranks in the Ray cluster, as `RayOptions` or a dict of its fields; needs `launcher="ray"`.
+        host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. CPU workers
+            always keep their shards in host memory.
     """
 
     device: str = "auto"
@@ -94,19 +94,19 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """How many calls of `generate` are decoded together, and what a call may ask for.
+    """Limits of a batch of `generate` calls, and of each call.
 
     Attributes:
-        rows: sequences that are decoded at a time.
-        waiting: calls that may wait while all rows are taken; a further one raises BatchingError.
-        prefill_chunk: tokens of prompts that are run between two steps of the other rows, twice as many where
-            there are none. Short prompts run side by side, longer ones in pieces.
-        prefix_tokens: keys and values of so many tokens are kept of the sequences that were used last, for prompts that
-            begin alike; 0 keeps none.
-        cache_tokens: tokens that the caches of all rows may have together, padding counted; calls wait for room. None:
-            as many as half of the memory has room for that is free when the first call runs.
-        prompt_tokens, new_tokens: most tokens of a call's prompt, and most new ones;
-            BatchingError beyond. None: any number.
+        rows: most sequences that are decoded together.
+        waiting: most calls that wait while all rows are in use; a further call raises BatchingError.
+        prefill_chunk: most prompt tokens that run between two decode steps; twice as many if no row is decoding. Short
+            prompts run together; a longer prompt runs in several chunks.
+        prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
+            same tokens; 0 keeps no keys and values.
+        cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:
+            the tokens that fit in half of the memory that is free when the first call runs.
+        prompt_tokens, new_tokens: most prompt tokens and most new tokens of a call; a longer call raises
+            BatchingError. None: no limit.
     """
 
     rows: int = 16
@@ -130,22 +130,23 @@ STRATEGIES = ("tensor", "pipeline", BOTH, "auto")
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How a model is laid over devices that are small, or unlike each other.
+    """Strategy and memory limits for devices that are small or of different sizes.
 
     Attributes:
-        strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some of the layers,
-            which follow one another. "tensor+pipeline": every `tensor` ranks beside each other hold some of the layers,
-            and each a part of these. "auto": "tensor" if that spreads the model, else "pipeline"; the plan says why.
-        tensor: ranks of each stage, for "tensor+pipeline"; with ranks on several hosts by default as many as each has.
-        ratio: for each rank, or each stage, how much it is to hold beside the others: `(1, 3)` gives the second three
-            times the first.
-        max_memory: weight budget of each device, by number; "cpu" is RAM for the overflow: bytes, or a size
-            as text ("10GiB"). The devices of CPU ranks are the ranks. Layers without room on a device come before they
-            run. Without "cpu", as much as is free.
+        strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some consecutive
+            layers. "tensor+pipeline": every stage of `tensor` ranks holds some consecutive layers, and each of its
+            ranks a part of every such layer. "auto": "tensor" if that spreads the model, otherwise "pipeline"; the plan
+            says why.
+        tensor: ranks of each stage, for "tensor+pipeline"; by default, on several hosts, the ranks of each host.
+        ratio: relative share of each rank, or of each stage: `(1, 3)` gives the second rank three times the weights
+            of the first.
+        max_memory: weight budget of each device, by device number (by rank for CPU ranks), in bytes or as text
+            ("10GiB"). "cpu" is the RAM for the overflow; by default all free RAM. Weights without room on a device are
+            copied to the device before their layer runs.
         offload_folder: folder for weights without room in RAM.
-        cache: how keys and values are kept: "int8", with a scale for each head and token, in about a quarter of the
-            bytes of float32; "offload", on CUDA devices, in host memory but for the layer that runs. None: as the model
-            computes them.
+        cache: storage of keys and values. "int8": 8-bit integers with a scale for each head and token, about a
+            quarter of the bytes of float32. "offload", on CUDA devices: in host memory, except for the running
+            layer. None: in the model's data type.
     """
 
     strategy: str = "tensor"
@@ -163,42 +164,50 @@ class FitOptions:
             raise ParallelError(f"fit: strategy is {self.strategy!r}; it takes one of {known}")
         if self.tensor is not None and self.strategy != BOTH:
             raise ParallelError(
-                f"fit: tensor is {self.tensor} and strategy {self.strategy!r}; strategy={BOTH!r} takes tensor=, the"
-                " ranks of each stage, and no other does"
+                f"fit: tensor is {self.tensor} and strategy {self.strategy!r}; only strategy={BOTH!r} takes tensor=,"
+                " the ranks of each stage"
             )
         if self.tensor is not None and self.tensor < 2:
-            raise ParallelError(f"fit: tensor is {self.tensor}; it takes 2 ranks at least. One is strategy='pipeline'")
+            raise ParallelError(
+                f"fit: tensor is {self.tensor}; it takes at least 2 ranks. For 1 rank, pass strategy='pipeline'"
+            )
         if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
             raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
 
     @property
     def has_stages(self) -> bool:
-        """Whether layers are computed by some ranks after others."""
+        """Whether the strategy divides the layers among stages."""
         return self.strategy in ("pipeline", BOTH)
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not said yet how many ranks each stage has."""
+        """Whether the strategy is "tensor+pipeline" and the number of ranks of each stage is not set yet."""
         return self.strategy == BOTH and self.tensor is None
 
     def over(self, counts: Sequence[int]) -> FitOptions:
-        """Return the same, with stages that lie within hosts of so many ranks where it is open. A ParallelError says
-        that these have none of two ranks or more."""
+        """Return the same options with `tensor` set so that each stage is on one host, or unchanged if not `is_open`.
+
+        Args:
+            counts: number of ranks of each host.
+
+        Raises:
+            ParallelError: the hosts' numbers of ranks have no common divisor above 1.
+        """
         if not self.is_open or len(counts) == 1:
             return self
         tensor = math.gcd(*counts)
         if tensor == 1:
             raise ParallelError(
-                f"fit: tensor is None, and hosts of {list(counts)} ranks have no stages of 2 or more; give another"
-                " number of ranks, or take strategy='pipeline'"
+                f"fit: tensor is None, and hosts of {list(counts)} ranks cannot be divided into equal stages of 2 or"
+                " more; give another number of ranks, or pass strategy='pipeline'"
             )
         return replace(self, tensor=tensor)
 
     def stages(self, world_size: int) -> int:
-        """Return how many stages so many ranks make, 1 if all do every layer together.
+        """Return the number of stages of `world_size` ranks; 1 if the strategy has no stages.
 
         Raises:
-            ParallelError: they make none, or one, or an unknown number.
+            ParallelError: `tensor` is not set, does not divide `world_size`, or makes only one stage.
         """
         if self.is_open:
             raise ParallelError(
@@ -208,37 +217,39 @@ class FitOptions:
         width = self.tensor or 1
         if world_size % width or world_size == width > 1:
             raise ParallelError(
-                f"fit: tensor is {width}, and {world_size} ranks make no stages of {width} each; give a multiple of it"
+                f"fit: tensor is {width}, and {world_size} ranks make no stages of {width} ranks; num_gpus must be a"
+                f" multiple of {width}, at least {2 * width}"
             )
         return world_size // width if self.has_stages else 1
 
     def parts(self, world_size: int) -> list[float]:
-        """Return the fraction of the model for each rank, or for each stage, 1 in all; empty for equal fractions.
+        """Return the fraction of the model for each rank, or for each stage; the sum is 1. Empty for equal fractions.
 
         Raises:
-            ParallelError: `ratio` is for another number of them.
+            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages.
         """
         ratio = self.ratio or ()
-        count, what = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")
+        count, unit = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")
         if self.ratio is not None and len(ratio) != count:
-            raise ParallelError(f"fit: ratio has {len(ratio)} numbers, and there are {count} {what}; give one each")
+            raise ParallelError(f"fit: ratio has {len(ratio)} numbers, and there are {count} {unit}; give one each")
         return [part / sum(ratio) for part in ratio] if len(set(ratio)) > 1 else []
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """The weights to quantize, and the scheme.
+    """The weights to quantize, and the quantization scheme.
 
     Attributes:
-        scheme: "int8": integers of 8 bits with a scale for each output, as torchao's `Int8WeightOnlyConfig()` makes
-            them; "int4": of 4 bits with a scale for 32 inputs of an output, as `IntxWeightOnlyConfig(torch.int4,
-            PerGroup(32))` does; "fp8": floats of 8 bits, e4m3, a scale for each output, as `Float8WeightOnlyConfig()`.
-        group: how many inputs of an output share a scale; by default as the scheme says.
-        skip: layers that stay in high precision, as paths beneath a block or from the model on, `*` for any one name
-            (`["self_attn.o_proj", "mlp.*"]`); all that lies beneath one stays, too.
+        scheme: "int8": 8-bit integers with a scale for each output, the format of torchao's `Int8WeightOnlyConfig()`.
+            "int4": 4-bit integers with a scale for 32 inputs of an output, the format of
+            `IntxWeightOnlyConfig(torch.int4, PerGroup(32))`. "fp8": 8-bit e4m3 floats with a scale for each output,
+            the format of `Float8WeightOnlyConfig()`.
+        group: number of inputs of an output that share a scale; by default the scheme's number.
+        skip: paths of layers that stay in high precision, from a block or from the model on, with `*` for any one name
+            (`["self_attn.o_proj", "mlp.*"]`). Submodules of a skipped layer are skipped, too.
         embeddings: quantize the input embeddings and the output head, too.
-        dequantize: dequantize weights of a checkpoint whose scheme nothing here computes with, each rank
-            its own; then quantize them by `scheme`, if there is one.
+        dequantize: dequantize a checkpoint whose scheme no kernel supports; then quantize the weights by `scheme`, if
+            set. Each rank dequantizes its own shards.
     """
 
     scheme: str | None = None
@@ -254,25 +265,25 @@ class QuantizeOptions:
         if self.scheme is not None and self.scheme not in SCHEMES:
             raise ParallelError(f"quantize: scheme is {self.scheme!r}; it takes one of {known}")
         if self.group is not None and (self.group < 2 or self.group % 2):
-            raise ParallelError(f"quantize: group is {self.group}; it takes an even number of inputs, 32 say")
+            raise ParallelError(f"quantize: group is {self.group}; it takes an even number of inputs, for example 32")
 
     @property
     def block(self) -> int | None:
-        """How many inputs of an output share a scale; None for all of them."""
+        """Number of inputs of an output that share a scale; None for all inputs."""
         return self.group or SCHEMES.get(str(self.scheme))
 
 
 SCHEMES = {"int8": None, "int4": 32, "fp8": None}
-"""How many inputs of an output share a scale, None for all of them."""
+"""Scheme → number of inputs of an output that share a scale; None for all inputs."""
 QUANTIZE_HELP = f"hold weights in {', '.join(SCHEMES)}"
-"""Of `--quantize`, on every command."""
+"""Help text of the flag `--quantize`."""
 
 OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_copy")
-"""Options of workers that belong to a model and its weights, not to a group that serves one model after another."""
+"""Worker options that belong to a model and its weights. `start_group` refuses these options."""
 
 
 def check_switches(**switches: Any) -> None:
-    """Raise ParallelError for an argument that is neither True nor False: a text such as "no" counts as true.
+    """Raise ParallelError for an argument that is neither True nor False. Python would take the text "no" as true.
 
     Args:
         switches: arguments by name.
@@ -283,22 +294,22 @@ def check_switches(**switches: Any) -> None:
 
 
 def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
-    """Options as a dataclass, however they were given.
+    """Return checked options as a dataclass.
 
     Args:
-        cls: the dataclass.
-        options: an instance; a mapping from names to values; or None for the defaults.
-        argument: the caller's name for it, for errors.
+        cls: type of the options, a dataclass.
+        options: an instance of `cls`; a mapping from field names to values; or None for the defaults.
+        argument: name of the argument that the caller used, for error messages.
 
     Raises:
-        ParallelError: an unknown name, or a value of another type; both are named.
+        ParallelError: an unknown field name, or a value of another type. The message names the field.
     """
     if isinstance(options, cls):
         options = vars(options)  # a dataclass does not check its types by itself
     if options is None:
         return cls()
     if not isinstance(options, Mapping):
-        raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of the same words")
+        raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of its fields")
     known = get_type_hints(cls)
     for name in sorted(options, key=str):
         if name not in known:
@@ -311,12 +322,11 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type, as the options annotate it: a class, a union of types, a list, a
-    dictionary, or a tuple of any length."""
+    """Return whether a value has the type `kind`: a class, a union, a list, a dictionary, or a tuple of any length."""
     if kind is Any:
         return True
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (UnionType, Union):  # the second from Python 3.14 on
+    if origin in (UnionType, Union):  # Python 3.14 and later return Union for `int | str`
         return any(_is_a(value, each) for each in inner)
     if not isinstance(value, origin or kind):
         return False
@@ -326,11 +336,13 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def read_quantize(quantize: Any) -> QuantizeOptions | None:
-    """Return the options of `quantize`, also from a scheme alone or from a config of torchao's; None for no
-    quantization.
+    """Return the options that the argument `quantize` of `parallelize` stands for; None for no quantization.
+
+    Args:
+        quantize: `QuantizeOptions`, a dict of its fields, the name of a scheme, a torchao config, or None.
 
     Raises:
-        ParallelError: they cannot be read, or torchao's config is of another scheme.
+        ParallelError: `quantize` has another type, or ranks cannot compute with the scheme of the torchao config.
     """
     if quantize is None:
         return None
@@ -340,8 +352,10 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
 
 
 def _of_torchao(config: Any) -> QuantizeOptions:
-    """Return the options that stand for a config: it is told by its name and values, for torchao is not needed
-    otherwise."""
+    """Return the options with the same scheme as a torchao config.
+
+    The function compares the config's class name and values, so that this library need not import torchao.
+    """
     values = {name: str(value) for name, value in vars(config).items()}
     kind, granularity = type(config).__name__, type(getattr(config, "granularity", None)).__name__
     group = getattr(getattr(config, "granularity", None), "group_size", None)
@@ -354,15 +368,15 @@ def _of_torchao(config: Any) -> QuantizeOptions:
     plain = values.get("scale_dtype", "None") == "None" and "HQQ" not in values.get("intx_choose_qparams_algorithm", "")
     if scheme is None or not plain or not (group or (granularity == "PerRow" and scheme != "int4")):
         raise ParallelError(
-            f"quantize: {config} is of a scheme that ranks do not compute with; it takes Int8WeightOnlyConfig,"
-            " Float8WeightOnlyConfig in float8_e4m3fn, both for rows or groups, and IntxWeightOnlyConfig of torch.int4"
-            " for groups, symmetric, its scales in the data type of the weights"
+            f"quantize: the scheme of {config} is one that ranks cannot compute with; pass Int8WeightOnlyConfig or"
+            " Float8WeightOnlyConfig(float8_e4m3fn) for rows or groups, or IntxWeightOnlyConfig(torch.int4) for groups,"
+            " symmetric, with scales in the data type of the weights"
         )
     return QuantizeOptions(scheme, group)
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:
-    """`seconds`, or a ParallelError that names the argument."""
+    """Return `seconds`, or raise ParallelError with the argument's `name` if `seconds` is not a positive number."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
     return seconds

@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class AlbertPolicy(Policy):
-    """BERT's block, used again and again with the same weights."""
+    """BERT's block; all layers of the model share the weights of one block."""
 
     block = "AlbertLayer"
     plan = {
@@ -17,7 +17,8 @@ class AlbertPolicy(Policy):
 
 
 class AlbertProjectionPolicy(Policy):
-    """From the width of the embeddings to that of the block and back, and the pooler of the first token."""
+    """Projections from the width of the embeddings to that of the block, and back, and the pooler of the first
+    token."""
 
     block = ("AlbertTransformer", "AlbertMLMHead", "AlbertModel")
     plan = {

@@ -4,13 +4,13 @@ from parallelformers_ng.sharding.rules import moved
 
 
 class BambaMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer."""
+    """Mamba 2's mixer in Bamba."""
 
     block = "BambaMixer"
 
 
 class BambaPolicy(LlamaPolicy):
-    """Llama's block, with the mixer in place of attention in most layers."""
+    """Llama's block; most layers have Mamba 2's mixer instead of attention."""
 
     block = "BambaDecoderLayer"
     plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")

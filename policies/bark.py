@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class BarkPolicy(Policy):
-    """GPT-2's block with q, k and v side by side, in all three models."""
+    """GPT-2's block with q, k and v side by side, in all three models of Bark."""
 
     block = "BarkBlock"
     plan = {
@@ -15,14 +15,15 @@ class BarkPolicy(Policy):
 
 
 class BarkHeadPolicy(Policy):
-    """The head of the models for meaning and for coarse sound, whose vocabulary is not that of their embeddings."""
+    """The output head of the semantic and the coarse acoustic model. The head's vocabulary differs from the
+    embeddings'."""
 
     block = "BarkCausalModel"
     plan = {"lm_head": Column(gather=True)}
 
 
 class BarkFinePolicy(Policy):
-    """An embedding and a head for each codebook."""
+    """The embedding and the output head of each codebook."""
 
     block = "BarkFineModel"
     plan = {"input_embeds_layers.*": Column(gather=True), "lm_heads.*": Column(gather=True)}

@@ -12,7 +12,7 @@ ATTENTION = {
 
 
 class BartPolicy(Policy):
-    """Encoder and decoder layers; the decoder's add cross-attention if there is an encoder."""
+    """Encoder and decoder layers. A decoder layer has cross-attention if the model has an encoder."""
 
     block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
     plan = {
@@ -25,25 +25,25 @@ class BartPolicy(Policy):
 
 
 class MBartPolicy(BartPolicy):
-    """BART's layers with the norms in front."""
+    """BART's layers with norms before attention and feed-forward."""
 
     block = ("MBartEncoderLayer", "MBartDecoderLayer")
 
 
 class PegasusPolicy(BartPolicy):
-    """BART's layers with the norms in front and sinusoidal positions."""
+    """BART's layers with norms before attention and feed-forward, and sinusoidal positions."""
 
     block = ("PegasusEncoderLayer", "PegasusDecoderLayer")
 
 
 class MarianPolicy(BartPolicy):
-    """BART's layers with sinusoidal positions; the vocabularies of encoder and decoder may differ."""
+    """BART's layers with sinusoidal positions; encoder and decoder may have different vocabularies."""
 
     block = ("MarianEncoderLayer", "MarianDecoderLayer")
 
 
 class BlenderbotPolicy(BartPolicy):
-    """BART's layers with the norms in front."""
+    """BART's layers with norms before attention and feed-forward."""
 
     block = ("BlenderbotEncoderLayer", "BlenderbotDecoderLayer")
 
@@ -55,7 +55,7 @@ class BlenderbotSmallPolicy(BartPolicy):
 
 
 class M2M100Policy(BartPolicy):
-    """BART's layers with the norms in front and sinusoidal positions."""
+    """BART's layers with norms before attention and feed-forward, and sinusoidal positions."""
 
     block = ("M2M100EncoderLayer", "M2M100DecoderLayer")
 

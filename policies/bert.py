@@ -13,7 +13,7 @@ MLP = {"intermediate.dense": Column(), "output.dense": Row()}
 
 
 class BertPolicy(Policy):
-    """The encoder block that most encoders of 2018 to 2021 share; as a decoder it may have cross-attention."""
+    """The encoder block of most encoders from 2018 to 2021. In a decoder, the block may have cross-attention."""
 
     block: ClassVar[str | tuple[str, ...]] = "BertLayer"
     plan = {**ATTENTION, **moved(ATTENTION, "attention", "crossattention"), **MLP}
@@ -21,7 +21,8 @@ class BertPolicy(Policy):
 
 
 class BertHeadPolicy(Policy):
-    """The layers in front of the heads: the masked-language one's transform and the pooler of the first token."""
+    """Dense layers between the blocks and the output heads: the masked-language transform and the first token's
+    pooler."""
 
     block: ClassVar[str | tuple[str, ...]] = ("BertPredictionHeadTransform", "BertPooler")
     plan = {"dense": Column(gather=True)}

@@ -4,6 +4,6 @@ from parallelformers_ng.policies.bert import BertPolicy
 
 
 class BertGenerationPolicy(BertPolicy):
-    """BERT's block, as encoder or decoder, without poolers and heads' transforms."""
+    """BERT's block in an encoder or a decoder, without a pooler and without a transform before the head."""
 
     block = "BertGenerationLayer"

@@ -5,15 +5,15 @@ from parallelformers_ng.sharding.rules import Column, Policy, Renewed
 
 
 class BigBirdPolicy(BertPolicy):
-    """BERT's block with attention to blocks of the sequence. On a short sequence the model changes to full attention;
-    the random blocks are drawn in training alone."""
+    """BERT's block with attention to blocks of the sequence. For a short sequence the model changes to full attention.
+    Random blocks are drawn only in training."""
 
     block = "BigBirdLayer"
     plan = {**BertPolicy.plan, "attention": Renewed("self")}
 
 
 class BigBirdHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of BigBird."""
 
     block = ("BigBirdPredictionHeadTransform", "BigBirdClassificationHead")
 

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Renewed, Ro
 
 
 class BigBirdPegasusEncoderPolicy(Policy):
-    """BigBird's attention in Pegasus' layer. On a short sequence the model changes to full attention."""
+    """BigBird's attention in Pegasus' layer. For a short sequence the model changes to full attention."""
 
     block = "BigBirdPegasusEncoderLayer"
     plan = {
@@ -21,13 +21,13 @@ class BigBirdPegasusEncoderPolicy(Policy):
 
 
 class BigBirdPegasusDecoderPolicy(BartPolicy):
-    """Pegasus' layer."""
+    """Pegasus' decoder layer."""
 
     block = "BigBirdPegasusDecoderLayer"
 
 
 class BigBirdPegasusHeadPolicy(Policy):
-    """The layer in front of the classes."""
+    """The dense layer before the classifier."""
 
     block = "BigBirdPegasusClassificationHead"
     plan = {"dense": Column(gather=True)}

@@ -4,9 +4,10 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class BlipVisionPolicy(Policy):
-    """The layer of the vision tower, here and in BLIP-2 and InstructBLIP.
+    """The layer of the vision tower of BLIP, BLIP-2 and InstructBLIP.
 
-    The forward takes the width of a head from the hidden state's, so attention runs whole on gathered projections.
+    The forward computes the head width from the hidden state's width. Each rank therefore computes attention for all
+    heads, on gathered projections.
     """
 
     block = (
@@ -27,12 +28,12 @@ class BlipTextPolicy(BertPolicy):
 
 
 class BlipTextHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of BLIP's text model."""
 
     block = ("BlipTextPredictionHeadTransform", "BlipTextPooler")
 
 
 class BlipProjectionPolicy(CLIPProjectionPolicy):
-    """From both towers into the space that they share."""
+    """The projections from the text tower and the vision tower into their shared space."""
 
     block = "BlipModel"

@@ -10,7 +10,7 @@ _ATTENTION = {
 
 
 class Blip2QFormerPolicy(Policy):
-    """BERT's block, with a feed-forward of its own for the queries; every other layer reads the image."""
+    """BERT's block with a separate feed-forward for the queries; every second layer attends to the image."""
 
     block = ("Blip2QFormerLayer", "InstructBlipQFormerLayer", "InstructBlipVideoQFormerLayer")
     plan = {
@@ -25,7 +25,7 @@ class Blip2QFormerPolicy(Policy):
 
 
 class Blip2ProjectionPolicy(Policy):
-    """From the queries into the space of the language model."""
+    """The projection from the queries to the width of the language model."""
 
     block = (
         "Blip2Model", "Blip2ForConditionalGeneration", "InstructBlipModel", "InstructBlipForConditionalGeneration",

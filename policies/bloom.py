@@ -2,9 +2,11 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class BloomPolicy(Policy):
-    """`query_key_value` is interleaved per head; the model makes the ALiBi of all heads, and each rank takes its own.
+    """BLOOM's block; `query_key_value` is interleaved per head. The model computes ALiBi for all heads, and each rank
+    takes the part of its heads.
 
-    The slow, exact path multiplies with the weights past their layers, so no sum over the ranks can be inserted.
+    The policy does not fit `slow_but_exact`: the forward then multiplies by weights without calling their layers, so
+    ranks could not sum.
     """
 
     block = "BloomBlock"

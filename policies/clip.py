@@ -5,14 +5,14 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class CLIPPolicy(Policy):
-    """The layer of both towers, text and vision."""
+    """The layer of CLIP's text tower and vision tower."""
 
     block: ClassVar[str | tuple[str, ...]] = "CLIPEncoderLayer"
     plan = {**ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class CLIPProjectionPolicy(Policy):
-    """From each tower into the space that they share."""
+    """The projections from the text tower and the vision tower into their shared space."""
 
     block: ClassVar[str | tuple[str, ...]] = (
         "CLIPModel",

@@ -3,7 +3,8 @@ from parallelformers_ng.sharding.rules import Slice
 
 
 class CoherePolicy(LlamaPolicy):
-    """Attention and MLP side by side. If q and k have norms, each head has weights of its own."""
+    """A block that adds attention and MLP of the same input. If q and k have norms, each head has its own norm
+    weights."""
 
     block = "CohereDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn.q_norm.weight": Slice(0), "self_attn.k_norm.weight": Slice(0, "key")}
@@ -11,6 +12,6 @@ class CoherePolicy(LlamaPolicy):
 
 
 class Cohere2Policy(LlamaPolicy):
-    """Cohere's block without these norms; most layers look at a window, which is in the mask."""
+    """Cohere's block without norms of q and k. Most layers attend to a window, which the mask contains."""
 
     block = "Cohere2DecoderLayer"

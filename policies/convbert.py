@@ -6,8 +6,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class ConvBertPolicy(Policy):
-    """Half of each block's heads attend; the other half convolve with a kernel that is made from the columns of all of
-    them. The result holds the heads that attend, then those that convolve."""
+    """BERT's block in which half of the heads attend and the other half convolve. The convolution's kernel depends on
+    the columns of all convolving heads. The output has the attending heads first, then the convolving heads."""
 
     block = "ConvBertLayer"
     plan = {
@@ -26,12 +26,12 @@ class ConvBertPolicy(Policy):
 
 
 class ConvBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of ConvBERT."""
 
     block = ("ConvBertGeneratorPredictions", "ConvBertClassificationHead", "ConvBertPredictionHeadTransform")
 
 
 class ConvBertProjectionPolicy(ElectraProjectionPolicy):
-    """From the width of the embeddings to that of the blocks, if they differ."""
+    """The projection from the width of the embeddings to that of the blocks, if these widths differ."""
 
     block = "ConvBertModel"

@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class CTRLPolicy(Policy):
-    """A decoder block of the GPT kind, with separate projections."""
+    """A decoder block like GPT's, with separate projections of q, k and v."""
 
     block = "ctrl.EncoderLayer"
     plan = {

@@ -5,14 +5,15 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class DFineEncoderPolicy(Policy):
-    """RT-DETR's layer with an MLP that keeps its layers in a list, cut by its own policy."""
+    """RT-DETR's encoder layer. `DFineMLPPolicy` cuts its MLP, which keeps layers in a list."""
 
     block: ClassVar[str | tuple[str, ...]] = ("DFineEncoderLayer", "Deimv2EncoderLayer")
     plan = {**ATTENTION, "self_attn": Heads("config.num_attention_heads")}
 
 
 class DFineDecoderPolicy(DFineEncoderPolicy):
-    """The decoder's layer. A gate takes the residual's place; it halves its outputs, so it needs all of them."""
+    """RT-DETR's decoder layer with a gate instead of a residual. The gate splits its outputs in two halves, so each
+    rank needs all outputs."""
 
     block = ("DFineDecoderLayer", "Deimv2DecoderLayer")
     plan = {
@@ -24,15 +25,15 @@ class DFineDecoderPolicy(DFineEncoderPolicy):
 
 
 class DFineDeformablePolicy(Policy):
-    """Deformable attention without projections of values and outputs: heads are slices of the hidden state itself, so
-    only where they look is computed in parts."""
+    """Deformable attention whose heads are slices of the hidden state, without value and output projections. Only the
+    projections of sampling offsets and attention weights are cut."""
 
     block = ("DFineMultiscaleDeformableAttention", "Deimv2MultiscaleDeformableAttention")
     plan = {"sampling_offsets": Column(gather=True), "attention_weights": Column(gather=True)}
 
 
 class DFineMLPPolicy(Policy):
-    """Two layers in a block, or three that end in the distributions of a box's corners."""
+    """An MLP of two layers in a block, or of three layers that predict the distributions of a box's edges."""
 
     block = ("DFineMLP", "Deimv2MLP")
     plan = {"layers.0": Column(), "layers.1": Row(), "layers.2": Column(gather=True)}
@@ -40,7 +41,7 @@ class DFineMLPPolicy(Policy):
 
 
 class DFineGatedMLPPolicy(Policy):
-    """DEIMv2's feed-forward."""
+    """DEIMv2's gated feed-forward."""
 
     block = "Deimv2SwiGLUFFN"
     plan = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}

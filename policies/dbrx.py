@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Reduce, Row
 
 
 class DbrxPolicy(Policy):
-    """q, k and v side by side; each expert's matrices lie one below the other and are cut by width."""
+    """A block with q, k and v side by side. The experts' matrices are stacked by rows, and each expert is cut by
+    width."""
 
     block = "DbrxBlock"
     plan = {

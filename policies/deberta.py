@@ -3,9 +3,10 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class DebertaPolicy(Policy):
-    """Disentangled attention: `in_proj` is interleaved per head; relative positions have projections of their own.
+    """A block of disentangled attention: `in_proj` is interleaved per head, and relative positions have separate
+    projections.
 
-    Talking heads mix the scores of all heads, which no rank has.
+    The policy does not fit models with talking heads, because talking heads mix the scores of all heads.
     """
 
     block = "DebertaLayer"
@@ -25,7 +26,8 @@ class DebertaPolicy(Policy):
 
 
 class DebertaV2Policy(Policy):
-    """Disentangled attention with separate projections; the relative positions may share those of the content."""
+    """A block of disentangled attention with separate projections. Relative positions may share the content's
+    projections."""
 
     block = "DebertaV2Layer"
     plan = {
@@ -43,7 +45,7 @@ class DebertaV2Policy(Policy):
 
 
 class DebertaHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads, and between embeddings and blocks of different widths."""
+    """The dense layers before the output heads, and the projection from embeddings to blocks of another width."""
 
     block = (
         "LegacyDebertaPredictionHeadTransform", "LegacyDebertaV2PredictionHeadTransform", "ContextPooler",
@@ -54,7 +56,8 @@ class DebertaHeadPolicy(BertHeadPolicy):
 
 
 class DebertaMaskedLMPolicy(Policy):
-    """The newer head multiplies with the embeddings' weights past their layer, so these could not be cut."""
+    """The masked-language model with the legacy head. The policy does not fit the newer head, which reads the
+    embeddings' weights directly."""
 
     block = ("DebertaForMaskedLM", "DebertaV2ForMaskedLM")
     requires = {"legacy": True}

@@ -13,9 +13,10 @@ LATENT_ATTENTION = {
 
 
 class DeepseekV2Policy(Policy):
-    """Latent attention (arXiv:2405.04434): q, k and v of all heads come from narrow latents, which every rank makes.
+    """A block of latent attention (arXiv:2405.04434): q, k and v of all heads come from narrow latents, which every
+    rank computes.
 
-    The first layers have a plain MLP, the others experts.
+    The first layers have a plain MLP; all later layers have experts.
     """
 
     block: ClassVar[str | tuple[str, ...]] = "DeepseekV2DecoderLayer"
@@ -24,7 +25,7 @@ class DeepseekV2Policy(Policy):
 
 
 class DeepseekV2MoEPolicy(Policy):
-    """Routed and shared experts, summed over the ranks together."""
+    """Routed experts and shared experts; the ranks sum the outputs of all experts in one exchange."""
 
     block: ClassVar[str | tuple[str, ...]] = "DeepseekV2Moe"
     plan = {

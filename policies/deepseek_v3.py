@@ -2,7 +2,8 @@ from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, Deepsee
 
 
 class DeepseekV3Policy(DeepseekV2Policy):
-    """DeepSeek V2's block. V3.2 adds an indexer, which every rank runs whole so that all look at the same keys."""
+    """DeepSeek V2's block. V3.2 adds an indexer, which every rank computes whole, so that all ranks attend to the same
+    keys."""
 
     block = ("DeepseekV3DecoderLayer", "DeepseekV32DecoderLayer")
 

@@ -5,7 +5,7 @@ from parallelformers_ng.policies.vit import ViTPolicy
 
 
 class DeiTPolicy(ViTPolicy):
-    """ViT's layer; a distilled model has a token more."""
+    """ViT's layer. A distilled model has one more token."""
 
     block = "DeiTLayer"
 

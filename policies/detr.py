@@ -9,8 +9,7 @@ _DECODER_ATTENTION = {**ATTENTION, "self_attn": Heads("config.decoder_attention_
 
 
 class DetrEncoderPolicy(Policy):
-    """The encoder's layer; positions are added to queries and keys in front of their projections. The backbone stays
-    whole."""
+    """DETR's encoder layer, which adds positions to the inputs of the q and k projections. The backbone stays whole."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrEncoderLayer"
     plan = {
@@ -22,7 +21,7 @@ class DetrEncoderPolicy(Policy):
 
 
 class DetrDecoderPolicy(DetrEncoderPolicy):
-    """The decoder's layer, over one query for each object that may be found."""
+    """DETR's decoder layer, over one query for each possible object."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrDecoderLayer"
     plan = {
@@ -33,7 +32,7 @@ class DetrDecoderPolicy(DetrEncoderPolicy):
 
 
 class DetrBoxPolicy(Policy):
-    """The feed-forward that ends in the corners of a box."""
+    """The MLP that predicts the corners of a box."""
 
     block: ClassVar[str | tuple[str, ...]] = "DetrMLPPredictionHead"
     plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}

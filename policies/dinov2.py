@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Dinov2Policy(ViTPolicy):
-    """ViT's block; the giant model has a gated MLP."""
+    """ViT's block. The giant model has a gated MLP."""
 
     block = ("Dinov2Layer", "Dinov2WithRegistersLayer")
     plan = {**ViTPolicy.plan, **MLP}
@@ -13,7 +13,7 @@ class Dinov2Policy(ViTPolicy):
 
 
 class Dinov2EarlierPolicy(Policy):
-    """The same layer as transformers had it up to 5.17: other names, and gate and up of the giant model in one."""
+    """DINOv2's layer in transformers up to 5.17, with other names. The giant model packs gate and up in one layer."""
 
     block = Dinov2Policy.block
     plan = {

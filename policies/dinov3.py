@@ -11,7 +11,7 @@ ATTENTION = {
 
 
 class DINOv3Policy(Policy):
-    """ViT's block with rotary positions; the MLP of the larger models is gated."""
+    """ViT's block with rotary positions. The larger models have a gated MLP."""
 
     block = "DINOv3ViTLayer"
     plan = {**ATTENTION, **MLP}

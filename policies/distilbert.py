@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class DistilBertPolicy(Policy):
-    """BERT's block, half as many of them, under names of its own."""
+    """BERT's block with other names of layers. The model has half as many blocks."""
 
     block = "TransformerBlock"
     plan = {
@@ -17,7 +17,7 @@ class DistilBertPolicy(Policy):
 
 
 class DistilBertHeadPolicy(Policy):
-    """The layers in front of the heads for masked language, classification and multiple choice."""
+    """The dense layers before the output heads for masked language, classification and multiple choice."""
 
     block = ("DistilBertForMaskedLM", "DistilBertForSequenceClassification", "DistilBertForMultipleChoice")
     plan = {"vocab_transform": Column(gather=True), "pre_classifier": Column(gather=True)}

@@ -4,7 +4,8 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class DPRProjectionPolicy(Policy):
-    """From the width of BERT, whose blocks have its policy, to that in which questions and passages are compared."""
+    """The projection from BERT's width to the width in which questions and passages are compared. BERT's blocks have
+    their own policy."""
 
     block = "DPREncoder"
     plan = {"encode_proj": Column(gather=True)}

@@ -3,19 +3,19 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class ElectraPolicy(BertPolicy):
-    """BERT's block, in the generator and the discriminator."""
+    """BERT's block in ELECTRA's generator and discriminator."""
 
     block = "ElectraLayer"
 
 
 class ElectraHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of ELECTRA."""
 
     block = ("ElectraGeneratorPredictions", "ElectraDiscriminatorPredictions", "ElectraClassificationHead")
 
 
 class ElectraProjectionPolicy(Policy):
-    """From the width of the embeddings to that of the blocks, if they differ."""
+    """The projection from the width of the embeddings to that of the blocks, if these widths differ."""
 
     block = "ElectraModel"
     plan = {"embeddings_project": Column(gather=True)}

@@ -4,7 +4,8 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class EncoderDecoderPolicy(Policy):
-    """From the width of one model, the encoder, to that of another, the decoder. Both have policies of their own."""
+    """The projection from the encoder's width to the decoder's width. The encoder and the decoder have their own
+    policies."""
 
     block = ("EncoderDecoderModel", "VisionEncoderDecoderModel", "SpeechEncoderDecoderModel")
     plan = {"enc_to_dec_proj": Column(gather=True)}

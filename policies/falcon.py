@@ -2,9 +2,10 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class FalconPolicy(Policy):
-    """q, k and v lie together per key/value head, in all three generations: per head, multi-query and grouped.
+    """Falcon's block in all three generations: attention with q, k and v per head, multi-query, or grouped. The
+    projection packs q, k and v for each key/value head.
 
-    ALiBi comes from outside for all heads, on its own or added to the mask.
+    The model computes ALiBi for all heads, as an argument or added to the mask.
     """
 
     block = "FalconDecoderLayer"

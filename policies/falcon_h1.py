@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Slice, moved
 
 
 class FalconH1MixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer, each piece of `in_proj` with a multiplier; the norm is left out by most configurations."""
+    """Mamba 2's mixer with a multiplier for each part of `in_proj`. Most configurations have no norm."""
 
     block = "FalconH1Mixer"
     plan = {**Mamba2Policy.plan, "mup_vector": Slice(2, fused=(INNER, INNER, STATE, STATE, TIME_STEP))}
@@ -12,7 +12,7 @@ class FalconH1MixerPolicy(Mamba2Policy):
 
 
 class FalconH1Policy(LlamaPolicy):
-    """Llama's block, its attention beside the mixer; both read the same norm."""
+    """Llama's block with a mixer beside the attention; mixer and attention read the output of the same norm."""
 
     block = "FalconH1DecoderLayer"
     plan = moved(LlamaPolicy.plan, "mlp", "feed_forward")

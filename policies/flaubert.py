@@ -4,18 +4,18 @@ from parallelformers_ng.policies.xlm import XLMAttentionPolicy, XLMFeedForwardPo
 
 
 class FlaubertAttentionPolicy(XLMAttentionPolicy):
-    """XLM's attention."""
+    """XLM's attention in FlauBERT."""
 
     block = "flaubert.MultiHeadAttention"
 
 
 class FlaubertFeedForwardPolicy(XLMFeedForwardPolicy):
-    """XLM's feed-forwards."""
+    """XLM's feed-forward in FlauBERT."""
 
     block = "flaubert.TransformerFFN"
 
 
 class FlaubertPoolerPolicy(XLMPoolerPolicy):
-    """XLM's layers in front of the answers."""
+    """XLM's dense layers before the question-answering heads."""
 
     block = ("FlaubertPoolerEndLogits", "FlaubertPoolerAnswerClass")

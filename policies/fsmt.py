@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
 
 
 class FSMTPolicy(BartPolicy):
-    """BART's layers with the sequence in front of the batch, and two vocabularies."""
+    """BART's layers with inputs `[sequence, batch, …]`, and separate vocabularies of encoder and decoder."""
 
     block = ("fsmt.EncoderLayer", "fsmt.DecoderLayer")
     plan = {
@@ -16,7 +16,7 @@ class FSMTPolicy(BartPolicy):
 
 
 class FSMTVocabularyPolicy(Policy):
-    """The decoder's vocabulary, which is not the encoder's, and the head over it."""
+    """The decoder's embedding and output head. The decoder's vocabulary differs from the encoder's."""
 
     block = "FSMTDecoder"
     plan = {"embed_tokens": Vocabulary(), "output_projection": Column(gather=True)}

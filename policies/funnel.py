@@ -4,8 +4,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class FunnelPolicy(Policy):
-    """Attention to relative positions and segments, which have weights of their own in each head, and a sequence that
-    grows shorter from block to block."""
+    """A block of attention with relative positions and segments, which have their own weights in each head. The
+    sequence gets shorter between groups of blocks."""
 
     block = "FunnelLayer"
     plan = {
@@ -25,7 +25,7 @@ class FunnelPolicy(Policy):
 
 
 class FunnelHeadPolicy(Policy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of Funnel."""
 
     block = ("FunnelDiscriminatorPredictions", "FunnelClassificationHead")
     plan = {"dense": Column(gather=True), "linear_hidden": Column(gather=True)}

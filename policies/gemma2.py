@@ -2,6 +2,7 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class Gemma2Policy(LlamaPolicy):
-    """Llama's block between norms; every other layer looks at a window, which is in the mask, and scores are capped."""
+    """Llama's block with norms before and after attention and MLP, and capped scores. Every second layer attends to a
+    window, which the mask contains."""
 
     block = "Gemma2DecoderLayer"

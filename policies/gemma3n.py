@@ -3,8 +3,8 @@ from parallelformers_ng.sharding.rules import Column, GaussianTopK, Policy
 
 
 class Gemma3nPolicy(Policy):
-    """Llama's attention, whose later layers read the keys and values of an earlier one, and an MLP that in the first
-    layers drops most of its columns. The inputs of each layer's own, and the low-rank residual, stay narrow."""
+    """A layer with Llama's attention and an MLP. Later layers read keys and values of an earlier layer, and the first
+    layers' MLPs drop most columns. Narrow layers for per-layer inputs and the low-rank residual stay whole."""
 
     block = "Gemma3nTextDecoderLayer"
     plan = {
@@ -17,7 +17,7 @@ class Gemma3nPolicy(Policy):
 
 
 class Gemma3nInputsPolicy(Policy):
-    """The embeddings that each layer has of its own, and the projections between the parallel hidden states."""
+    """The per-layer embeddings, and the projections between the parallel hidden states."""
 
     block = "Gemma3nTextModel"
     plan = {

@@ -3,8 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Ro
 
 
 class Gemma4Policy(Policy):
-    """Layers differ in the number of key/value heads, and some read the keys and values of an earlier one, or have
-    no projection of values. Every layer has an MLP, some models routed experts beside it."""
+    """A layer with attention, an MLP, and routed experts in some models. Layers differ in the number of key/value
+    heads. Some layers read keys and values of an earlier layer, and some have no projection of values."""
 
     block = "Gemma4TextDecoderLayer"
     plan = {
@@ -22,7 +22,7 @@ class Gemma4Policy(Policy):
 
 
 class Gemma4InputsPolicy(Policy):
-    """The embeddings that each layer has of its own: one table for all, as large as the rest of the small models."""
+    """The per-layer embeddings: one table for all layers, as large as all other weights of the small models."""
 
     block = "Gemma4TextModel"
     plan = {
@@ -33,7 +33,7 @@ class Gemma4InputsPolicy(Policy):
 
 
 class Gemma4VisionPolicy(Policy):
-    """The layer of the vision tower, whose linear layers may clip what goes in and out."""
+    """The layer of Gemma 4's vision tower. Its linear layers may clip inputs and outputs."""
 
     block = "Gemma4VisionEncoderLayer"
     plan = {
@@ -47,8 +47,8 @@ class Gemma4VisionPolicy(Policy):
 
 
 class DiffusionGemmaPolicy(Policy):
-    """Gemma 4's layer with experts, in the encoder and, with the same weights, in the decoder, which reads the keys
-    and values of the encoder. Layers of full attention have no projection of values."""
+    """Gemma 4's layer with experts. Encoder and decoder share weights, and the decoder reads the encoder's keys and
+    values. Layers of full attention have no projection of values."""
 
     block = ("DiffusionGemmaEncoderTextLayer", "DiffusionGemmaDecoderTextLayer")
     plan = {path: rule for path, rule in Gemma4Policy.plan.items() if not path.startswith("per_layer")}
@@ -56,14 +56,15 @@ class DiffusionGemmaPolicy(Policy):
 
 
 class DiffusionGemmaSelfConditioningPolicy(Policy):
-    """An MLP over what the last step of denoising predicted."""
+    """The MLP over the predictions of the previous denoising step."""
 
     block = "DiffusionGemmaSelfConditioning"
     plan = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}
 
 
 class DiffusionGemmaDecoderPolicy(Policy):
-    """The decoder multiplies the last step's probabilities with the whole table of embeddings."""
+    """The decoder's embeddings, gathered at every read: the decoder multiplies the previous step's probabilities by the
+    whole table."""
 
     block = "DiffusionGemmaDecoderModel"
     plan = {"embed_tokens": Stored()}

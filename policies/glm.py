@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Row
 
 
 class GlmPolicy(LlamaPolicy):
-    """Llama's attention with biases and partial rotary positions; gate and up side by side. GLM 4 has more norms."""
+    """Llama's block with biases, partial rotary positions, and gate and up side by side. GLM 4 has more norms."""
 
     block = ("GlmDecoderLayer", "Glm4DecoderLayer", "Glm4vTextDecoderLayer")
     plan = {**ATTENTION, "mlp.gate_up_proj": Column(fused=2), "mlp.down_proj": Row()}

@@ -3,19 +3,20 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class Glm4MoePolicy(LlamaPolicy):
-    """GLM 4.5: Llama's attention, with a norm per head where the configuration says so, and a plain MLP at first."""
+    """GLM 4.5's layer: Llama's attention, with a norm per head on q and k in some configurations. The first layers have
+    a plain MLP."""
 
     block = ("Glm4MoeDecoderLayer", "Glm4vMoeTextDecoderLayer")
     optional = ("mlp",)
 
 
 class GlmLatentPolicy(DeepseekV2Policy):
-    """GLM 4.7 Flash and GLM 5: DeepSeek V2's block, the latter with the indexer of V3.2, which stays whole."""
+    """DeepSeek V2's block in GLM 4.7 Flash and GLM 5. GLM 5 also has DeepSeek V3.2's indexer, which stays whole."""
 
     block = ("Glm4MoeLiteDecoderLayer", "GlmMoeDsaDecoderLayer")
 
 
 class GlmMoEPolicy(DeepseekV2MoEPolicy):
-    """DeepSeek's experts."""
+    """DeepSeek's experts in GLM."""
 
     block = ("Glm4MoeMoE", "Glm4MoeLiteMoE", "GlmMoeDsaMoE", "Glm4vMoeTextMoE")

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPT2Policy(Policy):
-    """`c_attn` packs q, k and v side by side, so each third is cut on its own; cross-attention packs k and v."""
+    """GPT-2's block. `c_attn` packs q, k and v side by side, and each third is cut separately. The cross-attention's
+    `c_attn` packs k and v."""
 
     block = "GPT2Block"
     plan = {

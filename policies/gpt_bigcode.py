@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPTBigCodePolicy(Policy):
-    """`c_attn` holds all query heads, one k and one v; if not multi-query, q, k and v of each head in turn."""
+    """GPT-BigCode's block. With multi-query attention, `c_attn` packs all query heads, one k and one v. Otherwise, it
+    packs q, k and v of each head in turn."""
 
     block = "GPTBigCodeBlock"
     plan = {

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPTNeoPolicy(Policy):
-    """Global and local attention alike: the window is in a mask that all heads share."""
+    """GPT-Neo's block with global or local attention. The window of local attention is in a mask that all heads
+    share."""
 
     block = "GPTNeoBlock"
     plan = {

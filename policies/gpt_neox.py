@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPTNeoXPolicy(Policy):
-    """`query_key_value` holds q, k and v of one head, then of the next, so cutting it by heads cuts all three."""
+    """GPT-NeoX's block. `query_key_value` packs q, k and v head by head, so a cut by heads cuts q, k and v alike."""
 
     block = "GPTNeoXLayer"
     plan = {

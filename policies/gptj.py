@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GPTJPolicy(Policy):
-    """Attention and MLP read the same norm and are added side by side; each is summed over the ranks on its own."""
+    """GPT-J's block, which adds attention and MLP of the same norm's output. The ranks sum attention and MLP
+    separately."""
 
     block = "GPTJBlock"
     plan = {

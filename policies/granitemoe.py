@@ -13,7 +13,7 @@ class GraniteMoePolicy(LlamaPolicy):
 
 
 class GraniteMoeSharedPolicy(GraniteMoePolicy):
-    """Besides them an MLP for all tokens, gate and up side by side."""
+    """GraniteMoe's block with an additional MLP for all tokens, in which gate and up are side by side."""
 
     block = "GraniteMoeSharedDecoderLayer"
     plan = {
@@ -25,13 +25,14 @@ class GraniteMoeSharedPolicy(GraniteMoePolicy):
 
 
 class GraniteMoeHybridPolicy(GraniteMoeSharedPolicy):
-    """Most layers have a mixer in place of attention; some models have no routed experts."""
+    """GraniteMoeShared's block with Mamba 2's mixer instead of attention in most layers. Some models have no routed
+    experts."""
 
     block = "GraniteMoeHybridDecoderLayer"
     optional = ("self_attn", "block_sparse_moe")
 
 
 class GraniteMoeHybridMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer."""
+    """Mamba 2's mixer in Granite."""
 
     block = "GraniteMoeHybridMambaLayer"

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class GroundingDinoAttentionPolicy(Policy):
-    """BERT's attention, over text and over queries; the mask comes repeated for all heads."""
+    """BERT's attention over text and over queries. Its mask is repeated for all heads."""
 
     block = ("GroundingDinoMultiheadAttention", "MMGroundingDinoMultiheadAttention")
     plan = {
@@ -18,7 +18,7 @@ class GroundingDinoAttentionPolicy(Policy):
 
 
 class GroundingDinoDeformablePolicy(Policy):
-    """Deformable attention (arXiv:2010.04159): every head has points of its own on each level."""
+    """Deformable attention (arXiv:2010.04159): every head has its own sampling points on each level."""
 
     block: ClassVar[str | tuple[str, ...]] = (
         "GroundingDinoMultiscaleDeformableAttention",
@@ -34,8 +34,8 @@ class GroundingDinoDeformablePolicy(Policy):
 
 
 class GroundingDinoFusionPolicy(Policy):
-    """Attention in both directions between image and text, whose weights come out twice: it runs whole, on gathered
-    projections."""
+    """Attention in both directions between image and text. Each rank computes all heads on gathered projections,
+    because the module returns the weights of both directions."""
 
     block = ("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoBiMultiHeadAttention")
     plan = {
@@ -49,7 +49,7 @@ class GroundingDinoFusionPolicy(Policy):
 
 
 class GroundingDinoFeedForwardPolicy(Policy):
-    """The feed-forwards of the layers over text, over the image and over queries."""
+    """The feed-forwards of the text layers, the image layers and the query layers."""
 
     block = (
         "GroundingDinoTextEnhancerLayer", "GroundingDinoDeformableLayer", "GroundingDinoDecoderLayer",
@@ -59,7 +59,7 @@ class GroundingDinoFeedForwardPolicy(Policy):
 
 
 class GroundingDinoProjectionPolicy(Policy):
-    """From the text tower, and of what the encoder gives."""
+    """The projections of the text tower's output and of the encoder's output."""
 
     block = ("GroundingDinoModel", "MMGroundingDinoModel")
     plan = {"text_projection": Column(gather=True), "enc_output": Column(gather=True)}
@@ -67,6 +67,6 @@ class GroundingDinoProjectionPolicy(Policy):
 
 
 class GroundingDinoBoxPolicy(DetrBoxPolicy):
-    """The MLPs that predict boxes; their last layer has four outputs and stays whole."""
+    """The MLPs that predict boxes. Their last layer has four outputs and stays whole."""
 
     block = ("GroundingDinoMLPPredictionHead", "MMGroundingDinoMLPPredictionHead")

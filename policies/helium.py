@@ -2,6 +2,6 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class HeliumPolicy(LlamaPolicy):
-    """Llama's block."""
+    """Llama's block in Helium."""
 
     block = "HeliumDecoderLayer"

@@ -9,14 +9,14 @@ class HunYuanPolicy(LlamaPolicy):
 
 
 class HunYuanMoEAttentionPolicy(LlamaPolicy):
-    """The same attention, with experts behind it."""
+    """HunYuan's attention in blocks with experts."""
 
     block = "HunYuanMoEV1DecoderLayer"
     plan = ATTENTION
 
 
 class HunYuanMoEPolicy(Policy):
-    """Routed experts and an MLP for all tokens, summed over the ranks together."""
+    """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
 
     block = "HunYuanMoEV1Moe"
     plan = {

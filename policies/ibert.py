@@ -5,8 +5,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice,
 
 
 class IBertPolicy(Policy):
-    """BERT's block made of layers that can compute with integers. In that mode each scales its weights by their
-    largest value, which no rank has; checkpoints are loaded without it."""
+    """BERT's block made of layers that can compute with integers. The policy does not fit integer mode: each layer then
+    scales weights by their largest value, which no rank has. Checkpoints are loaded without integer mode."""
 
     block = "IBertLayer"
     plan = {
@@ -28,7 +28,7 @@ class IBertPolicy(Policy):
 
 
 class IBertVocabularyPolicy(Policy):
-    """The embeddings of words, which can be quantized as well, and the head over them."""
+    """The word embeddings, which can also be quantized, and the output head."""
 
     block = ("IBertEmbeddings", "IBertLMHead")
     plan = {
@@ -41,6 +41,6 @@ class IBertVocabularyPolicy(Policy):
 
 
 class IBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the other heads."""
+    """The dense layers before all other output heads."""
 
     block = ("IBertPooler", "IBertClassificationHead")

@@ -4,27 +4,27 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 
 class IdeficsPolicy(Policy):
-    """Llama's block with as many key/value as query heads."""
+    """Llama's block with equal numbers of query heads and key/value heads."""
 
     block = "IdeficsDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn": Heads("num_heads")}
 
 
 class IdeficsCrossAttentionPolicy(Policy):
-    """Blocks between those that look at the image."""
+    """The blocks with cross-attention to the image, between Llama's blocks."""
 
     block = "IdeficsGatedCrossAttentionLayer"
     plan = moved(IdeficsPolicy.plan, "self_attn", "cross_attn")
 
 
 class IdeficsVisionPolicy(CLIPPolicy):
-    """CLIP's layer."""
+    """CLIP's layer in IDEFICS."""
 
     block = "IdeficsVisionEncoderLayer"
 
 
 class IdeficsEmbeddingPolicy(Policy):
-    """An embedding with a second one inside for added tokens; the head has the same form and stays whole."""
+    """An embedding with a second embedding for added tokens. The output head has the same structure and stays whole."""
 
     block = "IdeficsModel"
     plan = {"embed_tokens": Column(gather=True), "embed_tokens.additional_embedding": Column()}

@@ -4,13 +4,13 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 
 class Idefics2VisionPolicy(CLIPPolicy):
-    """CLIP's layer, here and in Idefics 3 and SmolVLM. The decoder has a policy of its own."""
+    """CLIP's layer in the vision towers of Idefics 2, Idefics 3 and SmolVLM. The decoder has its own policy."""
 
     block = ("Idefics2EncoderLayer", "Idefics3EncoderLayer", "SmolVLMEncoderLayer")
 
 
 class Idefics2ResamplerPolicy(Policy):
-    """Grouped-query attention of latents to patches, and Llama's MLP."""
+    """A layer with grouped-query attention from latents to patches, and Llama's MLP."""
 
     block = "Idefics2PerceiverLayer"
     plan = {
@@ -21,7 +21,7 @@ class Idefics2ResamplerPolicy(Policy):
 
 
 class Idefics2ConnectorPolicy(Policy):
-    """Between the tower and the decoder: Llama's MLP, or, later, one layer."""
+    """The connector between vision tower and decoder: Llama's MLP, or a single layer in later models."""
 
     block = ("Idefics2Connector", "Idefics3Connector", "SmolVLMConnector")
     plan = {

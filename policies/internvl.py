@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Norm, Policy, Row
 
 
 class InternVLVisionPolicy(Policy):
-    """The layer of the vision tower; the large one has norms over all heads of q and of k together."""
+    """The layer of InternVL's vision tower. The large tower has norms over all heads of q, and over all heads of k."""
 
     block = "InternVLVisionLayer"
     plan = {
@@ -20,7 +20,7 @@ class InternVLVisionPolicy(Policy):
 
 
 class InternVLProjectorPolicy(Policy):
-    """The MLP between the tower and the decoder, with a policy of its own."""
+    """The MLP between the vision tower and the decoder."""
 
     block = "InternVLMultiModalProjector"
     plan = {"linear_1": Column(), "linear_2": Row()}

@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Experts, moved
 
 
 class JambaPolicy(LlamaPolicy):
-    """Layers of attention and of Mamba (`mamba.py` cuts its mixer), each with an MLP or with experts."""
+    """Layers of attention or Mamba, each with an MLP or experts. `MambaPolicy` cuts the mixer."""
 
     block = ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer")
     plan = {**moved(LlamaPolicy.plan, "mlp", "feed_forward"), "feed_forward.experts": Experts()}

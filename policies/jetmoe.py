@@ -2,8 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class JetMoePolicy(Policy):
-    """Experts in the feed-forward and in the attention, whose experts project queries and outputs: a rank computes a
-    part of each projection, and all heads."""
+    """A block with experts in the feed-forward and in the attention. The attention's experts project queries and
+    outputs. Each rank computes a part of each projection, and all heads."""
 
     block = "JetMoeDecoderLayer"
     plan = {

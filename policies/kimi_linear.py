@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class KimiLinearPolicy(DeepseekV2Policy):
-    """Latent attention in every fourth layer, delta attention in the others."""
+    """A layer with latent attention in every fourth layer, and delta attention in all other layers."""
 
     block = "KimiLinearDecoderLayer"
     plan = MLP
@@ -26,7 +26,8 @@ class KimiLinearAttentionPolicy(Policy):
 
 
 class KimiDeltaAttentionPolicy(Policy):
-    """Gated delta rule (arXiv:2510.26692): each head has a state of its own; the gates come from narrow latents."""
+    """Attention by the gated delta rule (arXiv:2510.26692): each head has its own state, and gates come from narrow
+    latents."""
 
     block = "KimiLinearDeltaAttention"
     plan = {
@@ -45,6 +46,6 @@ class KimiDeltaAttentionPolicy(Policy):
 
 
 class KimiLinearMoEPolicy(DeepseekV2MoEPolicy):
-    """DeepSeek's experts."""
+    """DeepSeek's experts in Kimi Linear."""
 
     block = "KimiLinearMoE"

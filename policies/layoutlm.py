@@ -4,12 +4,12 @@ from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 
 
 class LayoutLMPolicy(BertPolicy):
-    """BERT's block; the boxes of the words are in the embeddings."""
+    """BERT's block. The embeddings contain the boxes of the words."""
 
     block = "LayoutLMLayer"
 
 
 class LayoutLMHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of LayoutLM."""
 
     block = ("LayoutLMPredictionHeadTransform", "LayoutLMPooler")

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class LEDEncoderPolicy(Policy):
-    """Longformer's attention in BART's layer."""
+    """Longformer's attention in BART's encoder layer."""
 
     block = "LEDEncoderLayer"
     plan = {
@@ -23,7 +23,7 @@ class LEDEncoderPolicy(Policy):
 
 
 class LEDDecoderPolicy(BartPolicy):
-    """BART's layer."""
+    """BART's decoder layer in LED."""
 
     block = "LEDDecoderLayer"
     plan = {
@@ -34,7 +34,7 @@ class LEDDecoderPolicy(BartPolicy):
 
 
 class LEDHeadPolicy(Policy):
-    """The layer in front of the classes."""
+    """The dense layer before the classifier."""
 
     block = "LEDClassificationHead"
     plan = {"dense": Column(gather=True)}

@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Ro
 
 
 class Lfm2Policy(Policy):
-    """Attention in some layers, short convolutions in the others; a gated MLP, or experts."""
+    """A layer with attention or a short convolution, and a gated MLP or experts."""
 
     block = ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer")
     plan = {
@@ -20,7 +20,7 @@ class Lfm2Policy(Policy):
 
 
 class Lfm2ConvolutionPolicy(Policy):
-    """A gated depthwise convolution: `in_proj` packs both gates and the input, channel by channel."""
+    """A gated depthwise convolution. `in_proj` packs two gates and the input as three equal parts."""
 
     block = ("Lfm2ShortConv", "Lfm2MoeShortConv")
     plan = {"in_proj": Column(fused=3), "conv": Column(), "out_proj": Row()}

@@ -13,7 +13,7 @@ MLP = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(
 
 
 class LlamaPolicy(Policy):
-    """Grouped-query attention and a gated MLP: the layout that most later decoders share."""
+    """A block with grouped-query attention and a gated MLP, the layout of most later decoders."""
 
     block: ClassVar[str | tuple[str, ...]] = "LlamaDecoderLayer"
     plan = {**ATTENTION, **MLP}

@@ -6,7 +6,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class Llama4Policy(Policy):
-    """Llama's block; a layer without experts has an MLP of their shape."""
+    """Llama's block. In layers without experts, `feed_forward` is an MLP like Llama's."""
 
     block = "Llama4TextDecoderLayer"
     plan = {**ATTENTION, **moved(MLP, "mlp", "feed_forward")}
@@ -14,13 +14,14 @@ class Llama4Policy(Policy):
 
 
 class Llama4MoEPolicy(Qwen3NextMoEPolicy):
-    """Every expert sees all tokens, weighted; with the shared one they are summed over the ranks together."""
+    """Experts that compute all tokens, each token weighted by the router, and a shared expert; the ranks sum all
+    outputs in one exchange."""
 
     block = "Llama4TextMoe"
 
 
 class Llama4VisionPolicy(Policy):
-    """The layer of the vision tower, with as many key/value as query heads."""
+    """The layer of the vision tower, with equal numbers of query heads and key/value heads."""
 
     block: ClassVar[str | tuple[str, ...]] = "Llama4VisionEncoderLayer"
     plan = {
@@ -32,7 +33,7 @@ class Llama4VisionPolicy(Policy):
 
 
 class Llama4AdapterPolicy(Policy):
-    """Between the vision tower and the decoder."""
+    """The layers between the vision tower and the decoder."""
 
     block = ("Llama4VisionMLP2", "Llama4MultiModalProjector")
     plan = {"fc1": Column(), "fc2": Row(), "linear_1": Column(gather=True)}

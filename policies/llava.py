@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class LlavaPolicy(Policy):
-    """The MLP between a vision tower and a decoder, which have policies of their own."""
+    """The MLP between a vision tower and a decoder. The vision tower and the decoder have their own policies."""
 
     block = (
         "LlavaMultiModalProjector", "LlavaNextMultiModalProjector", "LlavaNextVideoMultiModalProjector",

@@ -4,14 +4,14 @@ from parallelformers_ng.sharding.rules import Experts, Policy, moved
 
 
 class LongcatFlashPolicy(Policy):
-    """Two attentions and two MLPs a layer, and experts beside them; some return their input."""
+    """A layer with two attentions, two MLPs, and experts beside them. Some experts return their input."""
 
     block = "LongcatFlashDecoderLayer"
     plan = {**moved(MLP, "mlp", "mlps.*"), "mlp.experts": Experts()}
 
 
 class LongcatFlashAttentionPolicy(Policy):
-    """DeepSeek V2's latent attention."""
+    """DeepSeek V2's latent attention in LongCat-Flash."""
 
     block = "LongcatFlashMLA"
     plan = moved(LATENT_ATTENTION, "self_attn", "")

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads
 
 
 class LongformerPolicy(BertPolicy):
-    """BERT's block with attention to a window, and projections of their own for tokens that attend to everything."""
+    """BERT's block with attention to a window. Tokens that attend to the whole sequence have separate projections."""
 
     block = "LongformerLayer"
     plan = {
@@ -19,6 +19,6 @@ class LongformerPolicy(BertPolicy):
 
 
 class LongformerHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of Longformer."""
 
     block = ("LongformerLMHead", "LongformerPooler", "LongformerClassificationHead")

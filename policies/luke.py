@@ -5,7 +5,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
 
 
 class LukePolicy(BertPolicy):
-    """BERT's block over words and entities. Entity-aware attention has a query for each pair of kinds."""
+    """BERT's block over words and entities. Entity-aware attention has a separate query projection for each pair of
+    token kinds."""
 
     block = "LukeLayer"
     plan = {
@@ -20,7 +21,7 @@ class LukePolicy(BertPolicy):
 
 
 class LukeEntityPolicy(Policy):
-    """The vocabulary of entities, which is larger than that of words, and the head over it."""
+    """The embedding of entities, whose vocabulary is larger than that of words, and its output head."""
 
     block = ("LukeEntityEmbeddings", "EntityPredictionHead")
     plan = {
@@ -33,6 +34,6 @@ class LukeEntityPolicy(Policy):
 
 
 class LukeHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of LUKE."""
 
     block = ("LukeLMHead", "LukePooler")

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabu
 
 
 class LxmertSelfAttentionPolicy(Policy):
-    """Attention within the words or within the regions of an image."""
+    """Attention among words, or among regions of an image."""
 
     block = "LxmertSelfAttentionLayer"
     plan = {
@@ -18,7 +18,7 @@ class LxmertSelfAttentionPolicy(Policy):
 
 
 class LxmertCrossAttentionPolicy(Policy):
-    """Attention from words to regions, and by the same weights from regions to words."""
+    """Attention from words to regions, and with the same weights from regions to words."""
 
     block = "LxmertCrossAttentionLayer"
     plan = {
@@ -31,7 +31,7 @@ class LxmertCrossAttentionPolicy(Policy):
 
 
 class LxmertFeedForwardPolicy(Policy):
-    """The feed-forwards: one in a layer of its own kind, one for each kind in a layer that crosses."""
+    """The feed-forwards: one in a layer over words or regions, and two in a layer of cross-attention."""
 
     block = ("LxmertLayer", "LxmertXLayer")
     plan = {
@@ -46,13 +46,13 @@ class LxmertFeedForwardPolicy(Policy):
 
 
 class LxmertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads: pooler and masked-language transform."""
+    """The dense layers before the output heads: the pooler and the masked-language transform."""
 
     block = ("LxmertPredictionHeadTransform", "LxmertPooler")
 
 
 class LxmertVisualPolicy(Policy):
-    """From the features of an image's regions, and to answers and the features of masked regions."""
+    """The layers from region features to blocks, and the layers that predict answers and masked region features."""
 
     block = ("LxmertVisualFeatureEncoder", "LxmertVisualAnswerHead", "LxmertVisualObjHead")
     plan = {
@@ -68,7 +68,7 @@ class LxmertVisualPolicy(Policy):
 
 
 class LxmertVocabularyPolicy(Policy):
-    """The vocabulary and the head over it, which the model does not name as its output embeddings."""
+    """The word embedding and its output head, which the model does not name as its output embeddings."""
 
     block = ("LxmertEmbeddings", "LxmertLMPredictionHead")
     plan = {"word_embeddings": Vocabulary(), "decoder": Column(gather=True)}

@@ -4,9 +4,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class MambaPolicy(Policy):
-    """A selective state-space mixer: every channel has a recurrence of its own.
+    """A selective state-space mixer: every channel has its own recurrence.
 
-    Time step, B and C are projected from all channels, so `x_proj` sums over the ranks.
+    `x_proj` computes time step, B and C from all channels, so its outputs are summed over the ranks.
     """
 
     block: ClassVar[str | tuple[str, ...]] = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")

@@ -8,9 +8,9 @@ TIME_STEP = Part("query", 1)
 
 
 class Mamba2Policy(Policy):
-    """A state-space mixer of heads; those of a group share B and C, as query heads share a key/value head.
+    """A state-space mixer with heads. Heads of a group share B and C, as query heads share a key/value head.
 
-    `in_proj` packs gate, x, B, C and time step. The gated norm goes over the channels of a group, or over all.
+    `in_proj` packs gate, x, B, C and time step. The gated norm is over the channels of a group, or over all channels.
     """
 
     block: ClassVar[str | tuple[str, ...]] = "Mamba2Mixer"

@@ -4,12 +4,12 @@ from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 
 
 class MegatronBertPolicy(BertPolicy):
-    """BERT's block with the norms in front."""
+    """BERT's block with norms before attention and feed-forward."""
 
     block = "MegatronBertLayer"
 
 
 class MegatronBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of Megatron-BERT."""
 
     block = ("MegatronBertPredictionHeadTransform", "MegatronBertPooler")

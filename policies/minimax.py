@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Poli
 
 
 class MiniMaxLightningPolicy(Policy):
-    """Linear attention: `qkv_proj` is interleaved per head, and every head has decays of its own."""
+    """Linear attention. `qkv_proj` is interleaved per head, and every head has its own decays."""
 
     block = "MiniMaxLightningAttention"
     plan = {
@@ -21,20 +21,20 @@ class MiniMaxLightningPolicy(Policy):
 
 
 class MiniMaxAttentionPolicy(Policy):
-    """Llama's attention, in every other layer."""
+    """Llama's attention, in the layers without linear attention."""
 
     block = "MiniMaxAttention"
     plan = moved(ATTENTION, "self_attn", "")
 
 
 class MiniMaxPolicy(Policy):
-    """Routed experts behind either attention."""
+    """The routed experts after linear attention or Llama's attention."""
 
     block = "MiniMaxDecoderLayer"
     plan = {"mlp.experts": Experts()}
 
 
 class MiniMaxM2Policy(OlmoePolicy):
-    """OLMoE's block."""
+    """OLMoE's block in MiniMax M2."""
 
     block = "MiniMaxM2DecoderLayer"

@@ -2,6 +2,6 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class MinistralPolicy(LlamaPolicy):
-    """Llama's block; some layers look at a window, which is in the mask."""
+    """Llama's block. Some layers attend to a window, which the mask contains."""
 
     block = ("MinistralDecoderLayer", "Ministral3DecoderLayer")

@@ -2,6 +2,6 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class MistralPolicy(LlamaPolicy):
-    """Llama's block under another name; the sliding window is in the mask."""
+    """Llama's block in Mistral. The mask contains the sliding window."""
 
     block = "MistralDecoderLayer"

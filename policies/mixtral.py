@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Experts
 
 
 class MixtralPolicy(LlamaPolicy):
-    """Llama's attention; every expert is cut by width and the router stays whole."""
+    """Llama's attention and routed experts. Every expert is cut by width; the router stays whole."""
 
     block = "MixtralDecoderLayer"
     plan = {

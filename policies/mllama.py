@@ -6,7 +6,8 @@ _ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads"
 
 
 class MllamaPolicy(Policy):
-    """Llama 3.2 with images: Llama's block, and blocks with attention to the image in place of that to the text."""
+    """The blocks of Llama 3.2 with images: Llama's blocks, and blocks with cross-attention to the image instead of
+    self-attention."""
 
     block = ("MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer")
     plan = {**_ATTENTION, **MLP, **moved(_ATTENTION, "self_attn", "cross_attn")}
@@ -14,13 +15,13 @@ class MllamaPolicy(Policy):
 
 
 class MllamaVisionPolicy(Llama4VisionPolicy):
-    """The layer of the vision tower, on the tiles alone and on all of them."""
+    """The layer of the vision tower, over each tile and over all tiles."""
 
     block = "MllamaVisionEncoderLayer"
 
 
 class MllamaProjectorPolicy(Policy):
-    """Between the tower and the decoder."""
+    """The projection between the vision tower and the decoder."""
 
     block = "MllamaModel"
     plan = {"multi_modal_projector": Column(gather=True)}

@@ -7,7 +7,7 @@ from parallelformers_ng.sharding.rules import Column, Gather, Policy, Row, Slice
 class MobileBertPolicy(BertPolicy):
     """BERT's block between bottlenecks, with several feed-forwards one after another.
 
-    A bottleneck's result is the residual of what follows, so each rank needs all of it.
+    A bottleneck's output is also the residual of the next layers, so each rank needs the whole output.
     """
 
     block = "MobileBertLayer"
@@ -22,28 +22,28 @@ class MobileBertPolicy(BertPolicy):
 
 
 class MobileBertFeedForwardPolicy(Policy):
-    """The feed-forwards in front of the block's last."""
+    """The feed-forwards before the last feed-forward of a block."""
 
     block = "mobilebert.FFNLayer"
     plan = {"intermediate.dense": Column(), "output.dense": Row()}
 
 
 class MobileBertEmbeddingPolicy(Policy):
-    """From three neighbouring embeddings to the width of the blocks."""
+    """The projection from three neighbouring embeddings to the width of the blocks."""
 
     block = "MobileBertEmbeddings"
     plan = {"embedding_transformation": Column(gather=True)}
 
 
 class MobileBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of MobileBERT."""
 
     block = ("MobileBertPredictionHeadTransform", "MobileBertPooler")
 
 
 class MobileBertLMHeadPolicy(Policy):
-    """The head multiplies with the weights of `dense` and of `decoder` (the embeddings) at once, past both layers.
-    Both are cut by the vocabulary."""
+    """The output head, which multiplies by the weights of `dense` and `decoder` (the embeddings) without calling these
+    layers. The weights of `dense` and `decoder` are cut by the vocabulary."""
 
     block = "MobileBertLMPredictionHead"
     plan = {"": Gather("decoder"), "dense.weight": Slice(1)}

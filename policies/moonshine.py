@@ -4,9 +4,10 @@ _ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", 
 
 
 class MoonshinePolicy(Policy):
-    """Encoder and decoder layers over raw sound; the decoder's feed-forward holds up and gate side by side.
+    """Encoder and decoder layers over raw audio. The decoder's feed-forward packs up and gate side by side.
 
-    The forward shapes q as well by the number of key/value heads, so there are as many of them.
+    The numbers of query heads and key/value heads must be equal, because the forward shapes q by the number of
+    key/value heads.
     """
 
     block = "MoonshineEncoderLayer"
@@ -22,7 +23,7 @@ class MoonshinePolicy(Policy):
 
 
 class MoonshineDecoderPolicy(Policy):
-    """Two attentions, to the text and to the sound."""
+    """The decoder layer with self-attention and cross-attention to the audio."""
 
     block = "MoonshineDecoderLayer"
     plan = {

@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class MPNetPolicy(Policy):
-    """BERT's block with q, k, v and o in one module."""
+    """BERT's block with the projections q, k, v and o in one module."""
 
     block = "MPNetLayer"
     plan = {
@@ -18,13 +18,13 @@ class MPNetPolicy(Policy):
 
 
 class MPNetBiasPolicy(Policy):
-    """The encoder makes the relative position bias of all its layers, from a table with a column per head."""
+    """The encoder's relative position bias, shared by all layers, from a table with one column per head."""
 
     block = "MPNetEncoder"
     plan = {"": Heads("n_heads"), "relative_attention_bias": Column()}
 
 
 class MPNetHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of MPNet."""
 
     block = ("MPNetLMHead", "MPNetPooler", "MPNetClassificationHead")

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class MptPolicy(Policy):
-    """q, k and v side by side; the model makes the ALiBi of all heads, and each rank takes its own."""
+    """MPT's block with q, k and v side by side. The model computes ALiBi for all heads, and each rank takes the part of
+    its heads."""
 
     block = "MptBlock"
     plan = {

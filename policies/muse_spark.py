@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Policy
 
 
 class MuseSparkPolicy(LlamaPolicy):
-    """Llama's layer; each head is normalised, and multiplied by a gate as wide as the queries. Most have experts."""
+    """Llama's layer with norms of each head's output, and a gate as wide as the queries. Most layers have experts."""
 
     block = "MuseSparkTextDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn.gate_proj": Column()}
@@ -11,7 +11,7 @@ class MuseSparkPolicy(LlamaPolicy):
 
 
 class MuseSparkMoEPolicy(Policy):
-    """Experts on a width of their own; what each gives is normalised, so it is summed over the ranks before that."""
+    """Experts with a separate width. Each expert's output is normalised, so the ranks sum it before the norm."""
 
     block = "MuseSparkMoE"
     plan = {

@@ -3,27 +3,27 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class MusicgenPolicy(BartPolicy):
-    """BART's layers without biases, over several codebooks at once. The text encoder has a policy of its own."""
+    """BART's layers without biases, over several codebooks at the same time. The text encoder has its own policy."""
 
     block = ("MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer")
 
 
 class MusicgenEmbeddingPolicy(Policy):
-    """An embedding for each codebook."""
+    """The embedding of each codebook."""
 
     block = ("MusicgenDecoder", "MusicgenMelodyDecoder")
     plan = {"embed_tokens.*": Column(gather=True)}
 
 
 class MusicgenHeadPolicy(Policy):
-    """A head for each codebook."""
+    """The output head of each codebook."""
 
     block = ("MusicgenForCausalLM", "MusicgenMelodyForCausalLM")
     plan = {"lm_heads.*": Column(gather=True)}
 
 
 class MusicgenProjectionPolicy(Policy):
-    """From the text encoder, and from a melody, to the decoder."""
+    """The projections from the text encoder, and from a melody, to the decoder."""
 
     block = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
     plan = {"enc_to_dec_proj": Column(gather=True), "audio_enc_to_dec_proj": Column(gather=True)}

@@ -4,27 +4,27 @@ from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row, move
 
 
 class NemotronHMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer."""
+    """Mamba 2's mixer in Nemotron-H."""
 
     block = "NemotronHMamba2Mixer"
 
 
 class NemotronHAttentionPolicy(Policy):
-    """Llama's attention without rotary positions, a layer of its own."""
+    """Llama's attention without rotary positions, as a separate layer."""
 
     block = "NemotronHAttention"
     plan = moved(ATTENTION, "self_attn", "")
 
 
 class NemotronHMLPPolicy(Policy):
-    """The ungated MLP: a layer of its own, or the experts that all tokens share."""
+    """The ungated MLP: a separate layer, or the experts that all tokens share."""
 
     block = "NemotronHMLP"
     plan = {"up_proj": Column(), "down_proj": Row()}
 
 
 class NemotronHMoEPolicy(Policy):
-    """Routed experts, ungated; narrow layers around them stay whole."""
+    """Ungated routed experts. The narrow layers before and after the experts stay whole."""
 
     block = "NemotronHMoE"
     plan = {"experts": Experts()}

@@ -2,6 +2,6 @@ from parallelformers_ng.policies.llama import LlamaPolicy
 
 
 class OlmoPolicy(LlamaPolicy):
-    """Llama's block with norms that have no weights; q, k and v may be clipped."""
+    """Llama's block with norms without weights. Some configurations clip q, k and v."""
 
     block = "OlmoDecoderLayer"

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Experts, Norm
 
 
 class OlmoePolicy(LlamaPolicy):
-    """Llama's attention with norms over all heads of q and of k together; routed experts."""
+    """Llama's attention with norms over all heads of q, and over all heads of k; and routed experts."""
 
     block: ClassVar[str | tuple[str, ...]] = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer")
     plan = {

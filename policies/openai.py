@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class OpenAIGPTPolicy(Policy):
-    """The first GPT's block: `c_attn` packs q, k and v side by side, as GPT-2's."""
+    """The first GPT's block. `c_attn` packs q, k and v side by side, as in GPT-2."""
 
     block = "openai.Block"
     plan = {

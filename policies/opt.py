@@ -3,14 +3,15 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class OPTPolicy(Policy):
-    """The forward views q as `(batch, -1, num_heads, head_dim)`: a whole count lets `-1` swallow the sequence."""
+    """OPT's block. `num_heads` is set per rank, because the forward views q as `(batch, -1, num_heads, head_dim)`. With
+    the whole number of heads, `-1` would become a wrong length."""
 
     block = "OPTDecoderLayer"
     plan = {**ATTENTION, "fc1": Column(), "fc2": Row()}
 
 
 class OPTProjectionPolicy(Policy):
-    """The projections of OPT-350m between the width of the embeddings and that of the blocks."""
+    """OPT-350m's projections from the width of the embeddings to that of the blocks, and back."""
 
     block = "OPTDecoder"
     plan = {"project_in": Column(gather=True), "project_out": Column(gather=True)}

@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class PaliGemmaPolicy(Policy):
-    """Between SigLIP and Gemma, which have policies of their own."""
+    """The projection between SigLIP and Gemma, which have their own policies."""
 
     block = "PaliGemmaMultiModalProjector"
     plan = {"linear": Column(gather=True)}

@@ -2,7 +2,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class PatchTSTPolicy(Policy):
-    """An encoder over patches of each channel of a series."""
+    """An encoder layer over patches of each channel of a time series."""
 
     block = "PatchTSTEncoderLayer"
     plan = {

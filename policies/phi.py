@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class PhiPolicy(Policy):
-    """Llama's attention with a biased output `dense`, beside an ungated MLP; all heads share a norm on q and on k."""
+    """Llama's attention with a biased output layer `dense`, beside an ungated MLP. All heads share the norm of q and
+    the norm of k."""
 
     block = "PhiDecoderLayer"
     plan = {

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Phi3Policy(Policy):
-    """q, k and v side by side in one projection, gate and up in another. The forward slices by its configuration."""
+    """Llama's block with q, k and v packed in one projection, and gate and up in another. The forward slices q, k and v
+    by counts in the configuration."""
 
     block = "Phi3DecoderLayer"
     plan = {

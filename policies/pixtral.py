@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class PixtralPolicy(Policy):
-    """The layer of Mistral's vision tower: DINOv3's attention, and Llama's MLP."""
+    """The layer of Mistral's vision tower, with DINOv3's attention and Llama's MLP."""
 
     block = "PixtralAttentionLayer"
     plan = {
@@ -15,7 +15,7 @@ class PixtralPolicy(Policy):
 
 
 class Mistral3ProjectorPolicy(Policy):
-    """Between the tower and the decoder: patches are merged, then an MLP."""
+    """The layers between the vision tower and the decoder: a merger of patches, then an MLP."""
 
     block = "Mistral3MultiModalProjector"
     plan = {"patch_merger.merging_layer": Column(gather=True), "linear_1": Column(), "linear_2": Row()}

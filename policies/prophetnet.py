@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class ProphetNetEncoderPolicy(Policy):
-    """The encoder's layer. The model makes a mask for all heads."""
+    """ProphetNet's encoder layer. The model makes a mask for all heads."""
 
     block = "ProphetNetEncoderLayer"
     plan = {
@@ -20,7 +20,8 @@ class ProphetNetEncoderPolicy(Policy):
 
 
 class ProphetNetDecoderPolicy(ProphetNetEncoderPolicy):
-    """The decoder's layer predicts several tokens ahead: a stream of its own for each, beside the main one."""
+    """ProphetNet's decoder layer, which predicts several future tokens. Each future token has its own stream beside the
+    main stream."""
 
     block = "ProphetNetDecoderLayer"
     plan = {

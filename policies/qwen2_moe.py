@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Experts, Row
 
 
 class Qwen2MoePolicy(LlamaPolicy):
-    """Llama's attention; routed experts beside a shared one, or a plain MLP where the configuration says so."""
+    """Llama's attention with routed experts and a shared expert, or with a plain MLP in some configurations."""
 
     block = "Qwen2MoeDecoderLayer"
     plan = {

@@ -13,21 +13,21 @@ class Qwen2VLPolicy(LlamaPolicy):
 
 
 class Qwen2VLVisionPolicy(Policy):
-    """The layer of the vision tower."""
+    """The layer of Qwen2-VL's vision tower."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen2VLVisionBlock"
     plan = {**_VISION_ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
-    """The same with Llama's MLP; most layers look at a window of the image."""
+    """Qwen2-VL's vision layer with Llama's MLP. Most layers attend to a window of the image."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen2_5_VLVisionBlock"
     plan = {**_VISION_ATTENTION, **MLP}
 
 
 class Qwen2VLMergerPolicy(Policy):
-    """From four patches of the vision tower to one token of the decoder."""
+    """The merger from four patches of the vision tower to one token of the decoder."""
 
     block = ("PatchMerger", "Qwen2_5_VLPatchMerger")
     plan = {"mlp.0": Column(), "mlp.2": Row()}

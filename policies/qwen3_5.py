@@ -4,13 +4,13 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class Qwen35Policy(Qwen3NextPolicy):
-    """Qwen3-Next's block."""
+    """Qwen3-Next's block in Qwen3.5."""
 
     block = ("Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer")
 
 
 class Qwen35DeltaNetPolicy(Policy):
-    """Qwen3-Next's delta net with its projections side by side."""
+    """Qwen3-Next's delta net with q, k and v packed side by side, and separate projections of gates."""
 
     block = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
     plan = {
@@ -23,7 +23,7 @@ class Qwen35DeltaNetPolicy(Policy):
 
 
 class Qwen35MoEPolicy(Qwen3NextMoEPolicy):
-    """Qwen3-Next's experts."""
+    """Qwen3-Next's experts in Qwen3.5."""
 
     block = "Qwen3_5MoeSparseMoeBlock"
 

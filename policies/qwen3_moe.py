@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Experts
 
 
 class Qwen3MoePolicy(LlamaPolicy):
-    """Qwen3's attention; routed experts, or a plain MLP where the configuration says so."""
+    """Qwen3's attention with routed experts, or with a plain MLP in some configurations."""
 
     block = "Qwen3MoeDecoderLayer"
     plan = {**LlamaPolicy.plan, "mlp.experts": Experts()}

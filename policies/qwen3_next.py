@@ -15,8 +15,8 @@ DELTA_NET = {
 
 
 class Qwen3NextPolicy(Policy):
-    """Llama's attention in every fourth layer, whose `q_proj` holds q and a gate for each head; a delta net in the
-    others. Some layers have a plain MLP."""
+    """Llama's attention in every fourth layer, and a delta net in all other layers. `q_proj` packs q and a gate for
+    each head. Some layers have a plain MLP."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen3NextDecoderLayer"
     plan = {**ATTENTION, **MLP}
@@ -24,8 +24,8 @@ class Qwen3NextPolicy(Policy):
 
 
 class Qwen3NextDeltaNetPolicy(Policy):
-    """Gated delta rule (arXiv:2412.06464): several value heads share a key head, and the projections are interleaved by
-    key heads."""
+    """A delta net by the gated delta rule (arXiv:2412.06464). Several value heads share a key head, and projections are
+    interleaved by key head."""
 
     block = "Qwen3NextGatedDeltaNet"
     plan = {
@@ -36,7 +36,7 @@ class Qwen3NextDeltaNetPolicy(Policy):
 
 
 class Qwen3NextMoEPolicy(Policy):
-    """Routed experts and a gated one for all tokens, summed over the ranks together."""
+    """Routed experts and a gated expert for all tokens; the ranks sum the outputs of all experts in one exchange."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen3NextSparseMoeBlock"
     plan = {

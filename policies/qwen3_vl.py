@@ -12,13 +12,13 @@ class Qwen3VLPolicy(LlamaPolicy):
 
 
 class Qwen3VLMoePolicy(Qwen3MoePolicy):
-    """The same with routed experts, or a plain MLP where the configuration says so."""
+    """Qwen3-VL's block with routed experts, or with a plain MLP in some configurations."""
 
     block = "Qwen3VLMoeTextDecoderLayer"
 
 
 class Qwen3VLVisionPolicy(Policy):
-    """The layer of the vision tower."""
+    """The layer of Qwen3-VL's vision tower."""
 
     block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")
     plan = {
@@ -31,7 +31,8 @@ class Qwen3VLVisionPolicy(Policy):
 
 
 class Qwen3VLMergerPolicy(Policy):
-    """From four patches of the vision tower to one token of the decoder, also for the layers that feed in early."""
+    """The mergers from four patches of the vision tower to one token of the decoder, for its last layer and for earlier
+    layers."""
 
     block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger")
     plan = {"linear_fc1": Column(), "linear_fc2": Row()}

@@ -3,7 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice,
 
 
 class RecurrentGemmaPolicy(Policy):
-    """Griffin's recurrent layer: its gates are block-diagonal, a block per head, and the state lies in the module."""
+    """Griffin's recurrent layer. Its gates are block-diagonal with one block per head, and the module keeps the
+    state."""
 
     block = "RecurrentGemmaRecurrentBlock"
     plan = {
@@ -33,7 +34,7 @@ class RecurrentGemmaAttentionPolicy(Policy):
 
 
 class RecurrentGemmaMLPPolicy(Policy):
-    """Llama's MLP."""
+    """Llama's MLP in RecurrentGemma."""
 
     block = "RecurrentGemmaMlp"
     plan = moved(MLP, "mlp", "")

@@ -5,7 +5,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class ReformerPolicy(Policy):
-    """Attention within a chunk of the sequence, or within buckets of equal hash, where queries are keys as well."""
+    """A layer with attention within a chunk of the sequence, or within buckets of equal hash, in which queries are also
+    the keys."""
 
     block = "ReformerLayer"
     plan = {
@@ -26,7 +27,7 @@ class ReformerPolicy(Policy):
 
 
 class ReformerHeadPolicy(Policy):
-    """The layer in front of the classes."""
+    """The dense layer before the classifier."""
 
     block = "ReformerClassificationHead"
     plan = {"dense": Column(gather=True)}

@@ -2,7 +2,7 @@ from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 
 
 class RobertaPolicy(BertPolicy):
-    """BERT's block under the names of RoBERTa and its successors."""
+    """BERT's block in RoBERTa and its successors."""
 
     block = (
         "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer",
@@ -11,7 +11,7 @@ class RobertaPolicy(BertPolicy):
 
 
 class RobertaHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads: masked-language, classification and pooler."""
+    """The dense layers before the output heads: for masked language, for classification, and the pooler."""
 
     block = (
         "RobertaLMHead", "RobertaPooler", "RobertaClassificationHead",

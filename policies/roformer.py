@@ -5,18 +5,18 @@ from parallelformers_ng.policies.electra import ElectraProjectionPolicy
 
 
 class RoFormerPolicy(BertPolicy):
-    """BERT's block with rotary positions, which all heads share."""
+    """BERT's block with rotary positions, which are the same for all heads."""
 
     block = "RoFormerLayer"
 
 
 class RoFormerHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of RoFormer."""
 
     block = ("RoFormerPredictionHeadTransform", "RoFormerClassificationHead")
 
 
 class RoFormerProjectionPolicy(ElectraProjectionPolicy):
-    """From the width of the embeddings to that of the blocks, if they differ."""
+    """The projection from the width of the embeddings to that of the blocks, if these widths differ."""
 
     block = "RoFormerModel"

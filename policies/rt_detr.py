@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy
 
 
 class RTDetrEncoderPolicy(DetrEncoderPolicy):
-    """DETR's layer, over the coarsest level of the backbone's features alone."""
+    """DETR's encoder layer, only over the coarsest level of the backbone's features."""
 
     block = (
         "RTDetrEncoderLayer", "RTDetrV2EncoderLayer",
@@ -14,7 +14,7 @@ class RTDetrEncoderPolicy(DetrEncoderPolicy):
 
 
 class RTDetrDecoderPolicy(DetrDecoderPolicy):
-    """DETR's layer. It looks at the image with deformable attention, for which there is another policy."""
+    """DETR's decoder layer with deformable attention to the image, which `RTDetrDeformablePolicy` cuts."""
 
     block = (
         "RTDetrDecoderLayer", "RTDetrV2DecoderLayer",
@@ -24,7 +24,7 @@ class RTDetrDecoderPolicy(DetrDecoderPolicy):
 
 
 class RTDetrDeformablePolicy(GroundingDinoDeformablePolicy):
-    """Grounding DINO's deformable attention."""
+    """Grounding DINO's deformable attention in RT-DETR."""
 
     block = (
         "RTDetrMultiscaleDeformableAttention", "RTDetrV2MultiscaleDeformableAttention",
@@ -34,8 +34,8 @@ class RTDetrDeformablePolicy(GroundingDinoDeformablePolicy):
 
 
 class RTDetrProjectionPolicy(Policy):
-    """The projection of the encoder's output, from which the decoder's queries are chosen. D-FINE and DEIMv2 do the
-    same."""
+    """The projection of the encoder's output, from which the decoder's queries are chosen; also in D-FINE and
+    DEIMv2."""
 
     block = (
         "RTDetrModel", "RTDetrV2Model", "DFineModel", "Deimv2Model",
@@ -45,7 +45,7 @@ class RTDetrProjectionPolicy(Policy):
 
 
 class RTDetrBoxPolicy(DetrBoxPolicy):
-    """The MLPs that predict boxes, and those that make queries' positions of them."""
+    """The MLPs that predict boxes, and the MLPs that compute query positions from boxes."""
 
     block = (
         "RTDetrMLPPredictionHead", "RTDetrV2MLPPredictionHead", "DFineMLPPredictionHead",
@@ -54,7 +54,8 @@ class RTDetrBoxPolicy(DetrBoxPolicy):
 
 
 class PPDocLayoutOrderPolicy(Policy):
-    """The heads that say in which order the parts of a page are read: of each list of projections the last is used."""
+    """The heads that predict the reading order of a page's parts. The forward uses only the last projection of each
+    list."""
 
     block = ("PPDocLayoutV4SuccessorOrderHead", "PPDocLayoutV4RelativeOrderHead")
     plan = {"proj.*": Column(gather=True)}

@@ -2,7 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class RwkvAttentionPolicy(Policy):
-    """The model makes the state of all channels for all layers, so the recurrence runs whole on gathered inputs."""
+    """RWKV's time mixing. The model makes one state of all channels for all layers, so each rank computes the whole
+    recurrence on gathered inputs."""
 
     block = "RwkvSelfAttention"
     plan = {
@@ -14,7 +15,7 @@ class RwkvAttentionPolicy(Policy):
 
 
 class RwkvFeedForwardPolicy(Policy):
-    """The channel mixing, whose output a gate of the hidden state's width is multiplied with."""
+    """RWKV's channel mixing. A gate as wide as the hidden state multiplies its output."""
 
     block = "RwkvFeedForward"
     plan = {"key": Column(), "value": Row(), "receptance": Column(gather=True)}

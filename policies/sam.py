@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class SamVisionPolicy(Policy):
-    """The layer of the vision tower; relative positions are the same for all heads."""
+    """The layer of SAM's vision tower. Relative positions are the same for all heads."""
 
     block: ClassVar[str | tuple[str, ...]] = ("SamVisionLayer", "SamHQVisionLayer")
     plan = {
@@ -15,7 +15,7 @@ class SamVisionPolicy(Policy):
 
 
 class SamDecoderAttentionPolicy(Policy):
-    """The attentions between the tokens of the mask decoder and the image."""
+    """The attentions between the mask decoder's tokens and the image."""
 
     block = ("SamAttention", "SamHQAttention")
     plan = {
@@ -28,14 +28,14 @@ class SamDecoderAttentionPolicy(Policy):
 
 
 class SamMLPPolicy(Policy):
-    """The MLP of both."""
+    """The MLP of SAM's vision tower and mask decoder."""
 
     block: ClassVar[str | tuple[str, ...]] = ("SamMLPBlock", "SamHQMLPBlock")
     plan = {"lin1": Column(), "lin2": Row()}
 
 
 class SamFeedForwardPolicy(Policy):
-    """The small MLPs behind the mask decoder."""
+    """The small MLPs after the mask decoder."""
 
     block = ("SamFeedForward", "SamHQFeedForward")
     plan = {"proj_in": Column(gather=True), "layers.*": Column(gather=True)}

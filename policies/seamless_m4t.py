@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice,
 
 
 class SeamlessM4TPolicy(Policy):
-    """BART's attention, in encoder and decoder layers over text and over units of sound."""
+    """BART's attention in encoder and decoder layers, over text and over units of speech."""
 
     block = (
         "SeamlessM4TEncoderLayer", "SeamlessM4TDecoderLayer", "SeamlessM4Tv2EncoderLayer", "SeamlessM4Tv2DecoderLayer",
@@ -19,7 +19,8 @@ class SeamlessM4TPolicy(Policy):
 
 
 class SeamlessConformerAttentionPolicy(Policy):
-    """Attention over sound: relative positions have a projection and biases per head, or a distance all heads share."""
+    """Attention over audio. Relative positions have a projection and biases per head, or a distance embedding for all
+    heads."""
 
     block = ("SeamlessM4TConformerSelfAttention", "SeamlessM4Tv2ConformerSelfAttention")
     plan = {
@@ -36,14 +37,15 @@ class SeamlessConformerAttentionPolicy(Policy):
 
 
 class SeamlessConformerFeedForwardPolicy(Policy):
-    """The feed-forwards before and behind it. The convolutions between them stay whole."""
+    """The feed-forwards before and after the attention over audio. The convolutions between the feed-forwards stay
+    whole."""
 
     block = ("SeamlessM4TConformerFeedForward", "SeamlessM4Tv2ConformerFeedForward")
     plan = {"intermediate_dense": Column(), "output_dense": Row()}
 
 
 class SeamlessFeatureProjectionPolicy(Policy):
-    """From the features of sound to the width of the encoder."""
+    """The projection from audio features to the width of the encoder."""
 
     block = ("SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection")
     plan = {"projection": Column(gather=True)}

@@ -3,20 +3,21 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class SiglipPolicy(CLIPPolicy):
-    """CLIP's layer under another name; the vision tower of Gemma 3."""
+    """CLIP's layer in SigLIP, which is also the vision tower of Gemma 3."""
 
     block = "SiglipEncoderLayer"
 
 
 class SiglipPoolingPolicy(Policy):
-    """The pooling head's MLP. Its attention is one query of torch's own `MultiheadAttention` and stays whole."""
+    """The MLP of the pooling head. The head's attention has one query, uses torch's `MultiheadAttention`, and stays
+    whole."""
 
     block = "SiglipMultiheadAttentionPoolingHead"
     plan = {"mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class SiglipProjectionPolicy(Policy):
-    """From the text tower into the space that both towers share."""
+    """The projection from the text tower into the space that text tower and vision tower share."""
 
     block = ("SiglipTextModel", "SiglipTextTransformer")
     plan = {"head": Column(gather=True)}

@@ -5,13 +5,14 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class Speech2TextPolicy(BartPolicy):
-    """BART's layers over sound."""
+    """BART's layers over audio."""
 
     block = ("Speech2TextEncoderLayer", "Speech2TextDecoderLayer")
 
 
 class Speech2TextSubsamplerPolicy(Policy):
-    """The convolutions in front. Each is followed by a gate over halves of its channels, so these are put together."""
+    """The convolutions before the encoder. Their outputs are gathered, because a gate over halves of the channels
+    follows each convolution."""
 
     block = "speech_to_text.Conv1dSubsampler"
     plan = {"conv_layers.*": Column("column", gather=True)}

@@ -5,9 +5,9 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class SqueezeBertPolicy(Policy):
-    """BERT's block with convolutions of one position for its linear layers, most of them in groups of channels.
+    """BERT's block with convolutions of width one, most of them grouped, instead of linear layers.
 
-    The groups of the feed-forward are those of its inputs, so between its two convolutions all channels are gathered.
+    The groups of the second feed-forward convolution are groups of its inputs, so all channels are gathered before it.
     """
 
     block = "SqueezeBertModule"
@@ -23,6 +23,6 @@ class SqueezeBertPolicy(Policy):
 
 
 class SqueezeBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of SqueezeBERT."""
 
     block = ("SqueezeBertPredictionHeadTransform", "SqueezeBertPooler")

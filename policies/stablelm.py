@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import HeadNorms, Heads
 
 
 class StableLmPolicy(LlamaPolicy):
-    """Llama's block with partial rotary positions; the 12B model gives each head of q and k a norm of its own."""
+    """Llama's block with partial rotary positions. In the 12B model each head of q and k has its own norm."""
 
     block = "StableLmDecoderLayer"
     plan = {

@@ -3,14 +3,14 @@ from parallelformers_ng.sharding.rules import Column, Policy, Slice
 
 
 class SwinPolicy(ViTPolicy):
-    """ViT's block over shifted windows; the table of position biases has a column per head."""
+    """ViT's block over shifted windows. The table of position biases has one column per head."""
 
     block = "SwinLayer"
     plan = {**ViTPolicy.plan, "attention.relative_position_bias.relative_position_bias_table": Slice(1)}
 
 
 class SwinMergingPolicy(Policy):
-    """From four patches to one, between the stages."""
+    """The layer that merges four patches into one between two stages of Swin."""
 
     block = "SwinPatchMerging"
     plan = {"reduction": Column(gather=True)}

@@ -3,7 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class Swinv2Policy(Policy):
-    """Cosine attention with a scale per head; a small MLP makes the position biases, with an output for each head."""
+    """A block of cosine attention with a scale per head. A small MLP computes the position biases, with one output per
+    head."""
 
     block = "Swinv2Layer"
     plan = {
@@ -20,6 +21,6 @@ class Swinv2Policy(Policy):
 
 
 class Swinv2MergingPolicy(SwinMergingPolicy):
-    """From four patches to one, between the stages."""
+    """The layer that merges four patches into one between two stages of Swin V2."""
 
     block = "Swinv2PatchMerging"

@@ -4,12 +4,12 @@ from parallelformers_ng.policies.t5 import T5AttentionPolicy, T5FeedForwardPolic
 
 
 class SwitchTransformersAttentionPolicy(T5AttentionPolicy):
-    """T5's attention under another name."""
+    """T5's attention in Switch Transformers."""
 
     block = "SwitchTransformersAttention"
 
 
 class SwitchTransformersFeedForwardPolicy(T5FeedForwardPolicy):
-    """T5's feed-forward, alone and as each of the experts. All ranks route alike."""
+    """T5's feed-forward, outside and inside the experts. All ranks choose the same experts."""
 
     block = "SwitchTransformersDenseActDense"

@@ -2,8 +2,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class T5AttentionPolicy(Policy):
-    """Self- and cross-attention alike. The relative position bias has a column per head; the first layer gives its own
-    out, before the weights, and it goes on to all."""
+    """Self-attention and cross-attention. The table of relative position biases has one column per head. The first
+    layer returns its bias as an output before the attention weights, and all other layers use that bias."""
 
     block = "T5Attention"
     plan = {

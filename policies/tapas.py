@@ -4,12 +4,12 @@ from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 
 
 class TapasPolicy(BertPolicy):
-    """BERT's block; rows and columns of the table are in the embeddings."""
+    """BERT's block. The embeddings contain the rows and columns of the table."""
 
     block = "TapasLayer"
 
 
 class TapasHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of TAPAS."""
 
     block = ("TapasPredictionHeadTransform", "TapasPooler")

@@ -3,7 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class TimesFmPolicy(Policy):
-    """A decoder over patches of a series; all heads share a scale per column. The blocks at both ends stay whole."""
+    """A decoder layer over patches of a time series. All heads share a scale per column. The residual blocks before and
+    after the decoder stay whole."""
 
     block = "TimesFmDecoderLayer"
     plan = {
@@ -15,14 +16,15 @@ class TimesFmPolicy(Policy):
 
 
 class TimesFm25Policy(Policy):
-    """The same with rotated positions and a plain MLP."""
+    """TimesFM's decoder layer with rotary positions and a plain MLP."""
 
     block = "TimesFm2_5DecoderLayer"
     plan = {**ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class TimesFm25ResidualPolicy(Policy):
-    """The block at either end, an MLP beside a projection. The last one, from states to quantiles, is most of it."""
+    """The residual blocks before and after the decoder: an MLP beside a projection. The last block, from states to
+    quantiles, has most of the weights."""
 
     block = "TimesFm2_5ResidualBlock"
     plan = {"input_layer": Column(), "output_layer": Row(), "residual_layer": Column(gather=True)}

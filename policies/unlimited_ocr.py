@@ -5,31 +5,31 @@ from parallelformers_ng.policies.sam import SamMLPPolicy, SamVisionPolicy
 
 
 class UnlimitedOcrPolicy(LlamaPolicy):
-    """Llama's layer in the decoder, where most have experts."""
+    """Llama's layer in the decoder. Most decoder layers have experts."""
 
     block = "UnlimitedOcrTextDecoderLayer"
     optional = ("mlp",)
 
 
 class UnlimitedOcrMoEPolicy(DeepseekV2MoEPolicy):
-    """DeepSeek V2's experts under another name."""
+    """DeepSeek V2's experts in Unlimited-OCR."""
 
     block = "UnlimitedOcrTextMoe"
 
 
 class UnlimitedOcrVisionPolicy(CLIPPolicy):
-    """CLIP's layer, over what the SAM tower gives."""
+    """CLIP's layer, in the tower that reads the output of the SAM tower."""
 
     block = "UnlimitedOcrEncoderLayer"
 
 
 class UnlimitedOcrSamPolicy(SamVisionPolicy):
-    """SAM's layer, which sees the image first."""
+    """SAM's vision layer, in the tower that reads the image first."""
 
     block = "UnlimitedOcrSamVisionLayer"
 
 
 class UnlimitedOcrSamMLPPolicy(SamMLPPolicy):
-    """SAM's MLP."""
+    """SAM's MLP in Unlimited-OCR."""
 
     block = "UnlimitedOcrSamMLPBlock"

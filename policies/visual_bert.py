@@ -5,19 +5,19 @@ from parallelformers_ng.sharding.rules import Column, Policy
 
 
 class VisualBertPolicy(BertPolicy):
-    """BERT's block over words and regions of an image. The region-to-phrase attention has one head and stays whole."""
+    """BERT's block over words and image regions. The region-to-phrase attention has one head and stays whole."""
 
     block = "VisualBertLayer"
 
 
 class VisualBertProjectionPolicy(Policy):
-    """From the width of the image's features to that of the blocks."""
+    """The projection from the width of the image features to that of the blocks."""
 
     block = "VisualBertEmbeddings"
     plan = {"visual_projection": Column(gather=True)}
 
 
 class VisualBertHeadPolicy(BertHeadPolicy):
-    """The layers in front of the heads."""
+    """The dense layers before the output heads of VisualBERT."""
 
     block = ("VisualBertPredictionHeadTransform", "VisualBertPooler")

@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class ViTPolicy(Policy):
-    """An encoder over image patches. The patch embedding and the classifier are small and stay whole."""
+    """An encoder block over image patches. The patch embedding and the classifier are small and stay whole."""
 
     block: ClassVar[str | tuple[str, ...]] = "ViTLayer"
     plan = {

@@ -4,9 +4,10 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class Wav2Vec2Policy(Policy):
-    """The encoder layers that most models over raw sound share, with the norms behind or in front ("stable").
+    """The encoder layer of most models over raw audio, with norms after, or in "stable" layers before, attention and
+    feed-forward.
 
-    The adapter is that of the massively multilingual checkpoints. The convolutions in front stay whole.
+    The massively multilingual checkpoints also have an adapter. The convolutions before the encoder stay whole.
     """
 
     block: ClassVar[str | tuple[str, ...]] = (
@@ -31,7 +32,7 @@ class Wav2Vec2Policy(Policy):
 
 
 class Wav2Vec2ProjectionPolicy(Policy):
-    """From the width of the convolutions to that of the encoder."""
+    """The projection from the width of the convolutions to that of the encoder."""
 
     block: ClassVar[str | tuple[str, ...]] = (
         "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
@@ -41,7 +42,7 @@ class Wav2Vec2ProjectionPolicy(Policy):
 
 
 class CTCHeadPolicy(Policy):
-    """The head over characters, which these models do not name as their output embeddings."""
+    """The output head over characters, which the models do not name as their output embeddings."""
 
     block: ClassVar[str | tuple[str, ...]] = (
         "Wav2Vec2ForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC", "Data2VecAudioForCTC", "SEWForCTC",
@@ -50,7 +51,7 @@ class CTCHeadPolicy(Policy):
 
 
 class SEWProjectionPolicy(Policy):
-    """The projections around SEW's encoder, which runs on squeezed time steps."""
+    """The projections before and after SEW's encoder, which runs on squeezed time steps."""
 
     block = ("SEWModel", "SEWUpsampling")
     plan = {"feature_projection": Column(gather=True), "projection": Column(gather=True)}

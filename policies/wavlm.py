@@ -4,7 +4,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Slice
 
 
 class WavLMPolicy(Wav2Vec2Policy):
-    """Wav2Vec2's layers with a relative position bias that each head gates; the first layer's goes on to all."""
+    """Wav2Vec2's layers with a relative position bias that each head gates. All layers use the first layer's bias."""
 
     block = ("WavLMEncoderLayer", "WavLMEncoderLayerStableLayerNorm")
     plan = {
@@ -16,12 +16,12 @@ class WavLMPolicy(Wav2Vec2Policy):
 
 
 class WavLMProjectionPolicy(Wav2Vec2ProjectionPolicy):
-    """From the width of the convolutions to that of the encoder."""
+    """The projection from the width of the convolutions to that of the encoder."""
 
     block = "WavLMFeatureProjection"
 
 
 class WavLMHeadPolicy(CTCHeadPolicy):
-    """The head over characters."""
+    """The output head over characters."""
 
     block = "WavLMForCTC"

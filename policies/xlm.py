@@ -6,7 +6,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class XLMAttentionPolicy(Policy):
-    """Attention, kept by the model in a list apart from the feed-forwards. As a decoder it may have cross-attention."""
+    """XLM's attention; the model keeps attentions and feed-forwards in separate lists. In a decoder, XLM may have
+    cross-attention."""
 
     block: ClassVar[str | tuple[str, ...]] = "xlm.MultiHeadAttention"
     plan = {
@@ -19,14 +20,14 @@ class XLMAttentionPolicy(Policy):
 
 
 class XLMFeedForwardPolicy(Policy):
-    """The feed-forwards."""
+    """XLM's feed-forward."""
 
     block: ClassVar[str | tuple[str, ...]] = "xlm.TransformerFFN"
     plan = {"lin1": Column(), "lin2": Row()}
 
 
 class XLMPoolerPolicy(Policy):
-    """The layers in front of the answers' ends and of whether there is an answer."""
+    """The dense layers before the heads that predict the end of an answer and whether an answer exists."""
 
     block: ClassVar[str | tuple[str, ...]] = ("XLMPoolerEndLogits", "XLMPoolerAnswerClass")
     plan = {"dense_0": Column(gather=True)}

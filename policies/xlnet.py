@@ -3,8 +3,8 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
 class XLNetPolicy(Policy):
-    """Projections are bare parameters `[d_model, heads, d_head]`, positions (`r`) and segments have heads as well.
-    With a target mapping there are two streams, and weights of each."""
+    """XLNet's layer. Its projections are bare parameters `[d_model, heads, d_head]`, also for positions (`r`); segments
+    have heads as well. With a target mapping, the layer has two streams with separate attention weights."""
 
     block = "XLNetLayer"
     plan = {
@@ -30,7 +30,7 @@ class XLNetPolicy(Policy):
 
 
 class XLNetSummaryPolicy(Policy):
-    """The summary of a sequence in front of the classifiers."""
+    """The summary of a sequence before the classifiers."""
 
     block = "XLNetSequenceSummary"
     plan = {"summary": Column(gather=True)}

@@ -4,14 +4,14 @@ from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class Zamba2MixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer."""
+    """Mamba 2's mixer in Zamba2."""
 
     block = "Zamba2MambaMixer"
 
 
 class Zamba2AttentionPolicy(Policy):
-    """Attention that several layers share, over the hidden state beside the embeddings; each has adapters of its own,
-    whose narrow side stays whole."""
+    """Attention over the hidden state and the embeddings, which several layers share. Each layer has its own adapters,
+    whose narrow dimension stays whole."""
 
     block = "Zamba2Attention"
     plan = {
@@ -28,7 +28,7 @@ class Zamba2AttentionPolicy(Policy):
 
 
 class Zamba2MLPPolicy(Policy):
-    """The MLP that these layers share, with adapters as well."""
+    """The MLP that several layers share; each layer has its own adapters."""
 
     block = "Zamba2MLP"
     plan = {
@@ -39,7 +39,7 @@ class Zamba2MLPPolicy(Policy):
 
 
 class Zamba2ProjectionPolicy(Policy):
-    """From the shared layers back into those of the mixer."""
+    """The projections from the shared layers back to the mixer layers."""
 
     block = "Zamba2HybridLayer"
     plan = {"linear": Column(gather=True)}

@@ -1,4 +1,4 @@
-"""Worker groups shared by all tests: a start costs seconds, a use milliseconds."""
+"""Fixtures that all tests share, above all worker groups: the start of a group takes seconds, its use milliseconds."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the separately installed packages importable for pytest-xdist's controller: it rebuilds warnings of any
-    package."""
+    """Make the separately installed packages importable, because pytest-xdist's controller rebuilds warnings of all
+    packages."""
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         find_packages()
 

@@ -1,1 +1,1 @@
-"""Policies for models without written ones: a search and a proof on a tiny random copy. `select` is the entry point."""
+"""Infers and proves policies for models without written policies, on a tiny random copy. Call `select`."""

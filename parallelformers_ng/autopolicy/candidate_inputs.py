@@ -18,7 +18,9 @@ _CROSS = re.compile(
 
 
 def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
-    """Keyword arguments for `model.forward`, those that reach most of it first; the caller takes the first to run.
+    """Yield keyword arguments for `model.forward`, first those that should reach most of the model.
+
+    The caller tries the arguments in this order until a forward pass succeeds.
 
     Args:
         model: a transformers model or a part of one.
@@ -41,7 +43,7 @@ def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]
 
 
 def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
-    """Texts with as many placeholder tokens as the model makes of an image, of a sound, and of both."""
+    """Yield texts with placeholders for an image, a sound, or both, one placeholder for each media token."""
     if "input_ids" not in maker.names:
         return
     images = next(_images(maker), None)
@@ -54,7 +56,7 @@ def _media_in_text(maker: SampleInputs) -> Iterator[dict[str, Any]]:
 
 
 Media = tuple[int, int, dict[str, Any]]
-"""Its placeholder token, how many of these stand for it, and the arguments that carry it."""
+"""An image or a sound: id of its placeholder token, number of placeholders, and the model's arguments for it."""
 
 
 def _text(maker: SampleInputs, *media: Media) -> dict[str, Any]:
@@ -114,12 +116,13 @@ def _sounds(maker: SampleInputs) -> Iterator[Media]:
 
 
 def _tokens_of(method: Any, arguments: dict[str, Any]) -> int:
+    """Return the number of tokens that a model makes of an image or sound; 0 if the model refuses the arguments."""
     accepted = inspect.signature(method).parameters
     free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in accepted.values())
     try:
         with torch.no_grad():
             features = method(**{name: value for name, value in arguments.items() if free or name in accepted})
-    except Exception:  # any model code may run here; its refusal only means that this form is not its own
+    except Exception:  # the model's own code may raise any exception on inputs of another format
         return 0
     features = getattr(features, "pooler_output", features)
     pieces = list(features) if isinstance(features, (list, tuple)) else [features]

@@ -1,4 +1,4 @@
-"""Whether a plan stays right for code that a program has changed after it was made."""
+"""Checks whether a plan is still right after a program has changed the model's code."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from parallelformers_ng.sharding.units import and_above, sees_part
 
 
 class CodeCheck:
-    """Checks a plan against code that has changed since the plan was made.
+    """A check of a plan against code that has changed since the plan was made.
 
     Args:
         model: the model, before it is parallelized.
-        plan: how it is cut.
-        selection: the policies that the plan was made of; None for stages, in which a change is not looked into.
+        plan: plan of the model.
+        selection: policies of the plan; None for a plan with stages, for which every change of code is refused.
 
     Attributes:
-        edits: code that the program changed since the class built the model.
+        edits: code that the program changed after the class built the model.
     """
 
     def __init__(self, model: PreTrainedModel, plan: ShardPlan, selection: Selection | None) -> None:
@@ -52,25 +52,26 @@ class CodeCheck:
         self._cut = {type(module) for module in cut if module._parameters}
 
     def objection(self, moved: Collection[str]) -> str:
-        """Say why the plan does not hold for the code as it is now; "" if it does.
+        """Return the reason why the plan does not fit the current code; "" if the plan fits.
 
         Args:
-            moved: places whose values have changed.
+            moved: places in the code whose values have changed, such as globals and attributes of classes.
         """
         if self._plan.world_size == 1:
             return ""
         for cls in self._outside - self._inside:
             if foreign_class(cls) and self._layers & names_of_class(cls) and _reaches(cls, moved):
-                return f"{cls.__name__} reads layers that are cut"
-        for cls in self._cut:  # no proof is enough: see `CutUnit.not_stock`
+                return f"{cls.__name__} reads sharded layers"
+        for cls in self._cut:  # a proof is not enough here: see `CutUnit.not_stock`
             if foreign_class(cls) and _reaches(cls, moved):
-                return f"{cls.__name__} is cut"
+                return f"{cls.__name__} is sharded"
         changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
         return self._not_proven() if changed else ""
 
     def _not_proven(self) -> str:
+        """Return the reason why a twin with the current code does not prove the plan; "" if the twin does."""
         if self._selection is None:
-            return "it is computed in stages"
+            return "the model is divided into stages"
         try:
             twin = make_twin(self._model_class, copy.deepcopy(self._config), self._attention, edits=self.edits)
         except UnsupportedModelError as error:

@@ -1,4 +1,4 @@
-"""The meaning of the numbers in a configuration, read from a model built on `meta`."""
+"""Finds the meaning of the numbers in a configuration, from a model built on `meta`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 from torch import nn
 
 LONG = 256
-"""Tables with more rows are shortened to about as many."""
+"""Number of rows to which longer embedding tables are shortened, approximately."""
 _BEFORE = 2
-"""How many rows a table may have before the first of those that the configuration counts, for padding and the like."""
+"""Most extra rows of a table, for example for padding, that the configuration does not count."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The meaning of the numbers in a configuration, seen on the model.
+    """The sizes of a model, which tell the meaning of the numbers in its configuration.
 
     Attributes:
-        lengths: lengths of the lists of modules: a setting that counts layers equals one of these. Any, if
-            there is no model.
-        sizes: all sizes of parameters. A list of nothing but these lists sizes, and no numbers of layers.
-        tables: numbers that count the rows of a long table: positions and the like.
-        windows: whether sizes of parameters follow the windows, which are no windows of tokens then.
+        lengths: lengths of the module lists; a setting that counts layers equals a length. Without a model: 0 to 999.
+        sizes: all dimensions of the parameters. A setting whose list has only such sizes lists no layers.
+        tables: settings' values that count the rows of a long table, for example of positions.
+        windows: whether parameter shapes depend on the window settings, which then count no tokens.
     """
 
     lengths: Container[int] = range(1000)
@@ -32,8 +31,11 @@ class Shapes:
     windows: bool = False
 
     def numbers_layers(self, numbers: Sequence[Any], count: int) -> bool:
-        """Return whether a list names some of `count` layers: in order, each once, into the last quarter of them,
-        perhaps with the states after the last. Scales of pooling and the like end before."""
+        """Return whether a list in a configuration consists of layer numbers, from 0 to `count`.
+
+        Such a list is sorted, has no number twice, and ends in the last quarter of the layers. Number `count` stands
+        for the states after the last layer. Lists of other numbers, such as pooling scales, usually end earlier.
+        """
         if not numbers or any(type(number) is not int for number in numbers) or self.sizes.issuperset(numbers):
             return False
         return list(numbers) == sorted(set(numbers)) and numbers[0] >= 0 and 3 * count <= 4 * numbers[-1] <= 4 * count
@@ -43,12 +45,12 @@ UNSEEN = Shapes()
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Read a model of full size; sets all but `tables` and `windows`, which are seen on small copies."""
+    """Return the lengths and sizes of a model of full size; `tables` and `windows` are read from small copies later."""
     lengths = {len(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))}
     return Shapes(lengths, frozenset(size for parameter in model.parameters() for size in parameter.shape))
 
 
 def long_tables(model: nn.Module) -> frozenset[int]:
-    """Return `Shapes.tables`, seen in a copy with small widths and vocabularies."""
+    """Return the value of `Shapes.tables`, from a copy with small widths and vocabularies."""
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     return frozenset(count - before for count in rows for before in range(_BEFORE + 1) if count - before > LONG)

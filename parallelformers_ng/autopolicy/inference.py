@@ -1,4 +1,4 @@
-"""Proposes rules for blocks that no policy describes, from their structure. `proof.py` checks them."""
+"""Proposes rules for blocks without a policy, from the structure of the blocks. `proof.py` checks the rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from parallelformers_ng.sharding.structure import Layer, places
 
 
 def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[Proposal]:
-    """Proposals for all blocks of a model.
+    """Return proposals for all blocks of a model.
 
     Args:
-        model: the model, or a twin of it.
-        layers: the layers to cut, from `called_layers`.
+        model: the model, or a twin of the model.
+        layers: layers that may be sharded, from `called_layers`.
         live: names of the parameters that influence the outputs.
     """
     modules = dict(model.named_modules())
@@ -46,7 +46,7 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
     total = sum(layer.inputs * layer.outputs for layer in layers)
     for layer in rest:
         if layer.is_embedding and not is_only_called(model, layer.name):
-            continue  # the plan finds these tables by itself
+            continue  # `build_plan` shards such tables without a rule
         if layer.name not in used and layer.inputs * layer.outputs * 200 >= total:
             place = layer.place
             single = Proposal(place.block, "gathered", ({place.path: Column("column", gather=True)},))
@@ -61,7 +61,10 @@ def _experts(name: str, module: nn.Module, live: set[str]) -> Rule | None:
 
 
 def _pairs(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """Runs `up, …, down`: layers called right before one that takes as many inputs as each of them gives."""
+    """Return groups `up, down` or `gate, up, down` of layers that are called one after another.
+
+    The input width of `down` equals the output width of each earlier layer in the group, or half of it.
+    """
     pairs = []
     waiting: list[Layer] = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The kinds of layers that a model repeats, and the kinds that a small copy lacks."""
+"""Finds the kinds of layers that a model repeats, and the kinds that a small copy lacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from torch import nn
 
 Kind = tuple[str, frozenset[str]]
-"""A repeated module in terms that do not depend on sizes: its class, and where beneath it there are parameters."""
+"""Kind of a repeated module, independent of sizes: its class name, and the names of its parameters."""
 
 
 def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
-    """For every kind of module that a container repeats, the lowest index at which one stands."""
+    """Return each kind of module in the model's module lists, with its lowest index in a list."""
     first: dict[Kind, int] = {}
     for container in model.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -24,9 +24,9 @@ def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
 
 
 def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
-    """Return the kinds of layers that `model` has and `small` lacks, with the index of the first of each."""
-    shown = first_of_each_kind(small)
-    return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in shown}
+    """Return each kind of layer that `model` has and `small` lacks, with the lowest index of such a layer."""
+    small_kinds = first_of_each_kind(small)
+    return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in small_kinds}
 
 
 def _kind(module: nn.Module) -> Kind:

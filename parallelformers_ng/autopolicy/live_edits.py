@@ -1,4 +1,4 @@
-"""Changes that a program has made to a model since its class built it, put on a small copy as well."""
+"""Applies to a small copy the code changes that a program made to a model after the class built the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NAMES = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class _Edit:
-    """A module whose code is the program's, as it is before its model is parallelized: later its class is another.
+    """A module with foreign code, recorded before the model is parallelized, because that changes the module's class.
 
     Attributes:
-        cls: its class.
-        attributes: name → value, tables of tensors and children aside.
-        names: names of its parameters, buffers and children.
-        functions: attribute → function of the program's that the module holds.
-        bound: names of the functions that are methods of this very module.
-        itself: a copy of a module that has no tensors; None for others.
+        cls: class of the module.
+        attributes: name of an attribute → value, except parameters, buffers and children.
+        names: names of the module's parameters, of its buffers and of its children.
+        functions: name of an attribute → function of the program in that attribute.
+        bound: names of the functions that are bound to this module.
+        itself: copy of the module if it has no tensors; otherwise None.
     """
 
     cls: type[nn.Module]
@@ -61,18 +61,18 @@ class _Edit:
 
 
 def _copied(module: nn.Module) -> nn.Module | None:
-    """Return a copy of a module without tensors; None for one that holds what cannot be copied."""
+    """Return a copy of a module without tensors; None if an attribute cannot be copied."""
     try:
         return copy.deepcopy(module)
-    except Exception:  # attributes are the program's, and may refuse to be copied in any way
+    except Exception:  # copying an attribute of the program may raise any exception
         return None
 
 
 class LiveEdits:
-    """The modules of a model that run code of the program's.
+    """The modules of a model with foreign code.
 
-    A class of the program's own that builds its small copies itself needs no more; functions put on modules, and
-    modules put in the place of others, are put on a small copy as well.
+    A model class with foreign code also builds the small copy, so the copy has the same code. Functions that the
+    program assigned to modules, and modules that the program replaced, must be applied to a small copy.
 
     Args:
         model: the model, on any device.
@@ -88,7 +88,7 @@ class LiveEdits:
 
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
-        """The same for models with the same code."""
+        """Key that is equal for models with equal code."""
         classes = {edit.cls for edit in self._edits.values()}
         slots = reach(classes).values() if classes else ()
         code = frozenset((slot.place, digest(slot.value)) for slot in slots if not is_stock(slot))
@@ -96,24 +96,24 @@ class LiveEdits:
 
     @property
     def functions(self) -> list[Any]:
-        """The functions of the program's that modules hold."""
+        """The functions that the program assigned to modules."""
         return [value for edit in self._edits.values() for value in edit.functions.values()]
 
     def apply(self, small: nn.Module) -> None:
-        """Give a small copy of the model the same code.
+        """Apply the program's changes to a small copy of the model.
 
         Raises:
-            UnsupportedModelError: some of it cannot be had in a small copy.
+            UnsupportedModelError: a change cannot be applied to a small copy.
         """
         small_modules = dict(small.named_modules())
-        shown = set()
+        applied = set()
         for path, edit in self._edits.items():
             if path in small_modules:
                 self._put(small, path, small_modules[path], edit)
-                shown.add((_pattern(path), edit.kind))
+                applied.add((_pattern(path), edit.kind))
         for path, edit in self._edits.items():
-            if (_pattern(path), edit.kind) not in shown:
-                raise self._refusal(path, "it has no such layer")
+            if (_pattern(path), edit.kind) not in applied:
+                raise self._refusal(path, "the twin has no such layer")
 
     def _put(self, small: nn.Module, path: str, copied: nn.Module, edit: _Edit) -> None:
         if edit.cls is not type(copied):
@@ -127,7 +127,7 @@ class LiveEdits:
             copied.__class__ = edit.cls
             for name in edit.attributes.keys() - vars(copied).keys():
                 if isinstance(edit.attributes[name], (torch.Tensor, nn.Module)):
-                    raise self._refusal(path, f"its {name} has the size of the whole")
+                    raise self._refusal(path, f"its {name} has the size of the whole model")
                 vars(copied)[name] = copy.copy(edit.attributes[name])
         for name, value in edit.functions.items():
             if any(_holds_module(function) for function in functions_in(value)):

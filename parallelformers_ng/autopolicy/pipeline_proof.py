@@ -1,4 +1,4 @@
-"""Whether a model can be computed in stages: a tiny random twin must give the same outputs and tokens so as whole."""
+"""Checks on a tiny random twin whether a model can be divided into stages: outputs and tokens must match."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 
 UNCUT = Selection((), "pipeline", vocabulary=False, leftovers=False)
-"""What stages of one rank are cut by: nothing."""
+"""Selection without policies, for stages of one rank, which hold whole layers."""
 _LAYERS = 4
-"""Of a twin: two in each of two stages show what happens between blocks of a stage, and between stages."""
+"""Layers of a twin. Two layers in each of two stages test the step within a stage and the step between stages."""
 _PROVEN: dict[tuple[Any, ...], bool | str] = {}
 
 
 def may_merge(model: PreTrainedModel) -> bool:
-    """Return whether of blocks that follow one another in a stage only the last one's result need go to the other
-    ranks; else each block's must.
+    """Return whether a stage need send only the result of its last block to the other ranks, not of every block.
 
     Raises:
-        UnsupportedModelError: the twin gives other outputs either way, or there is none.
+        UnsupportedModelError: the twin's outputs change in both cases, or no twin could be made.
     """
     key = identity(model)
     if key not in _PROVEN:
@@ -48,7 +47,7 @@ def _prove(model: PreTrainedModel) -> bool | str:
     except UnsupportedModelError as error:
         return str(error)
     if not twin.runs_whole:
-        return f"no inputs were found on which a tiny twin runs: {twin.unreached[:300]}"
+        return f"a tiny twin runs on none of the known inputs: {twin.unreached[:300]}"
     failure = ""
     for merged in (True, False):
         trials = _StageTrials(twin, merged)
@@ -56,11 +55,11 @@ def _prove(model: PreTrainedModel) -> bool | str:
         if trials.match([], False) and (prompt is None or trials.same_tokens([], False, *prompt)):
             return merged
         failure = trials.failure
-    return f"a tiny random copy of it does not do in two stages what it does whole ({failure})"
+    return f"a tiny random copy of the model has other outputs in two stages than whole ({failure})"
 
 
 class _StageTrials(Trials):
-    """Trials of a twin in two stages, each of one rank."""
+    """Trials of a twin that is divided into two stages of one rank each."""
 
     def __init__(self, twin: Twin, merged: bool) -> None:
         super().__init__(twin, UNCUT, world_size=2)

@@ -1,4 +1,4 @@
-"""Model, number of ranks, options → plan, by the strategy that was asked for."""
+"""Makes the plan of a model for a number of ranks, by the strategy of `FitOptions`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from parallelformers_ng.sharding.rules import Policy
 from parallelformers_ng.sharding.wording import human_bytes
 
 _MUCH_LESS = 0.8
-"""A pipeline is taken where its fullest rank has less than this times what the fullest of a cut model has, as in a
-pipeline one rank computes at a time."""
+"""Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's.
+
+In a pipeline, only one rank computes at a time."""
 
 CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
 
 def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
-    """Refuse what cannot be done together.
+    """Raise an error if two arguments of `parallelize` exclude each other.
 
     Args:
-        others: further arguments of `parallelize`, by name; None for those not given.
+        others: further arguments of `parallelize` by name; None for an argument with its default value.
 
     Raises:
-        ParallelError: two things exclude each other; the message names them.
+        ParallelError: two arguments exclude each other. The message names both arguments.
     """
     fit.parts(world_size)
     if fit.has_stages:
         for name, value in {**others, "cache": fit.cache}.items():
             if value is not None:
-                raise ParallelError(f"{name} is for strategy='tensor' so far, and fit's strategy is {fit.strategy!r}")
+                raise ParallelError(f"{name} is for strategy='tensor' so far, but fit's strategy is {fit.strategy!r}")
 
 
 def make_plan(
@@ -51,15 +52,15 @@ def make_plan(
     fit: FitOptions,
     quantize: QuantizeOptions | None = None,
 ) -> ShardPlan:
-    """Return how so many ranks hold a model.
+    """Return the plan of a model for `world_size` ranks.
 
     Args:
-        custom: the caller's policies.
-        dtype: data type to cast floating-point parameters to; None leaves them.
-        quantize: weights to quantize, and how.
+        custom: custom policies of the caller.
+        dtype: data type to cast floating-point parameters to; None for no cast.
+        quantize: weights to quantize, and the scheme; None for no quantization.
 
     Raises:
-        UnsupportedModelError: no policy fits, or the model cannot be computed in stages.
+        UnsupportedModelError: no policy fits, or the model cannot be divided into stages.
         PolicyError: a policy does not fit the model.
         PlacementError: the model has fewer parts than there are stages.
     """
@@ -86,21 +87,25 @@ def make_plan(
 
 
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
-    """Return the plan that cuts layers, unless it cannot be, or leaves much more on its fullest rank than stages
-    would."""
+    """Choose between tensor parallelism and a pipeline for strategy "auto", and set the plan's `why`.
+
+    The choice is a pipeline if the layers cannot be sharded, or if the fullest rank of a pipeline holds much less.
+    `cut` makes the plan for tensor parallelism, `staged` the plan for a pipeline.
+    """
     try:
         tensor = cut()
     except UnsupportedModelError as error:
-        return replace(staged(), why=f"as its layers cannot be cut: {error}")
+        return replace(staged(), why=f"because the layers cannot be sharded: {error}")
     if not tensor.warning:
         return replace(
-            tensor, why=f"as {1 - tensor.whole_share:.0%} of the bytes can be cut, and all ranks work at once"
+            tensor,
+            why=f"because {1 - tensor.whole_share:.0%} of the bytes can be sharded, and all ranks compute at once",
         )
     try:
         pipeline = staged()
     except (UnsupportedModelError, PlacementError) as error:
-        return replace(tensor, why=f"as stages cannot be: {error}")
+        return replace(tensor, why=f"because the model cannot be divided into stages: {error}")
     full, fuller = human_bytes(max(pipeline.bytes_per_rank)), human_bytes(max(tensor.bytes_per_rank))
     if max(pipeline.bytes_per_rank) < _MUCH_LESS * max(tensor.bytes_per_rank):
-        return replace(pipeline, why=f"as its fullest rank has {full}, and that of a cut model {fuller}")
-    return replace(tensor, why=f"as its fullest rank has {fuller}, and that of a pipeline {full}")
+        return replace(pipeline, why=f"because its fullest rank has {full}, with strategy 'tensor' {fuller}")
+    return replace(tensor, why=f"because its fullest rank has {fuller}, with strategy 'pipeline' {full}")

@@ -1,4 +1,4 @@
-"""Finds the projections of an attention module, and what counts its heads, by the names that modelling code uses."""
+"""Finds the projections and the head counts of an attention module, by the names that modelling code uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ALSO_COUNTS = re.compile(r"^(?!.*(key|kv|dim)).*head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_k_heads", "kv_heads", "kv_n_heads")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_groups", "kv_groups", "num_kv_groups")
 _MORE_WEIGHTS = ((2, 1), (3, 1))
-"""Outputs after the second may hold weights of all heads, too, behind a position bias. Their shapes tell."""
+"""Places in the module's output tuple, after a position bias, that may also hold attention weights of all heads."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Attention:
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
     def within(self, place: Place, where: dict[str, Place]) -> bool:
-        """Return whether the output projection, too, lies in the block of the module."""
+        """Return whether the output projection is in the same block as the module."""
         return where[self.out.name].block == place.block
 
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
@@ -129,7 +129,7 @@ class Attention:
         return list(dict.fromkeys(options))
 
     def _equal(self, width: int, taken: set[str]) -> tuple[str, ...]:
-        """Attributes of the module that hold this very width."""
+        """Return the names of the module's attributes whose value is `width`, except names in `taken`."""
         attributes = vars(self.module).items()
         return tuple(name for name, value in attributes if type(value) is int and value == width and name not in taken)
 
@@ -178,7 +178,7 @@ class Attention:
 def _output(
     name: str, own: dict[str, Layer], by_name: dict[str, Layer], width: int | None, taken: set[str]
 ) -> Layer | None:
-    """Return the projection behind attention: beneath the module, or beside it."""
+    """Return the output projection of attention, a descendant or a sibling of the module; None if no name fits."""
     parent = name.rpartition(".")[0]
     nearby = list(own.items())
     for above in (name, parent):
@@ -191,7 +191,7 @@ def _output(
 
 
 def _counts(module: nn.Module, names: Sequence[str], width: int) -> list[tuple[str, int]]:
-    """Attributes that may count heads, with their values: on the module first, then in its configuration."""
+    """Return up to two attributes that may count heads, with their values: of the module, then of its configuration."""
     counts = []
     config = vars(module).get("config")
     for prefix in ("", "config."):

@@ -1,4 +1,4 @@
-"""Checks policies on a tiny random copy of the model, its twin: sharded and whole outputs must match."""
+"""Checks policies on a twin, a tiny random copy of the model: its sharded and whole outputs must match."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Proof:
     """The result of a search for policies and of their proof.
 
     Attributes:
-        selection: the policies to use, the written ones included.
-        tried: failed attempts and their reasons, in words.
-        unproven: the parts that no inputs reach, which stay whole, and why.
-        chosen: the rules found, which a search for another number of ranks tries first.
+        selection: policies to use, including written policies.
+        tried: failed attempts with reasons, as text.
+        unproven: parts of the model that stay whole because no inputs reach them, with reasons, as text.
+        chosen: inferred rules, which a search for another number of ranks tries first.
     """
 
     selection: Selection
@@ -40,20 +40,20 @@ class Proof:
 
 
 _FIRST = 2
-"""Ranks of the first search, as few ranks make the quickest trials. More ranks try its rules first."""
+"""Number of ranks of the first search, because trials on few ranks are fast. Later searches try its rules first."""
 _CACHE: dict[tuple[Any, ...], Proof | UnsupportedModelError] = {}
 _CUSTOM: dict[tuple[Any, ...], str] = {}
 _LIVE: dict[tuple[Any, ...], bool] = {}
 _TWINS: dict[tuple[Any, ...], Twin] = {}
-"""The latest twin only: proofs for several world sizes follow one another."""
+"""Only the latest twin, because proofs of one model for several world sizes follow one another."""
 
 
 def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()) -> Proof:
-    """Find and prove policies for the blocks that `base` leaves.
+    """Find and prove policies for the blocks that the policies of `base` do not cover.
 
     Args:
-        model: the model, on any device; only its class and configuration are read.
-        base: policies that apply already, possibly none.
+        model: the model, on any device; only its class, configuration and code are read.
+        base: written and custom policies of the model, possibly none.
         world_size: number of ranks, at least 1.
         parts: fraction of the model for each rank, as for `build_plan`.
 
@@ -78,15 +78,15 @@ def _cached(
 def prove_live_code(
     model: PreTrainedModel, selection: Selection, world_size: int, parts: Sequence[float] = ()
 ) -> Selection:
-    """Let policies cut code of the program's if a small copy that runs this code has the same outputs cut and whole.
+    """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match.
 
     Returns:
-        The selection, `proven` if so; else as it was, under which such code stays uncut.
+        The selection with `proven` set if the outputs match; otherwise `selection`, which leaves such modules whole.
     """
     proven = replace(selection, proven=True)
     uncut = build_plan(model, world_size, selection, parts=parts).uncut
     if uncut == build_plan(model, world_size, proven, parts=parts).uncut:
-        return selection  # nothing more would be cut
+        return selection  # a proof would not change the plan
     key = (*identity(model), world_size, tuple(parts), selection)
     if key not in _LIVE:
         try:
@@ -101,7 +101,10 @@ def prove_live_code(
 
 
 def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
-    """Check written policies: "" if the sharded and the whole outputs of a twin match, else what differs.
+    """Check written policies on a twin.
+
+    Returns:
+        "" if the sharded and the whole outputs match; otherwise the difference, as text.
 
     Raises:
         UnsupportedModelError: no twin could be made.
@@ -113,39 +116,39 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
 def prove_custom(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float] = ()
 ) -> None:
-    """Refuse a caller's policies under which the outputs of a twin change, or that no twin can prove.
+    """Check custom policies on a twin.
 
     Raises:
-        PolicyError: names the policies, what was wrong and the next step.
+        PolicyError: the twin's outputs change, or no twin can prove the policies. The message names the next step.
     """
     key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
         _CUSTOM[key] = _objection(model, policies, world_size, parts)
     if _CUSTOM[key]:
         names = ", ".join(policy.__name__ for policy in policies)
-        raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False uses it unproven")
+        raise PolicyError(f"{names} on {world_size} ranks: {_CUSTOM[key]}; prove=False skips this check")
 
 
 def _objection(
     model: PreTrainedModel, policies: tuple[type[Policy], ...], world_size: int, parts: Sequence[float]
 ) -> str:
-    """Return why the policies are refused, in words; "" if a twin proves them."""
+    """Return the reason why custom policies are refused, as text; "" if a twin proves the policies."""
     try:
         twin = twin_of(model)
     except UnsupportedModelError as error:
-        return f"it cannot be proven: {error}"
+        return f"the policy cannot be proven: {error}"
     trials = Trials(
         twin, Selection(policies, "custom", vocabulary=False, leftovers=False, customs=policies), world_size, parts
     )
     name = type(model).__name__
-    hint = "look for projections that share a layer (fused=) and for what the forward reads (scaled=)"
+    hint = "look for projections that share a layer (fused=) and for attributes that the forward reads (scaled=)"
     if not trials.match([], False):
-        return f"a tiny twin of {name} has, cut by it, other values than whole ({trials.failure}); {hint}"
+        return f"a tiny twin of {name} has other outputs sharded than whole ({trials.failure}); {hint}"
     prompt = trials.prompt()
     if prompt is not None and not trials.same_tokens([], False, *prompt):
-        return f"a tiny twin of {name} generates, cut by it, other tokens ({trials.failure}); {hint}"
+        return f"a tiny twin of {name} generates other tokens sharded than whole ({trials.failure}); {hint}"
     untried = unproven_rules(build_plan(twin.model, world_size, trials.base, parts=parts), twin)
-    return f"it cannot be proven: the twin's inputs do not reach what {untried[0]} cuts" if untried else ""
+    return f"the policy cannot be proven: the twin's inputs do not reach the tensors of {untried[0]}" if untried else ""
 
 
 def _search(
@@ -161,7 +164,7 @@ def _search(
             proven = False
             twin = make_twin(type(model), model.config, attention_of(model))
     except UnsupportedModelError as error:
-        # Written policies need no proof. What they leave stays whole, as the plan says.
+        # Written policies need no proof. Other parts of the model stay whole, and the plan lists them.
         return Proof(base, unproven=str(error)) if base.policies else error
     first = _cached(model, base, _FIRST) if world_size > _FIRST or parts else None
     earlier = first if isinstance(first, Proof) else Proof(base)
@@ -172,10 +175,10 @@ def _search(
         )
     except UnsupportedModelError as error:
         return error
-    except Exception as error:  # modelling code, run on what is small and cut, may raise anything
+    except Exception as error:  # modelling code may raise any exception on a small sharded model
         text = (
             f"no policy knows {type(model).__name__}, and none could be inferred: the search ended with"
-            f" {type(error).__name__}: {error}. Write one (POLICY.md shows how), or report it"
+            f" {type(error).__name__}: {error}. Write a policy (POLICY.md shows how), or report this error"
         )
         return UnsupportedModelError(text).with_traceback(error.__traceback__)
 
@@ -184,7 +187,7 @@ def twin_of(model: PreTrainedModel) -> Twin:
     """Return a tiny random copy of a model.
 
     Raises:
-        UnsupportedModelError: none could be made.
+        UnsupportedModelError: no tiny copy could be made.
     """
     key = identity(model)
     if key not in _TWINS:
@@ -195,11 +198,11 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return a key for everything that a twin depends on: models with the same key share it."""
+    """Return a key for everything that a twin depends on. Models with equal keys share a twin."""
     shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     return type(model), shape, attention_of(model), transformers.__version__, LiveEdits(model).key
 
 
 def attention_of(model: PreTrainedModel) -> str | None:
-    """Return its attention implementation."""
+    """Return the name of a model's attention implementation, such as "sdpa"; None if the configuration has none."""
     return getattr(model.config, "_attn_implementation", None)

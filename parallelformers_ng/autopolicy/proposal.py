@@ -1,4 +1,4 @@
-"""Proposals of rules for a block that no policy describes."""
+"""Defines proposals of rules for blocks without a policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ Kind = Literal["attention", "mlp", "experts", "gathered"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """Rules that are tried together.
+    """Rules for one part of a block, which a trial applies together.
 
     Attributes:
-        block: class name that the paths are relative to.
-        kind: kind of layer that the rules cut.
-        variants: rules by path, the likeliest first.
-        gathered: paths of the layers to cut by their outputs and gather, one by one, if every variant fails.
+        block: class name of the block; all paths are relative to the block.
+        kind: kind of the layers.
+        variants: alternative rules, each by path, the most likely first.
+        gathered: paths of layers to try one by one as column-parallel layers with gathered outputs, if every variant
+            fails.
     """
 
     block: str
@@ -37,7 +38,11 @@ class Proposal:
 
 
 def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Policy], ...]:
-    """Return one policy for each block class, from `(block, rules)`."""
+    """Return one policy for each block class.
+
+    Args:
+        parts: pairs of a block's class name and rules by path.
+    """
     plans: dict[str, dict[str, Rule]] = {}
     for block, rules in parts:
         plans.setdefault(block, {}).update(rules)

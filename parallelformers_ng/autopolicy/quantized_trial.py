@@ -1,4 +1,4 @@
-"""Compares a twin on ranks that hold its weights in few bits with the whole one, its weights rounded as these are."""
+"""Compares the outputs of a sharded quantized twin with the outputs of a whole twin with rounded weights."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.policy import Selection
 
 _GROUP = 2
-"""Inputs that share a scale where groups do: a twin's layers are too narrow for those of a model."""
+"""Number of inputs that share a scale, for schemes with groups. A twin's layers are too narrow for usual groups."""
 
 _DTYPE, _TOLERANCE = torch.float32, 1e-4
-"""A twin computes in float64, from which nothing is quantized."""
+"""Data type of the trial, and largest relative difference. A twin is in float64, which cannot be quantized."""
 
 
 def check_quantized(model: PreTrainedModel, selection: Selection, world_size: int, options: QuantizeOptions) -> str:
-    """ "" if the outputs match, else what differs.
+    """Check a model's quantized shards on a twin.
 
     Args:
-        model: whose twin it is; only its class and configuration are read.
-        selection: the policies.
-        options: with a scheme.
+        model: the model, on any device; only its class, configuration and code are read.
+        selection: policies of the model.
+        world_size: number of ranks.
+        options: weights to quantize, with a scheme.
+
+    Returns:
+        "" if the outputs match; otherwise the difference, as text.
 
     Raises:
         UnsupportedModelError: no twin could be made.
@@ -43,7 +47,8 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
     plan = build_plan(small, world_size, selection, quantize=options)
     if not plan.quantized:
         return (
-            f"nothing of a twin is {options.scheme}: {'; '.join(set(plan.misfits.values())) or 'it has no such layers'}"
+            f"no weight of a tiny twin is quantized to {options.scheme}:"
+            f" {'; '.join(set(plan.misfits.values())) or 'the twin has no layer that can be quantized'}"
         )
     probes = comparable_probes(twin, plan)
     whole: Any = copy.deepcopy(small)
@@ -51,14 +56,14 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
         for name, encoding in plan.quantized.items():
             weight = whole.get_parameter(name)
             weight.copy_(encoding.decode(*encoding.encode(weight), weight.dtype))
-        wanted = [run(whole.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
+        expected = [run(whole.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
     def on_rank(communicator: Communicator) -> list[list[torch.Tensor]]:
         share = cut(small, plan, communicator.rank, communicator)
         with torch.no_grad():
             return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
 
-    for reason in run_ranks(world_size, on_rank):
-        if not all(equal(got, want, _TOLERANCE) for got, want in zip(reason, wanted, strict=True)):
+    for outputs in run_ranks(world_size, on_rank):
+        if not all(equal(got, want, _TOLERANCE) for got, want in zip(outputs, expected, strict=True)):
             return f"its outputs differ in {options.scheme}"
     return ""

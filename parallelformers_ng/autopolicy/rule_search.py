@@ -1,4 +1,4 @@
-"""Searches for rules that pass on a twin: all proposals together, then each alone, and less of those that fail."""
+"""Searches for rules that pass on a twin: all proposals together, then each alone, then parts of failed proposals."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from parallelformers_ng.sharding.structure import called_layers, places
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
 _SMALL = 5000
-"""A layer with a smaller share of the parameters, one in so many, is not worth a gather."""
+"""A layer with less than one in 5000 of the parameters stays whole, because a gather would cost more than it saves."""
 
 
 class RuleSearch:
     """A search for rules for one number of ranks.
 
-    Attributes:
-        tried: failed attempts and their reasons, in words.
-        chosen: the rules found.
-
     Args:
-        trials: on the twin.
-        chosen: the rules found for another number of ranks, which are tried first.
-        vocabulary: whether the vocabulary was cut there.
+        trials: trials on the twin.
+        chosen: rules that passed for another number of ranks, tried first.
+        vocabulary: whether the vocabulary was sharded for that number of ranks.
+
+    Attributes:
+        tried: failed attempts with reasons, as text.
+        chosen: rules that passed, after `result`.
     """
 
     def __init__(self, trials: Trials, chosen: Sequence[Choice] = (), vocabulary: bool = True) -> None:
@@ -42,7 +42,7 @@ class RuleSearch:
         self._vocabulary = vocabulary
 
     def result(self) -> Selection:
-        """Return the policies found, those of the base included.
+        """Run the search, and return the inferred policies together with the base policies.
 
         Raises:
             UnsupportedModelError: every proposal failed.
@@ -59,7 +59,7 @@ class RuleSearch:
         proposals = [p for p in propose(self.model, layers, live) if not _is_covered(p, self.model, covered)]
         alone = self.single_layers(proposals, covered | vocabulary_layers)
         chosen, vocabulary = self.chosen or [*_first_variants(proposals), *alone], self._vocabulary
-        if self.chosen and self.trials.has_unused_shard(chosen, vocabulary):  # the further ranks may have no part
+        if self.chosen and self.trials.has_unused_shard(chosen, vocabulary):  # more ranks may have empty shards
             chosen = [choice for choice in chosen if not self.trials.has_unused_shard([choice], vocabulary)]
         if not self.trials.match(chosen, vocabulary):
             vocabulary = self.vocabulary_holds()
@@ -69,11 +69,12 @@ class RuleSearch:
         self.chosen = chosen
         leftovers = self.trials.match(chosen, vocabulary, leftovers=True)
         if not leftovers:
-            self.note("what else is large")
+            self.note("other large tensors")
         if not chosen and not self.trials.base.policies and not vocabulary:
             raise UnsupportedModelError(
                 f"no policy knows {type(self.model).__name__}, and none could be inferred: tried"
-                f" {'; '.join(self.tried) or 'nothing, as no layer of it was reached'}. Write one (POLICY.md shows how)"
+                f" {'; '.join(self.tried) or 'nothing, because no inputs reached a layer'}. Write a policy (POLICY.md"
+                " shows how)"
             )
         policies = policies_of((p.block, rules) for p, rules in chosen)
         sources = [self.trials.base.source] if self.trials.base.policies else []
@@ -83,8 +84,10 @@ class RuleSearch:
         return Selection((*base.policies, *policies), "+".join(sources), vocabulary, leftovers, base.customs)
 
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
-        """Return the rules for layers that only a probe of their own reaches: experts are cut by width, others
-        gathered."""
+        """Return rules for layers that only a probe of a single layer reaches.
+
+        Experts are sharded along their width; other layers become column-parallel with gathered outputs.
+        """
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
         choices: dict[tuple[str, str], Choice] = {}
@@ -104,23 +107,23 @@ class RuleSearch:
     # -- search --------------------------------------------------------------------------------------------------
 
     def vocabulary_holds(self) -> bool:
-        """Return whether the base passes with the vocabulary cut.
+        """Return whether the base policies pass on the twin with a sharded vocabulary.
 
         Raises:
-            UnsupportedModelError: it does not pass without that, either.
+            UnsupportedModelError: the base policies fail also with a whole vocabulary.
         """
         if self.trials.match([], True):
             return True
         self.note("the vocabulary")
         if not self.trials.match([], False):
             raise UnsupportedModelError(
-                f"{type(self.model).__name__}: even with nothing more cut, its twin has other outputs"
-                f" on {self.trials.world_size} ranks ({self.trials.failure}); report it"
+                f"{type(self.model).__name__}: even without inferred policies, its twin has other outputs"
+                f" on {self.trials.world_size} ranks ({self.trials.failure}); report this error"
             )
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """Return the proposals that pass, each tried alone and then together."""
+        """Return the proposals that pass both alone and together, each with a variant."""
         first = _first_variants(proposals)
         if first and not vocabulary and self.trials.match(first, vocabulary):
             return first
@@ -145,7 +148,7 @@ class RuleSearch:
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Return the small proposals that pass together with `beside`."""
+        """Return the choices in `parts` that pass together with the choices `beside`, found by bisection."""
         if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
@@ -155,26 +158,32 @@ class RuleSearch:
         first = self.bisect(parts[:middle], vocabulary, beside)
         return first + self.bisect(parts[middle:], vocabulary, [*beside, *first])
 
-    def note(self, what: str) -> None:
-        self.tried.append(f"{what} ({self.trials.failure})")
+    def note(self, attempt: str) -> None:
+        self.tried.append(f"{attempt} ({self.trials.failure})")
 
     def check_tokens(self, chosen: list[Choice], vocabulary: bool) -> None:
-        """Generate past the length of any window; if tokens differ, gather the layers of attention instead."""
+        """Generate more tokens than any sliding window holds, and compare the tokens of the sharded and the whole twin.
+
+        If the tokens differ, replace the rules of attention in `chosen` by column-parallel rules with gathered outputs.
+
+        Raises:
+            UnsupportedModelError: the tokens differ also with the replaced rules.
+        """
         inputs = self.trials.prompt()
         if inputs is None:
             return
         if self.trials.same_tokens(chosen, vocabulary, *inputs):
             return
-        self.note("decoding with attention cut by heads")
-        less = [(p, rules) for p, rules in chosen if p.kind != "attention"]
-        less += [(s, s.variants[0]) for p, _ in chosen if p.kind == "attention" for s in p.one_by_one()]
-        if not (self.trials.match(less, vocabulary) and self.trials.same_tokens(less, vocabulary, *inputs)):
-            self.note("decoding with everything gathered")
+        self.note("decoding with attention sharded by heads")
+        gathered = [(p, rules) for p, rules in chosen if p.kind != "attention"]
+        gathered += [(s, s.variants[0]) for p, _ in chosen if p.kind == "attention" for s in p.one_by_one()]
+        if not (self.trials.match(gathered, vocabulary) and self.trials.same_tokens(gathered, vocabulary, *inputs)):
+            self.note("decoding with gathered attention layers")
             raise UnsupportedModelError(
-                f"{type(self.model).__name__}: cut on {self.trials.world_size} ranks, its twin generates other tokens;"
-                f" tried {'; '.join(self.tried)}"
+                f"{type(self.model).__name__}: on {self.trials.world_size} ranks, its twin generates other tokens than"
+                f" whole; tried {'; '.join(self.tried)}"
             )
-        chosen[:] = less
+        chosen[:] = gathered
 
 
 def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
@@ -185,7 +194,7 @@ def _first_variants(proposals: Sequence[Proposal]) -> list[Choice]:
 
 
 def _is_covered(proposal: Proposal, model: nn.Module, covered: set[str]) -> bool:
-    """Return whether a proposal's block lies in a block that a written policy describes."""
+    """Return whether a proposal's block is inside a block that has a written policy."""
     named = (name for name, module in model.named_modules() if type(module).__name__ == proposal.block)
     return any(_lies_in(name, covered - {""}) for name in named)
 

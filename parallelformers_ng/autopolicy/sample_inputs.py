@@ -1,4 +1,4 @@
-"""Values for the arguments of a forward, by their names and the model's configuration."""
+"""Makes values for the arguments of a forward, by the arguments' names and the model's configuration."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _BINS = (
     "model_in_dim",
 )
 _SIDE = 4
-"""Patches along a side of an image given as patches."""
+"""Number of patches along each side of an image that is given as patches."""
 
 
 class SampleInputs:
+    """A maker of random arguments for the forward of a model or of a part of a model."""
+
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model
         config = getattr(model, "config", None)
         self.parts: list[Any] = [] if config is None else [config]
-        for part in self.parts:  # which grows: outer configurations come before inner ones
+        for part in self.parts:  # the loop adds nested configurations, so outer configurations come first
             self.parts += [value for value in vars(part).values() if hasattr(value, "to_dict")]
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -48,9 +50,9 @@ class SampleInputs:
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
-        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # patches of images of any shape, with a mask
+        if "pixel_values" in wanted and "spatial_shapes" in self.names:  # images of any shape as patches, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
-        wanted = wanted | {"noise", "noise_sequence"}  # which a forward would draw
+        wanted = wanted | {"noise", "noise_sequence"}  # without these arguments, a forward would draw random numbers
         for name in sorted(wanted & self.names):
             value = self.value(name, image, rows)
             if value is not None:
@@ -116,7 +118,7 @@ class SampleInputs:
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these attributes that the configuration or one inside it has."""
+        """Return the first of the named attributes in the configuration or a nested configuration, except texts."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
@@ -170,7 +172,7 @@ class SampleInputs:
         return self.randn(rows, channels, height, width)
 
     def placed_patches(self, rows: int) -> torch.Tensor:
-        """Flattened patches, each behind the numbers of its row and column, which begin with 1."""
+        """Return flattened patches; each patch begins with its row and column number, counted from 1."""
         sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
         places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
@@ -180,8 +182,7 @@ class SampleInputs:
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
     def patch_width(self, channels: int) -> int:
-        """Return the values of a flattened patch: what the layer that embeds patches takes, else what the configuration
-        says."""
+        """Return the number of values of a flattened patch, from the layer that embeds patches or the configuration."""
         for name, module in self.model.named_modules():
             if "patch" in name and isinstance(module, nn.Linear):
                 return module.in_features

@@ -1,4 +1,4 @@
-"""Model → policies: the caller's, then the written ones, then inferred and proven ones for the rest."""
+"""Selects the policies for a model: custom policies first, then written policies, then inferred and proven policies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ def select(
     world_size: int | None = None,
     parts: Sequence[float] = (),
 ) -> Selection:
-    """Find the policies for a model: the caller's first, then written ones for the remaining blocks. For blocks of a
-    transformers model that still remain, infer policies, and accept them after a twin proof.
+    """Select the policies for a model.
+
+    Custom policies come first, then written policies for blocks without a custom policy. For the remaining blocks of a
+    transformers model, policies are inferred and then proven on a twin.
 
     Args:
         model: the model, on any device.
-        custom: the caller's policies.
-        world_size: number of ranks that a proof is made for; None looks at the written policies alone.
+        custom: custom policies of the caller, or None.
+        world_size: number of ranks for proofs; None selects only custom and written policies.
         parts: fraction of the model for each rank, as for `build_plan`.
 
+    Returns:
+        The policies, and which tensors without a rule are sharded.
+
     Raises:
-        PolicyError: `custom` is not a Policy class or a list of them, says what no rule can mean, or names a block that
+        PolicyError: `custom` is no Policy class or list of Policy classes, has an invalid rule, or names a block that
             the model lacks.
         UnsupportedModelError: no policy fits.
     """
@@ -41,18 +46,18 @@ def select(
         from parallelformers_ng.autopolicy.proof import prove_live_code  # slow to import
 
         return prove_live_code(model, selection, world_size or 1, parts)
-    beside = "".join(f"; {misfit}" for misfit in misfits)
+    reasons = "".join(f"; {misfit}" for misfit in misfits)
     if world_size is None or not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"no policy knows {type(model).__name__}: none of its repeated blocks"
-            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{beside}."
+            f" ({', '.join(repeated_blocks(model)) or 'none found'}) has one in parallelformers_ng.policies{reasons}."
             " Write one (POLICY.md shows how, about ten lines) and pass it as custom_policies="
         )
-    from parallelformers_ng.autopolicy.proof import prove  # slow to import, and only models without policies need it
+    from parallelformers_ng.autopolicy.proof import prove  # slow to import; models with policies do not need it
 
     try:
         return prove(model, selection, world_size, tuple(parts)).selection
     except UnsupportedModelError as error:
-        if type(model).forward is nn.Module.forward:  # it has methods alone, which nobody knows how to call
+        if type(model).forward is nn.Module.forward:  # without a forward, a twin cannot be run
             return Selection((), "held in parts", vocabulary=False)
-        raise UnsupportedModelError(f"{error}{beside}") from error
+        raise UnsupportedModelError(f"{error}{reasons}") from error

@@ -1,4 +1,4 @@
-"""Reading and changing configurations, also those that keep an attribute under another name or refuse a change."""
+"""Reads and changes configurations, even if a class renames an attribute or refuses a change."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from transformers import PreTrainedConfig
 
 
 def setting(config: Any, name: str) -> Any:
-    """Return an attribute of a configuration under its own or its standard name, None if it is absent or is a list."""
+    """Return the value of a configuration's attribute by its own or its standard name; None without the attribute."""
     return vars(config).get(stored_name(config, name))
 
 
 def put(config: Any, name: str, value: Any) -> None:
-    """Set an attribute, by its own or its standard name, even if a configuration refuses to have it changed."""
+    """Set an attribute by its own or its standard name, even if the configuration's class refuses changes."""
     config.__dict__[stored_name(config, name)] = value
 
 
 def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers, lists and dictionaries of a configuration, those of the configurations inside it left out."""
+    """Yield the name and value of a configuration's integers, lists and dictionaries, without nested configurations."""
     for name, value in vars(config).items():
         if name.startswith("_") or isinstance(value, (PreTrainedConfig, bool)):
             continue
@@ -28,7 +28,7 @@ def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """Yield the configuration and all those inside it, however deep."""
+    """Yield a configuration and all nested configurations."""
     yield config
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
@@ -41,11 +41,11 @@ def counts_heads(name: str) -> bool:
 
 
 def is_id(name: str) -> bool:
-    """Return whether an attribute holds ids of tokens."""
+    """Return whether an attribute holds token ids."""
     return name.endswith(("_id", "_ids", "token_index"))
 
 
 def stored_name(config: Any, name: str) -> str:
-    """Under which name a configuration keeps what has this standard name."""
+    """Return the name under which a configuration stores the attribute with the given standard name."""
     names = getattr(type(config), "attribute_map", None) or {}
     return str(names.get(name, name))

@@ -1,7 +1,7 @@
-"""Makes a configuration small and keeps its shape: head counts, layer pattern, and every ratio between widths.
+"""Makes a configuration small, but keeps head counts, the pattern of layers, and the ratios between widths.
 
-All widths are multiplied by one power of two. If it divides them, sums and products between them (a fused q|k|v, a
-projection into another tower's width, `heads · head_dim`) hold afterwards as before; head counts are left alone.
+All widths are multiplied by one power of two, at most 1. If all results are whole, sums and products of widths stay
+right (a fused q|k|v, a projection to another tower's width, `heads · head_dim`). Head counts stay the same.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NOT_WIDTH = re.compile(
 )
 _WINDOW = re.compile(r"^(sliding_window|attention_window|window_size|(attention_|mamba_)?chunk_size|block_size)$")
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
-"""What is counted beside 8 experts, at most."""
+"""Setting of a mixture of experts → its largest value with 8 experts."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _HEAD_WIDTHS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mamba_headdim", "mamba_d_head", "d_kv")
 _TINY = 128
 _SCALED_FROM = 16
-"""Widths below are left alone."""
+"""Smallest width that is scaled."""
 _LONG_WINDOW = 8
-"""Windows up to here are shorter than what the proof decodes."""
+"""Longest window that stays; the proof decodes more tokens than this."""
 _FILTERS = 4
 _SECTIONS = [16, 24, 24]
 VOCABULARY = 131
@@ -44,18 +44,17 @@ VOCABULARY = 131
 
 @dataclass(frozen=True)
 class Shrinking:
-    """Settings to spare and settings to shrink.
+    """Options of `shrink`.
 
     Attributes:
-        spare: powers of two by which widths are kept larger than they could be, for architectures with constraints of
-            their own (norms over 32 groups, say).
-        keep_vocabulary: leave vocabularies alone, for those whose ids are computed from one another.
-        keep_images: leave the sizes of images alone, for those whose number of patches is written down elsewhere.
-        heads: powers of two that divide all head counts, if they divide: for models whose heads are too many to
-            be tiny.
-        filters: make the first width of a convolutional codec small, too: it doubles from stage to stage.
-        layers: the fewest layers to keep.
-        shapes: meaning of the configuration's numbers, seen on the model.
+        spare: widths are 2 ** spare times the smallest possible widths, for architectures with further constraints,
+            for example norms over 32 groups.
+        keep_vocabulary: keep vocabulary sizes, for models that compute ids from other ids.
+        keep_images: keep image sizes, for models that also state the number of patches elsewhere.
+        heads: most times that all head counts are halved, for models with too many heads for a small copy.
+        filters: shrink the first width of a convolutional codec, which doubles from stage to stage, too.
+        layers: least number of layers to keep.
+        shapes: meaning of the configuration's numbers, read from the model.
     """
 
     spare: int = 0
@@ -68,7 +67,7 @@ class Shrinking:
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
-    """Return a small copy of `config`; one that is small already comes back as it is."""
+    """Return a small copy of `config`. The copy of a small configuration has the same settings."""
     small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)
@@ -108,8 +107,7 @@ def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreT
 
 
 def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
-    """Return whether an attribute is a width, or counts the groups of a convolution that has one for each of its
-    channels."""
+    """Return whether an attribute is a width, or the number of groups of a convolution with one group per channel."""
     if _NOT_WIDTH.search(name):
         return False
     if name.endswith("_groups"):
@@ -118,14 +116,15 @@ def _is_width(name: str, value: Any, mains: set[Any]) -> bool:
 
 
 def _counts_rows(name: str, value: Any, shapes: Shapes) -> bool:
-    """Return whether an attribute counts the rows of a long table, one of positions, say; vocabularies go with their
-    ids."""
+    """Return whether an attribute counts the rows of a long table, for example of positions, but no vocabulary."""
     return type(value) is int and value in shapes.tables and not is_id(name) and not _counts_tokens(name)
 
 
 def _shrink_coefficients(config: Any, factor: float) -> bool:
-    """Return whether a configuration has coefficients for the widths and depths of its stages (EfficientNet), made
-    smaller."""
+    """Shrink the width and depth coefficients of a configuration such as EfficientNet's.
+
+    Return whether the configuration has such coefficients.
+    """
     width, repeats = setting(config, "width_coefficient"), setting(config, "num_block_repeats")
     if width is None or not isinstance(repeats, (list, tuple)):
         return False
@@ -136,7 +135,7 @@ def _shrink_coefficients(config: Any, factor: float) -> bool:
 
 
 def _width_factor(parts: list[Any]) -> float:
-    """Return the smallest power of two that leaves heads at least 8 wide and widths whole."""
+    """Return the smallest power of two that keeps head widths at least 8, and all widths whole numbers."""
     mains, heads_dims, quotients = [], [], []
     for part in parts:
         width = next((value for name in _MAIN if isinstance(value := setting(part, name), int)), None)
@@ -165,7 +164,7 @@ def _width_factor(parts: list[Any]) -> float:
 
 
 def _stage_widths(part: Any) -> list[int]:
-    """Return the widths of a model in stages that names no other, unless stages have heads of their own."""
+    """Return the width of each stage of a model without attention heads; an empty list for other models."""
     widths = setting(part, "hidden_sizes")
     if not isinstance(widths, (list, tuple)) or any(counts_heads(name) for name, _ in own_settings(part)):
         return []
@@ -173,7 +172,7 @@ def _stage_widths(part: Any) -> list[int]:
 
 
 def _fewer_heads(parts: list[Any], most: int) -> float:
-    """Return the smallest power of two, down to `2 ** -most`, that leaves all head counts whole."""
+    """Return the smallest power of two, at least `2 ** -most`, that keeps all head counts whole numbers above 1."""
     counts = [
         value for part in parts for name, value in own_settings(part)
         if counts_heads(name) and isinstance(value, int) and value > 1
@@ -198,10 +197,10 @@ def _scale(value: Any, factor: float) -> Any:
 
 
 def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections of a head that rotate by time, height and width still fill half of what rotates of a head.
+    """Return RoPE settings whose sections for time, height and width add up to half of the small head's rotated width.
 
-    Code that reads sections has defaults of its own, and other code ignores them: so sections are always written.
-    Sections that are equal stay equal.
+    Equal sections stay equal. The result always has sections: some modelling code has defaults that do not fit a small
+    head, and other code ignores the setting.
     """
     sections = rope.get("mrope_section") or _SECTIONS
     heads = next((value for name in _HEADS if isinstance(value := setting(config, name), int)), 0)
@@ -217,7 +216,7 @@ def _scale_sections(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_images(config: Any) -> None:
-    """Four patches a side, or 64 pixels if there are no patches of one size."""
+    """Shrink images to four patches on each side, or to 64 pixels without a patch size; shrink frame counts, too."""
     patch = setting(config, "patch_size")
     side = 4 * patch if isinstance(patch, int) and patch >= 8 else 64
     for name in ("image_size", "img_size"):
@@ -234,7 +233,7 @@ def _shrink_images(config: Any) -> None:
 
 
 def _shrink_named(config: Any, layers: int) -> None:
-    """Make a transformer of timm, whose size its name says, as shallow as may be."""
+    """Set a small depth for a timm transformer, whose size is part of the architecture's name."""
     architecture, arguments = setting(config, "architecture"), vars(config).get("model_args", 0)
     if isinstance(architecture, str) and architecture.startswith(("vit", "eva", "deit")) and arguments != 0:
         put(config, "model_args", {"depth": layers, **(arguments or {})})
@@ -267,7 +266,12 @@ def _counts_tokens(name: str) -> bool:
 
 
 def _small_id(value: Any, ids: dict[int, int]) -> Any:
-    """Return ids past the small vocabulary get others below its end, equal ones the same."""
+    """Return a token id inside the small vocabulary for an id outside. Equal ids get equal results.
+
+    Args:
+        value: value of a setting: an id, a list of ids, or another value, which is returned unchanged.
+        ids: old id → new id, extended by this function.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(_small_id(item, ids) for item in value)
     if isinstance(value, bool) or not isinstance(value, int) or value < VOCABULARY:

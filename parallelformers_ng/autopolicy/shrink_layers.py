@@ -1,4 +1,4 @@
-"""Fewer layers for a small copy of a configuration, and whatever in it counts or lists them."""
+"""Reduces the number of layers in a small copy of a configuration, and shortens lists with an item for each layer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from parallelformers_ng.autopolicy.config_numbers import Shapes
 from parallelformers_ng.autopolicy.settings import own_settings, put, setting, stored_name
 
 _LAYERS = ("layers", "layer", "depth", "blocks")
-"""How the names of settings end that count layers."""
+"""Last parts of the names of settings that count layers."""
 _SHARED = "num_kv_shared_layers"
-"""How many of the last layers take keys and values from those before."""
+"""Setting that counts the last layers that use keys and values of earlier layers."""
 _ONCE = "num_layers_per_stack"
-"""Return the number of layers, even if the main setting counts a layer once for each time it runs."""
+"""Setting that counts different layers, if the main setting counts a layer once for each time it runs."""
 _PERIODS = ("full_attention_interval", "attn_layer_period", "sliding_window_pattern", "global_attn_every_n_layers")
 _KINDS = 6
-"""A list that names more is no list of kinds."""
+"""Most kinds of layers in a list; a list with more different items does not list kinds of layers."""
 
 
 def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
-    """Return the fewest layers that show every kind in the configuration's lists; lists with an item per layer follow.
+    """Reduce the layers of a configuration to the fewest that include every kind of layer; shorten lists accordingly.
 
     Args:
-        config: one part of a configuration.
-        fewest: how many layers are left, at least.
-        shapes: meaning of the numbers, seen on the model. Layers that share their weights are in no list of
-            modules.
+        config: a configuration or a nested configuration, changed in place.
+        fewest: least number of layers afterwards.
+        shapes: meaning of the configuration's numbers, read from the model. Settings that count layers with shared
+            weights match no module list.
     """
     main = stored_name(config, "num_hidden_layers")
     sections = _sections(config, main)
@@ -42,8 +42,8 @@ def shrink_layers(config: Any, fewest: int, shapes: Shapes) -> None:
 
 
 def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shapes) -> None:
-    """Make the `count` layers that an attribute counts as few as the rest of the configuration allows."""
-    if isinstance(once := setting(config, _ONCE), int) and count > once:  # 128 and 16: 16 layers that run 8 times
+    """Reduce the attribute `name`, which counts `count` layers, as far as other settings allow."""
+    if isinstance(once := setting(config, _ONCE), int) and count > once:  # 128 and 16: 16 layers run 8 times each
         put(config, _ONCE, min(fewest, once))
         put(config, name, count // once * min(fewest, once))
         return
@@ -67,17 +67,18 @@ def _shrink_count(config: Any, name: str, count: int, fewest: int, shapes: Shape
 
 
 def _sections(config: Any, main: str) -> list[str]:
-    """Settings that say how many layers come first, next and last, that of the longest section last; none if no two
-    or more add up to all layers."""
-    others = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
-    counts = {name: count for name, count in others.items() if isinstance(count, int) and count > 0}
+    """Return the settings that count the layers of sections, the longest section last.
+
+    Empty for fewer than two such settings, or if the sum of their values is not the number of all layers.
+    """
+    candidates = {name: count for name, count in own_settings(config) if name != main and name.endswith(_LAYERS)}
+    counts = {name: count for name, count in candidates.items() if isinstance(count, int) and count > 0}
     adding = len(counts) > 1 and sum(counts.values()) == setting(config, main)
     return sorted(counts, key=counts.__getitem__) if adding else []
 
 
 def _layers_of_all_kinds(config: Any, count: int) -> int:
-    """Return how many of the first layers show every kind that a list with an item per layer names; 0 without such a
-    list."""
+    """Return the number of first layers that include every kind in lists with an item per layer; 0 without a list."""
     needed = 0
     for _, pattern in own_settings(config):
         if not isinstance(pattern, (list, tuple)) or len(pattern) != count:
@@ -87,21 +88,21 @@ def _layers_of_all_kinds(config: Any, count: int) -> int:
         kinds = set(pattern)
         if len(kinds) <= _KINDS:
             needed = max(needed, *(pattern.index(kind) + 1 for kind in kinds))
-        if pattern.count("hybrid") > 1:  # these share weights with one another
+        if pattern.count("hybrid") > 1:  # hybrid layers share weights, so two of them are needed
             needed = max(needed, pattern.index("hybrid", pattern.index("hybrid") + 1) + 1)
     return needed
 
 
 def _longest_period(config: Any, count: int) -> int:
-    """Return the period after which kinds of layers repeat, 0 if unknown."""
+    """Return the number of layers after which the kinds of layers repeat; 0 if unknown."""
     periods = [every for name in _PERIODS if isinstance(every := setting(config, name), int)]
     lists = [items for _, items in own_settings(config) if isinstance(items, (list, tuple))]
     lengths = [len(items) for items in lists if items and all(isinstance(item, str) for item in items)]
-    return max([*periods, *(length for length in lengths if length < count)], default=0)  # shorter ones are repeated
+    return max([*periods, *(length for length in lengths if length < count)], default=0)  # a shorter list repeats
 
 
 def _output_lists(config: Any) -> list[str]:
-    """Return the names of the lists of layers whose outputs a backbone gives."""
+    """Return the names of settings that list the layers whose outputs a backbone returns."""
     return [
         name for name, numbers in own_settings(config)
         if name.endswith("out_indices") and isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
@@ -109,20 +110,23 @@ def _output_lists(config: Any) -> list[str]:
 
 
 def _shorten_lists(config: Any, count: int, kept: int, outputs: list[str], shapes: Shapes) -> None:
-    """Make lists with an item per layer, and lists of layers, fit the layers that are kept."""
+    """Shorten lists with an item for each layer, and lists of layer numbers, to the kept layers."""
     for name, value in list(own_settings(config)):
         if not isinstance(value, (list, tuple)):
             continue
         if len(value) == count and count > 3:
             put(config, name, type(value)(value[:kept]))
-        elif name in outputs:  # as many as before, of the layers there are
+        elif name in outputs:  # the list keeps its length, and names the last layers
             put(config, name, type(value)(range(kept - len(value), kept)))
         elif shapes.numbers_layers(value, count):
             put(config, name, type(value)([number for number in value if number < kept] or [kept - 1]))
 
 
 def _stages(config: Any, count: int) -> list[int]:
-    """Return the layers, counted from 1, whose states a backbone of `count` equal layers gives; none for others."""
+    """Return the layers, counted from 1, whose states a backbone of `count` equal layers returns.
+
+    Empty for models of other kinds.
+    """
     indices, names = vars(config).get("_out_indices"), vars(config).get("stage_names")
     if not indices or not names or len(names) != count + 1 or "depths" in vars(config):
         return []

@@ -1,5 +1,4 @@
-"""Makes a configuration small without knowing what its settings mean: a number is halved where the model can be built
-and run with what that gives, and weighs less."""
+"""Makes a configuration with unknown settings small: halves numbers if the smaller model can be built and run."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from transformers import PreTrainedConfig
 from parallelformers_ng.autopolicy.settings import is_id, own_settings, parts_of, put
 
 _WIDTH = 16
-"""Numbers from here on are taken for widths at first."""
+"""Least number that the first step takes for a width."""
 _GAIN = 0.98
-"""A step must leave at most this share of the weights; a smaller one is not worth another proportion."""
+"""Largest share of the parameters that may remain after a step; a smaller gain is not worth changed proportions."""
 _KEPT = ("head", "vocab", "token", "sliding_window", "attention_chunk_size", "experts", "conv_states")
-"""What is in the names of settings that are not halved."""
+"""Parts of the names of settings that are not halved."""
 
 
 def shrink_by_trial(
@@ -25,16 +24,17 @@ def shrink_by_trial(
     enough: int,
     runs: Callable[[PreTrainedConfig], bool] = lambda tried: True,
 ) -> PreTrainedConfig | None:
-    """Return a small copy of `config`, or None if it cannot be made as small.
+    """Return a small copy of `config`; None if the copy cannot be made small enough.
 
-    Numbers that are equal are halved together, and all numbers of a list, so that widths that agree go on agreeing;
-    before that, all numbers that look like widths, which also agree in sums and products.
+    The first step halves all numbers that look like widths, so that sums and products of widths stay right. Later steps
+    halve all settings with the same number, or with the same list of numbers, together.
 
     Args:
-        config: a configuration, small or not.
-        weigh: how many parameters its model has; None if the class refuses it.
-        enough: parameters.
-        runs: whether its model's forward takes it.
+        config: a configuration of any size.
+        weigh: function that returns the number of parameters of a configuration's model; None if the class refuses the
+            configuration.
+        enough: most parameters of the result.
+        runs: function that returns whether the forward of a configuration's model runs.
     """
     small = copy.deepcopy(config)
     weight = weigh(small)
@@ -42,10 +42,10 @@ def shrink_by_trial(
     while weight is not None and weight > enough and progress:
         progress = False
         for chosen, least in _choices(small):
-            tried = _halved(small, chosen, least)
-            lighter = weigh(tried)
-            if lighter is not None and lighter <= _GAIN * weight and runs(tried):
-                small, weight, progress = tried, lighter, True
+            smaller = _halved(small, chosen, least)
+            lighter = weigh(smaller)
+            if lighter is not None and lighter <= _GAIN * weight and runs(smaller):
+                small, weight, progress = smaller, lighter, True
                 if weight <= enough:
                     break
     return small if weight is not None and weight <= enough else None
@@ -55,17 +55,18 @@ Chosen = Callable[[tuple[int, ...]], bool]
 
 
 def _choices(config: PreTrainedConfig) -> list[tuple[Chosen, int]]:
-    """Yield the settings to halve, by their numbers, and the least number to halve; the most promising first."""
+    """Return the groups of settings to halve, each with the least number to halve, the largest numbers first."""
     settings_by_numbers = {_numbers(name, value) for part in parts_of(config) for name, value in own_settings(part)}
     values = sorted(filter(None, settings_by_numbers), key=max, reverse=True)
     return [(lambda numbers: max(numbers) >= _WIDTH, _WIDTH), *((value.__eq__, 2) for value in values)]
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Return the numbers that a setting has, also in lists within lists; none if none of them is to be halved.
+    """Return the numbers of a setting, also from nested lists; empty if the setting must not be halved.
 
-    Counts of heads are what a proof is about, and vocabularies go with the ids in them. Windows and counts of experts
-    are small already: transformers' own masks do not fit a window of one token, and experts are chosen from groups.
+    Head counts stay because a proof must test the real head counts; vocabularies stay because settings hold token ids.
+    Windows and expert counts are small already: masks of transformers do not fit windows of one token, and experts
+    form groups.
     """
     kept = is_id(name) or any(word in name for word in _KEPT)
     numbers = tuple(_flat(value))
@@ -82,17 +83,17 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _halved(config: PreTrainedConfig, chosen: Chosen, least: int) -> PreTrainedConfig:
-    """Return a copy that halves the numbers of `chosen` settings that are at least `least`."""
+    """Return a copy of `config` in which all numbers from `least` on in `chosen` settings are halved."""
 
     def half(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(half, value))
         return value // 2 if type(value) is int and value >= least else value
 
-    tried = copy.deepcopy(config)
-    for part in parts_of(tried):
+    halved = copy.deepcopy(config)
+    for part in parts_of(halved):
         for name, setting in list(own_settings(part)):
             numbers = _numbers(name, setting)
             if numbers and chosen(numbers):
                 put(part, name, half(setting))
-    return tried
+    return halved

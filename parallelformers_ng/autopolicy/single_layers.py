@@ -1,7 +1,7 @@
-"""Layers that no inputs of the model reach, and inputs for each layer alone.
+"""Finds layers that no inputs of the model reach, and makes inputs for each layer alone.
 
-Only layers that the modelling code calls and does nothing else with qualify (`calls.py`). Cut by their outputs and
-gathered, they have the same outputs as whole, whatever surrounds them.
+A layer qualifies only if the modelling code does nothing with the layer except calls (`sharding/layer_uses.py`).
+With gathered outputs, such a column-parallel layer has the same outputs as a whole layer in every model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ROWS = 6
 
 
 def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the paths of layers that can be proven alone, with keyword arguments of their forward.
+    """Yield the path and the forward's keyword arguments of each layer that can be proven alone.
 
     Args:
         model: the model.
-        reached: paths of modules that need no such proof.
+        reached: paths of modules that inputs of the model reach.
         seed: seed of the random inputs.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tu
 
 
 def _inputs(module: Any, generator: torch.Generator) -> dict[str, Any] | None:
-    """Inputs for a layer of a known kind, None for any other; subclasses compute something of their own."""
+    """Return inputs for a layer of a known class; None for any other class, also for subclasses of known classes."""
     if type(module) is nn.Linear:
         return {"input": _randn(_ROWS, module.in_features, module.weight, generator)}
     if type(module) is Conv1D:

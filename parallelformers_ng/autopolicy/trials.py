@@ -1,6 +1,6 @@
-"""Runs a twin sharded by some rules, and compares its outputs with those of the whole twin.
+"""Runs a twin sharded by some rules, and compares the outputs with the outputs of the whole twin.
 
-The ranks are threads. A trial in which no output depends on a shard proves nothing about it, and does not count.
+The ranks are threads. If no output depends on a shard, the trial proves nothing about the shard, and fails.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 Choice = tuple[Proposal, dict[str, Rule]]
-"""A proposal and the variant of its rules that is tried."""
+"""A proposal, and the variant of its rules to try."""
 
 _TOKENS = 6
 _TRIALS = 60
 
 
 class Trials:
-    """Tries rules on one twin.
+    """The trials of rules on one twin.
 
     Attributes:
         twin: the twin.
-        base: the policies that are part of every trial.
+        base: policies that every trial applies.
         world_size: number of ranks.
         parts: fraction of the twin for each rank, as for `build_plan`.
-        failure: why the latest trial failed, or "".
+        failure: reason why the latest trial failed, as text; "" for success.
     """
 
     def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:
@@ -48,12 +48,12 @@ class Trials:
         self._count = 0
 
     def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
-        """Return whether the sharded twin has the outputs of the whole one, and these depend on every shard.
+        """Return whether the outputs of the sharded and the whole twin match, and depend on every shard.
 
         Args:
-            choices: the rules, beside those of the base.
-            vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
-            leftovers: whether what the rules leave whole is cut where it is large.
+            choices: rules to try in addition to the base policies.
+            vocabulary: whether embeddings and heads are vocabulary-parallel.
+            leftovers: whether large tensors without a rule are sharded, too.
         """
         self._count += 1
         if self._count > _TRIALS:
@@ -69,45 +69,50 @@ class Trials:
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
             self.failure = _in_short(error)
             return False
-        wanted = [probe.expected for probe in probes]
-        for got in results:
-            if not all(equal(g, w, self.twin.tolerance) for g, w in zip(got, wanted, strict=True)):
+        expected = [probe.expected for probe in probes]
+        for outputs in results:
+            if not all(equal(got, want, self.twin.tolerance) for got, want in zip(outputs, expected, strict=True)):
                 self.failure = "its outputs differ"
                 return False
         return True
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        """Return whether there would be a shard on which no output depends. Nothing is run."""
+        """Return whether the rules make a shard on which no output depends, without running the twin."""
         plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Inputs for `generate` and the tokens of the whole twin; None if it does not generate from them."""
+        """Return inputs for `generate` and the tokens of the whole twin; None if the twin cannot generate."""
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
         probe = self.twin.probes[0]
         inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
         try:
             return inputs, _generate(sharing_copy(self.twin.model), inputs)
-        except Exception as error:  # `generate` may need more inputs than the forward, which was compared
+        except Exception as error:  # `generate` may need more inputs than the forward
             self.failure = _in_short(error)
             return None
 
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Return whether the sharded twin generates the tokens `wanted`, which go past the length of any window."""
+        """Return whether the sharded twin generates the same tokens as the whole twin.
+
+        Args:
+            choices, vocabulary: same as in `match`.
+            inputs, wanted: inputs and tokens from `prompt`.
+        """
         try:
             plan = self.plan(choices, vocabulary)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
-        except Exception as error:  # as in `match`
+        except Exception as error:  # a wrong rule may fail anywhere in the modelling code
             self.failure = _in_short(error)
             return False
         self.failure = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        """Return how the ranks of a trial hold the twin."""
+        """Return the plan of the twin for a trial."""
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         base = self.base
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
@@ -123,21 +128,21 @@ class Trials:
 
 
 def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:
-    """Return the probes whose outputs must be the same, sharded and whole.
+    """Return the probes whose sharded and whole outputs must match.
 
-    The outputs of a column-parallel or row-parallel layer alone are one rank's part of the whole ones.
+    A probe of a single column-parallel or row-parallel layer is left out, because its output is only one rank's part.
     """
     parts_only = {layer.path for layer in plan.layers if layer.takes_part != layer.gives_part}
     return [probe for probe in twin.probes if probe.path not in twin.single_layers or probe.path not in parts_only]
 
 
 def unproven_rules(plan: ShardPlan, twin: Twin) -> list[str]:
-    """Return the rules whose tensors do not influence the outputs: a trial proves nothing about them."""
+    """Return the rules whose tensors do not influence the outputs, so that a trial proves nothing about the rules."""
     reached: dict[str, bool] = {}
     for tensor in plan.stored():
         if not tensor.is_replicated and not tensor.is_buffer:
             reached[tensor.rule] = reached.get(tensor.rule, False) or tensor.name in twin.gradients
-    return [rule for rule, seen in reached.items() if not seen]
+    return [rule for rule, is_reached in reached.items() if not is_reached]
 
 
 def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.Tensor]]:
@@ -145,10 +150,10 @@ def _outputs(share: nn.Module, probes: Sequence[TwinProbe]) -> list[list[torch.T
 
 
 def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the generated tokens, and whatever else `generate` returns, such as speech."""
+    """Return all tensors that `generate` returns: tokens, and for some models speech."""
     arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
-    return [gathered(tensor) for tensor in tensors(output)]  # here, since the other ranks gather here, too
+    return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time
 
 
 def _in_short(error: Exception) -> str:
@@ -156,25 +161,25 @@ def _in_short(error: Exception) -> str:
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:
-    """Return the first shard of an inferred rule on which no output depends, in words; "" if there is none.
+    """Return a text about the first shard of an inferred rule on which no output depends; "" without such a shard.
 
-    All blocks of a class compute the same, so it is enough if outputs depend on the shard in one of them: a router may
-    leave experts out.
+    All blocks of a class compute the same function. So outputs need to depend on the shard in one block only; in other
+    blocks a router may leave out experts.
     """
-    alike: dict[tuple[str, str], list[TensorPlan]] = {}
+    same_rule: dict[tuple[str, str], list[TensorPlan]] = {}
     for tensor in plan.stored():
         if tensor.is_replicated or tensor.is_buffer or tensor.rule == "vocabulary":
             continue
         if any(f"'{path}'" in tensor.rule and "Inferred" in tensor.rule for path in paths):
-            alike.setdefault((tensor.rule, tensor.name.rpartition(".")[2]), []).append(tensor)
-    for (_, name), cut_alike in alike.items():
-        seen = [(t.shards, twin.gradients[t.name]) for t in cut_alike if t.name in twin.gradients]
-        if not seen:
+            same_rule.setdefault((tensor.rule, tensor.name.rpartition(".")[2]), []).append(tensor)
+    for (_, name), group in same_rule.items():
+        gradients = [(t.shards, twin.gradients[t.name]) for t in group if t.name in twin.gradients]
+        if not gradients:
             if name == "bias":
                 continue
-            return f"void: no output depends on {cut_alike[0].name}"
+            return f"void: no output depends on {group[0].name}"
         for rank in range(plan.world_size):
-            parts = [shards[rank].of(gradient) for shards, gradient in seen if not shards[rank].zero]
+            parts = [shards[rank].of(gradient) for shards, gradient in gradients if not shards[rank].zero]
             if any(part.numel() for part in parts) and not any(bool(part.any()) for part in parts):
-                return f"void: no output depends on rank {rank}'s part of {cut_alike[0].name}"
+                return f"void: no output depends on rank {rank}'s part of {group[0].name}"
     return ""

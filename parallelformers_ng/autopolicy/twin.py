@@ -1,4 +1,4 @@
-"""A twin: a tiny random copy of a model's architecture, with inputs for it and its outputs for them."""
+"""Defines the twin: a tiny random copy of a model's architecture, with inputs and its outputs for these inputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from parallelformers_ng.sharding.structure import tensors
 
 @dataclass
 class TwinProbe:
-    """A part of a twin that runs by itself, with inputs and the outputs of the whole twin for them.
+    """A part of a twin that can run alone, with inputs and the outputs that the unsharded part returned.
 
     Attributes:
-        path: dotted path of the part, "" for the whole model.
-        inputs: keyword arguments of its forward.
-        expected: the tensors of its output.
+        path: dotted path of the part; "" for the whole model.
+        inputs: keyword arguments of the part's forward.
+        expected: tensors of the part's output.
     """
 
     path: str
@@ -32,15 +32,16 @@ class TwinProbe:
 
 @dataclass
 class Twin:
-    """A tiny model, and what its forward shows of it.
+    """A tiny model, and the observations from its forward.
 
     Attributes:
-        model: the model, whole, every parameter random, in float64 where its code allows, else in float32.
-        probes: the parts to run and compare.
-        calls: module name → order of its first call.
-        gradients: parameter name → absolute gradient of the outputs, for parameters that influence them.
-        unreached: why the probes do not reach some parts, or "".
-        single_layers: paths of layers that only a probe of their own reaches.
+        model: the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32.
+        probes: parts to run and compare.
+        calls: name of a module → order of its first call.
+        gradients: name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's
+            shape.
+        unreached: reasons why probes do not reach some parts, as text; "" if probes reach all parts.
+        single_layers: paths of layers that only a probe of the layer alone reaches.
     """
 
     model: PreTrainedModel
@@ -52,17 +53,20 @@ class Twin:
 
     @property
     def runs_whole(self) -> bool:
-        """Whether there is a probe of the whole model."""
+        """Whether the first probe is a probe of the whole model."""
         return bool(self.probes) and not self.probes[0].path
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that is rounding, relative to the largest value."""
+        """Largest difference that counts as rounding, relative to the largest value."""
         return 1e-6 if next(self.model.parameters()).dtype == torch.float64 else 1e-4
 
 
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """Return the output's tensors; the inputs are copied first, as some forwards write to them."""
+    """Run a model on copies of the inputs, because some forwards change their inputs. Return the output's tensors.
+
+    If `dtype` is set, floating-point inputs are cast to this data type.
+    """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())
         if isinstance(value, torch.Tensor)
@@ -73,13 +77,18 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
 
 
 def sharing_copy(model: Any) -> Any:
-    """Return a copy that shares the model's parameters. State that a forward keeps, such as the offsets between
-    positions and tokens of multimodal models, stays in the copy."""
+    """Return a copy of a model that shares its parameters.
+
+    A forward of the copy may store state, such as position offsets of multimodal models, without changing the original.
+    """
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def length_options(model: Any, tokens: int) -> dict[str, int]:
-    """Keyword arguments of `generate` for so many tokens, also for a decoder whose configuration names no start."""
+    """Return keyword arguments of `generate` for exactly `tokens` new tokens.
+
+    A decoder whose configuration names no start token starts with token 0.
+    """
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         options["decoder_start_token_id"] = 0
@@ -87,12 +96,12 @@ def length_options(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Return whether two runs have the same outputs, up to rounding."""
+    """Return whether the outputs of two runs match, up to `tolerance` relative to each tensor's largest value."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest absolute difference relative to the largest absolute value; infinite where the shapes differ."""
+    """Return the largest absolute difference, relative to the largest absolute value; infinite for different shapes."""
     if got.shape != wanted.shape:
         return float("inf")
     if not wanted.is_floating_point():

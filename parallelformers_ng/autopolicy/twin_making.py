@@ -1,4 +1,4 @@
-"""Makes a twin: shrinks a configuration, builds the model, draws its parameters."""
+"""Makes a twin: shrinks a configuration, builds the model, and draws random parameters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from parallelformers_ng.errors import UnsupportedModelError
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
 _DEEPEST = 8
-"""Layers beyond which a twin is not made deeper to show a further kind of them."""
+"""Most layers of a twin that is made deeper to include more kinds of layers."""
 _SECONDS = 3.0
-"""Processor time after which no further size is tried, in the hope that more of the model runs."""
+"""Seconds of processor time after which no larger twin is tried to run more of the model."""
 _SHRINKS: Sequence[Shrinking] = (
     Shrinking(),
     Shrinking(keep_vocabulary=True),
@@ -41,7 +41,7 @@ _SHRINKS: Sequence[Shrinking] = (
     Shrinking(spare=3, keep_vocabulary=True, keep_images=True),
     Shrinking(spare=12, keep_vocabulary=True, keep_images=True),
 )
-"""Order the shrinkings to try: comfortable sizes first, then bearable ones."""
+"""Shrinkings to try, in this order: all with at most _COMFORTABLE parameters first, then with at most _LARGEST."""
 
 
 def make_twin(
@@ -52,18 +52,19 @@ def make_twin(
     layers: int = Shrinking.layers,
     edits: LiveEdits | None = None,
 ) -> Twin:
-    """Build a twin, and find inputs for it and for its parts.
+    """Build a twin, and find inputs for the twin and for its parts.
 
     Args:
-        cls: the model's class.
-        config: its configuration; a small one is taken as it is.
-        attention: attention implementation, "eager", "sdpa", ….
-        seed: seed of its parameters and inputs.
-        layers: least number of layers, if the model has as many.
-        edits: code that the program has changed since the class built the model.
+        cls: class of the model.
+        config: configuration of the model.
+        attention: attention implementation: "eager", "sdpa", …; None for the class's default.
+        seed: seed of the parameters and inputs.
+        layers: least number of layers; a model with fewer layers keeps all layers.
+        edits: code that the program changed after the class built the model.
 
     Raises:
-        UnsupportedModelError: it cannot be built small or be given that code, or no inputs were found on which it runs.
+        UnsupportedModelError: no small model can be built, the changed code cannot be applied, or the model runs on
+            none of the known inputs.
     """
     failures: list[str] = []
     best: Twin | None = None
@@ -75,7 +76,7 @@ def make_twin(
             randomise(model, seed)
         try:
             twin = observe(model, seed + 1)
-        except Exception as error:  # modelling code raises anything on what is too small for it
+        except Exception as error:  # modelling code may raise any exception if the model is too small
             failures.append(_in_short(error))
             continue
         if twin.runs_whole:
@@ -83,7 +84,7 @@ def make_twin(
             break
         if best is None or len(twin.gradients) > len(best.gradients):
             best = twin
-        # A larger copy draws as well; if it draws a length, that may be endless.
+        # A larger copy would draw random numbers, too; a copy that draws a random length might run forever.
         if time.thread_time() > end or twin.unreached.startswith(DRAWS):
             break
     if best is not None:
@@ -95,7 +96,7 @@ def make_twin(
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
-    """Return the settings to spare at first, and the fewest layers that show all kinds that a small copy can have."""
+    """Return the first shrinking to try, with the fewest layers that include most kinds of layers."""
     whole = _skeleton(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
@@ -117,8 +118,7 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
 
 
 def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> bool:
-    """Return whether a small copy has other parameters where its windows stay long: so many queries a window, for
-    example."""
+    """Return whether parameter shapes of a small copy change with the length of its windows."""
     short = shrink(config, least)
     long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
     if short.to_dict() == long.to_dict():
@@ -129,11 +129,11 @@ def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, 
 
 
 def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return the model without weights; None if it cannot be built so, as the next size may be to its taste."""
+    """Return a model on `meta`; None if the class refuses the configuration."""
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config))
-    except Exception:  # the modelling code decides what it refuses
+    except Exception:  # modelling code may raise any exception on a configuration that it refuses
         return None
 
 
@@ -145,7 +145,7 @@ def _models(
     least: Shrinking,
     failures: list[str],
 ) -> Iterator[PreTrainedModel]:
-    """Smaller and larger copies, the most welcome first; `failures` takes down why others could not be built."""
+    """Yield small random models, the best size first; add the reasons of failed builds to `failures`."""
     waiting: Sequence[Shrinking] = _SHRINKS
     seen: set[str] = set()
     for largest in (_COMFORTABLE, _LARGEST):
@@ -157,7 +157,7 @@ def _models(
                 if shape in seen:
                     continue
                 model = build_tiny(cls, small, attention, seed, largest)
-            except Exception as error:  # the modelling code decides what it refuses; the next size may be to its taste
+            except Exception as error:  # modelling code that refuses this size may accept the next size
                 failures.append(_in_short(error))
                 continue
             if model is None:
@@ -166,26 +166,25 @@ def _models(
             seen.add(shape)
             yield model
         waiting = too_large
-        if not seen and (tried := _by_trial(cls, config, least)) is not None:
-            model = build_tiny(cls, tried, attention, seed, largest)
+        if not seen and (small_config := _by_trial(cls, config, least)) is not None:
+            model = build_tiny(cls, small_config, attention, seed, largest)
             if model is not None:
                 yield model
 
 
 def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
-    """Make a small copy of a configuration whose settings use unknown words for sizes, or allow fewer changes than
-    usual."""
+    """Return a small copy of a configuration with unknown names of settings, or None."""
 
     whole = _skeleton(cls, config)
-    taken = None if whole is None else _taken_on_meta(whole)
+    accepted = None if whole is None else _accepted_on_meta(whole)
 
-    def weigh(tried: PreTrainedConfig) -> int | None:
-        skeleton = _skeleton(cls, tried)
+    def weigh(smaller: PreTrainedConfig) -> int | None:
+        skeleton = _skeleton(cls, smaller)
         return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
 
-    def runs(tried: PreTrainedConfig) -> bool:
-        skeleton = _skeleton(cls, tried)
-        return taken is None or (skeleton is not None and _taken_on_meta(skeleton, taken) is not None)
+    def runs(smaller: PreTrainedConfig) -> bool:
+        skeleton = _skeleton(cls, smaller)
+        return accepted is None or (skeleton is not None and _accepted_on_meta(skeleton, accepted) is not None)
 
     for shrinking in (least, _SHRINKS[-1]):
         small = shrink_by_trial(shrink(config, shrinking), weigh, _COMFORTABLE // 2, runs)
@@ -194,19 +193,20 @@ def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrin
     return shrink_by_trial(config, weigh, _COMFORTABLE // 2, runs)
 
 
-def _taken_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
-    """Return the number of the first inputs that the forward of a model without weights takes; None if it takes
-    none. One that looks at values takes none.
+def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int | None:
+    """Return the index of the first candidate inputs on which a model on `meta` runs; None if all inputs fail.
+
+    A forward that reads values of its inputs cannot run on `meta`.
 
     Args:
-        only: names of the inputs to try; None for all.
+        only: index of the only candidate inputs to try; None for all candidates.
     """
     with torch.inference_mode(), torch.device("meta"):
         for number, arguments in enumerate(candidate_inputs(skeleton)):
             if only not in (None, number):
                 continue
             on_meta = {n: a.to("meta") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
-            with contextlib.suppress(Exception):  # the modelling code decides what it refuses
+            with contextlib.suppress(Exception):  # modelling code may raise any exception on inputs that it refuses
                 skeleton(**on_meta)
                 return number
     return None
@@ -223,12 +223,12 @@ def build_tiny(
     seed: int = 0,
     largest: int = _LARGEST,
 ) -> PreTrainedModel | None:
-    """Return a random model in evaluation mode, or None if it would have more than `largest` parameters."""
+    """Return a random model in evaluation mode; None if the model would have more than `largest` parameters."""
     options = {"attn_implementation": attention} if attention else {}
     try:
         with torch.device("meta"):
             skeleton = cls._from_config(copy.deepcopy(config), **options)
-    except ValueError:  # a part does not know this implementation: each takes the one it would by itself
+    except ValueError:  # a part of the model does not know this implementation, so each part uses its default
         options = {}
         with torch.device("meta"):
             skeleton = cls._from_config(copy.deepcopy(config))
@@ -243,7 +243,7 @@ def build_tiny(
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Draw every floating-point parameter anew: zero biases and unit norms hide mistakes."""
+    """Replace matrices by random values and add noise to vectors, because zero biases and unit norms hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Runs a twin on inputs made for it. Notes the layers that are called and the weights that influence the outputs."""
+"""Runs a twin, and records the layers that are called and the weights that influence the outputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parallelformers_ng.sharding.structure import Trace, dotted
 
 DRAWS = "its forward draws random numbers: two runs differ"
 _SECONDS = 4.0
-"""Processor time after which only the first inputs are tried on each part."""
+"""Seconds of processor time after which each part is tried only on the first inputs."""
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Make probes in float64, in which rounding is far below any error; in float32 where that reaches more."""
+    """Return a twin with probes, in float64 for small rounding errors, or in float32 if more parts run in float32."""
     observer = _Observer(model.to(torch.float64), seed)
     exact = observer.probe_parts()
     if exact.runs_whole or (exact.probes and time.thread_time() > observer.end):
@@ -33,12 +33,12 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
 
 
 def observe_single_layers(twin: Twin, seed: int) -> Twin:
-    """Add a probe of each layer that the twin's probes do not reach."""
+    """Add a probe of each single layer that the twin's other probes do not reach; return the twin."""
     return _Observer(twin.model, seed, twin).probe_single_layers()
 
 
 class _Observer:
-    """Runs a copy that shares the twin's parameters, so that state that a forward keeps stays out of the twin."""
+    """An observer of a twin, which runs a copy with shared parameters, so that no forward stores state in the twin."""
 
     def __init__(self, model: PreTrainedModel, seed: int, twin: Twin | None = None) -> None:
         self.twin = twin or Twin(model, [], {}, {})
@@ -46,7 +46,7 @@ class _Observer:
         self.end = time.thread_time() + _SECONDS
         self.copy = sharing_copy(model)
         for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())  # frozen ones count as well
+            parameter.requires_grad_(parameter.is_floating_point())  # frozen parameters influence outputs, too
 
     def probe_parts(self) -> Twin:
         """Make a probe of the model, and probes of the parts that this probe does not reach."""
@@ -59,7 +59,7 @@ class _Observer:
         return self.twin
 
     def probe_single_layers(self) -> Twin:
-        """Probe, each by itself, the layers that no other probe reaches."""
+        """Add a probe of each single layer that no other probe reaches."""
         reached = {name.rpartition(".")[0] for name in self.twin.gradients}
         for path, inputs in single_layers(self.copy, reached, self.seed):
             if not self._run(self.copy.get_submodule(path), path, inputs):
@@ -67,12 +67,12 @@ class _Observer:
         return self.twin
 
     def _reached(self, part: nn.Module, path: str) -> bool:
-        """Return whether most of a part's large parameters already have an influence on some output."""
+        """Return whether at least 70 % of a part's matrices already influence an output of a probe."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
         return not large or sum(f"{path}.{name}" in self.twin.gradients for name in large) >= 0.7 * len(large)
 
     def _probe(self, part: nn.Module, path: str) -> str:
-        """Add a probe of one part with the first inputs that it accepts; returns why there is none, or ""."""
+        """Add a probe of one part with the first inputs that run. Return "", or the reason why no inputs run."""
         refusal = ""
         tried: list[dict[str, Any]] = []
         for inputs in candidate_inputs(part, self.seed):
@@ -89,21 +89,21 @@ class _Observer:
         return refusal or "its forward takes none of the known inputs"
 
     def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
-        """Run one part and add it as a probe; returns why it cannot be one, or ""."""
+        """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
             with torch.random.fork_rng(devices=[]), Trace(part) as trace:
                 torch.manual_seed(0)
                 outputs = run(part, inputs)
             with torch.no_grad():
                 again = run(part, inputs)
-        except Exception as error:  # whatever the modelling code raises on inputs that are not its own
+        except Exception as error:  # modelling code may raise any exception on inputs that it refuses
             return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
         if not equal(again, [o.detach() for o in outputs], self.twin.tolerance / 10):
             return DRAWS
-        with contextlib.suppress(RuntimeError, AssertionError):  # it has no gradient
+        with contextlib.suppress(RuntimeError, AssertionError):  # the part has no gradient
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)
@@ -116,7 +116,7 @@ class _Observer:
 def _differentiate(
     part: nn.Module, path: str, outputs: Sequence[torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Add the absolute gradients of a random sum of the outputs."""
+    """Add the absolute gradients of a random weighted sum of the outputs to `gradients`."""
     generator = torch.Generator().manual_seed(7)
     total: Any = 0.0
     for output in outputs:
@@ -129,7 +129,7 @@ def _differentiate(
     slopes = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
     for (name, _), gradient in zip(named, slopes, strict=True):
         if gradient is not None:
-            seen = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
-            if bool(seen.any()):
-                full = dotted(path, name)
-                gradients[full] = seen + gradients.get(full, torch.zeros(()))
+            slope = gradient.nan_to_num(1.0, 1.0, 1.0).abs()
+            if bool(slope.any()):
+                full_name = dotted(path, name)
+                gradients[full_name] = slope + gradients.get(full_name, torch.zeros(()))

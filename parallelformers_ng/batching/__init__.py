@@ -1,1 +1,1 @@
-"""Calls of `generate` from many threads, decoded together: rows of one batch on the ranks, a queue in the caller."""
+"""Decodes calls of `generate` from many threads together: the caller has a queue, the ranks have rows of a batch."""

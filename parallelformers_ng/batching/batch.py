@@ -1,5 +1,4 @@
-"""Calls of one model that one group decodes together: its thread sends rounds while there are any, and each gets its
-tokens."""
+"""Manages the calls that one group decodes together: the group's thread sends rounds and gives each call its tokens."""
 
 from __future__ import annotations
 
@@ -25,23 +24,23 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
 
 _ROUND_SECONDS = 0.02
-"""How long a round takes at least, if a step takes less: so long waits who comes next. To ask the ranks takes a fifth
-of a millisecond."""
+"""Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
 _MOST_STEPS = 8
 
 
 class Batch:
-    """The rows of one group. Any thread may add one; all else is for the thread of the group.
+    """The calls that one group decodes together. Any thread may call `add` and `look`; other methods are for the
+    group's thread.
 
     Args:
-        options: how many rows may run.
-        trial: says how prompts run.
-        group: the workers.
-        no_graphs: told why steps became no CUDA graphs that should.
+        options: limits of the batch.
+        trial: result of the batch proof, which says whether prompts may run in pieces.
+        group: group of workers that runs the rounds.
+        no_graphs: function that receives the reason if decode steps cannot become CUDA graphs.
 
     Attributes:
-        room: tokens that the caches of all rows may have, padding counted.
-        is_due: locked while a round is queued that has not begun.
+        room: most tokens in the caches of all rows, padding included.
+        is_due: lock, held while a round is queued but has not begun.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Batch:
         self._options, self._trial, self._no_graphs = options, trial, no_graphs
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
-        self._adapters: ActiveAdapters | None = None  # of the batch: what is kept of its sequences is theirs
+        self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the kept prefixes
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
@@ -69,39 +68,39 @@ class Batch:
         return bool(self._arrived or self._waiting or self._running)
 
     def add(self, ticket: Ticket) -> None:
-        """Have a call join as soon as there is room."""
+        """Queue a call. The call joins the batch as soon as a row and cache tokens are free."""
         self._arrived.append(ticket)
         self.look()
 
     def look(self) -> None:
-        """Have a round run, if none is queued. Any thread may."""
+        """Queue a round if no round is queued. Any thread may call this method."""
         if self.is_due.acquire(blocking=False):
             self.group.submit(_RoundRequest(self))
 
     def next_round(self) -> Round | None:
-        """Return the next round; None if there is nothing to do."""
+        """Return the next round; None if no row runs, joins or leaves."""
         while self._arrived:
             self._waiting[next(self._numbers)] = self._arrived.popleft()
-        left = [number for number, ticket in self._running.items() if ticket.given_up]
-        for number in left:
+        leaves = [number for number, ticket in self._running.items() if ticket.given_up]
+        for number in leaves:
             del self._running[number]
         self._waiting = {number: ticket for number, ticket in self._waiting.items() if not ticket.given_up}
         joins = self._admitted()
         for number, ticket in joins.items():
             self._running[number] = self._waiting.pop(number)
             ticket.runs = True
-            if ticket.call.adapters != self._adapters:  # no row runs with the others any more
+            if ticket.call.adapters != self._adapters:  # no row with the earlier adapters is left
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
-        if not self._running and not left:
+        if not self._running and not leaves:
             return None
         limits = self._options.prefill_chunk, self._options.prefix_tokens
         limits = limits if self._trial.in_pieces else (0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
-        return Round(self._batch, calls, left, *limits, self._steps, self._adapters, positions)
+        return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions)
 
     def _admitted(self) -> dict[int, Ticket]:
-        """Yield the next calls, in the order of their arrival."""
+        """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
         rows, joins = [*self._running.values()], dict[int, Ticket]()
         for number, ticket in self._waiting.items():
             longest = max(row.call.tokens[1] for row in (*rows, ticket))
@@ -115,16 +114,24 @@ class Batch:
         return joins
 
     def take(self, news: list[News], order: Round, seconds: float) -> None:
-        """Merge the ranks' reports of a round. Tokens are the same on all; failures and states are known to one."""
+        """Give each call the result of a round.
+
+        All ranks report the same tokens. Only the rank that chose a row's token reports the row's failure and states.
+
+        Args:
+            news: report of each rank.
+            order: the round that the ranks ran.
+            seconds: duration of the round.
+        """
         for number in order.joins:
             self._running[number].arrived()
-        met = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
+        changed = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
         for number, tokens in news[0].tokens.items():
             self._running[number].take(tokens)
-        for rank, said in enumerate(news):
-            for number, changes in said.states.items():
+        for rank, report in enumerate(news):
+            for number, changes in report.states.items():
                 self._running[number].states.append(changes)
-            for number, why in said.failed.items():
+            for number, why in report.failed.items():
                 if why is not None:
                     self._running[number].end((rank, why))
         for number in (*news[0].ended, *news[0].failed):
@@ -136,27 +143,29 @@ class Batch:
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
-        self._go_on(met)
+        self._go_on(changed)
 
-    def _go_on(self, met: list[Ticket]) -> None:
+    def _go_on(self, changed: list[Ticket]) -> None:
+        """Queue the next round, then wake the callers of the changed calls."""
         if self.busy:
             self.look()
-        # The next request is sent first: who wakes up now would keep this thread from it.
-        self.group.do_later(functools.partial(_ring, met))
+        # The next request is sent first, because a caller that wakes up would delay this thread.
+        self.group.do_later(functools.partial(_ring, changed))
 
     def _measure(self, news: list[News]) -> None:
-        """Half of the memory that is free when the first row runs is for caches, unless the caller has said."""
-        if self.room is not math.inf or not all(said.token_bytes for said in news):
+        """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""
+        if self.room is not math.inf or not all(report.token_bytes for report in news):
             return
-        of_devices = [said.free_bytes // 2 // said.token_bytes for said in news if said.free_bytes]
-        of_host = available_memory() // 2 // sum(said.token_bytes for said in news)
-        self.room = min(of_devices, default=of_host)
+        device_tokens = [report.free_bytes // 2 // report.token_bytes for report in news if report.free_bytes]
+        host_tokens = available_memory() // 2 // sum(report.token_bytes for report in news)
+        self.room = min(device_tokens, default=host_tokens)
 
     def fail(self, error: BaseException, order: Round) -> None:
-        """Fail all rows of the batch: none can go on. If only the round failed, they begin again, suspects one at a
-        time.
+        """Restart or end all running calls after a round failed.
 
-        If recorded steps were what had no room, nobody is suspected: there are none from now on."""
+        A call that may have caused the error is a suspect; suspects run in separate rounds. If recorded steps ran out
+        of memory, no call is a suspect, and later steps are not recorded.
+        """
         running, self._running = self._running, {}
         self._batch = next(self._batches)
         suspects = {number for number, ticket in running.items() if ticket.is_suspect} or order.joins or running
@@ -179,11 +188,11 @@ class Batch:
         self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
-        """End the batch: the group has ended, or a round failed.
+        """End all calls of the batch, because the group has ended or a round failed.
 
         Args:
-            error: error for the calls with running rows.
-            others: error for the waiting calls; None: another group can have them.
+            error: error for the running calls.
+            others: error for the waiting calls; None marks the waiting calls as lost, for another group to run.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)
@@ -205,36 +214,36 @@ def _ring(tickets: list[Ticket]) -> None:
 
 
 class _RoundRequest(Request):
-    """A round, which is made when its turn comes."""
+    """A request of a round, which chooses the calls of the round just before the request is sent."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__("decode_rows", (), Flag.EACH | Flag.TO_DEVICE)
         self._batch = batch
-        self._asked: Round | None = None
+        self._round: Round | None = None
         self._begun = 0.0
 
     def prepare(self) -> bool:
-        self._batch.is_due.release()  # whoever comes from now on asks for the next one
+        self._batch.is_due.release()  # a call that arrives from now on queues the next round
         try:
-            self._asked = self._batch.next_round()
+            self._round = self._batch.next_round()
         except Exception as error:
             self._break(error)
             return False
-        if self._asked is None:
+        if self._round is None:
             return False
         self._begun = time.monotonic()
         self.set_deadline(self._begun + self._batch.group.timeout)
-        self.messages = [call_of(self.method, (self._asked,))]
+        self.messages = [call_of(self.method, (self._round,))]
         return True
 
     def put(self, news: Frame | Answers | GroupError | None) -> None:
-        batch, order = self._batch, self._asked
+        batch, order = self._batch, self._round
         if news is None:
             if not self.begun:
                 batch.is_due.release()
             batch.end(batch.group.error(), None)
             return
-        assert order is not None, "what was never sent has no answer"
+        assert order is not None, "a round that was not sent has an answer"
         assert not isinstance(news, Frame), "rounds have no events"
         try:
             values, error = read(news) if isinstance(news, dict) else ([], news)
@@ -246,6 +255,6 @@ class _RoundRequest(Request):
             self._break(error)
 
     def _break(self, error: Exception) -> None:
-        failure = BatchingError(f"the batch ended with an error of its own: {type(error).__name__}: {error}")
+        failure = BatchingError(f"the batch ended with an internal error: {type(error).__name__}: {error}")
         failure.__cause__ = error
         self._batch.end(failure, failure)

@@ -1,4 +1,4 @@
-"""Whether calls of a model may be decoded together: each must give what it gives alone. Tried on a small copy."""
+"""Checks on a small copy of a model whether each call gets the same tokens in a batch as alone."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from parallelformers_ng.errors import UnsupportedModelError
 log = logging.getLogger("parallelformers_ng")
 
 PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
-"""Calls of the proof, tokens before and after: they join one after another, and leave in another order."""
+"""Prompt tokens and new tokens of each call of the proof. The calls leave the batch in another order than they join."""
 _PIECE = 5
 _TOLERANCE = 1e-3
-"""Of the largest score. Equal tokens are not enough, as small mistakes change few of a small random model; they are
-more than this, and rounding is less, also of states that models keep in float32 whatever their type."""
+"""Largest score difference that the proof accepts, relative to the largest score.
+
+Equal tokens prove too little, because a small error in the scores changes few tokens of a small random model. Errors in
+batching exceed this value; rounding, also of float32 states, stays below."""
 
 
-_UNKNOWN = "it is not known yet whether the model's calls may share a batch"
+_UNKNOWN = "the proof has not finished, so the model's calls may not share a batch yet"
 
 
 class Trial:
-    """Finds out, once for each state of its code, whether calls of a model may share a batch.
+    """The batch proof of a model, run again after each change of the model's code.
 
     Args:
-        at_once: the first call waits for it. Else calls run one after another until it is known.
-        edits: code that the program changed since the class built the model.
+        at_once: whether the first call waits for the result. If not, calls run one after another until the proof ends.
+        edits: code that the program changed after the class built the model.
 
     Attributes:
-        is_due: it has begun, or must begin with the next call.
-        in_pieces: prompts may run side by side, in pieces, and from where they begin alike; else whole, one by one.
+        is_due: whether the proof has begun or must begin with the next call.
+        in_pieces: whether prompts may run together, in pieces, and from kept prefixes. If not, each prompt runs whole
+            and alone.
     """
 
     def __init__(self, at_once: bool, edits: LiveEdits | None = None) -> None:
@@ -55,10 +58,11 @@ class Trial:
         self._code = 0
 
     def why_alone(self, cls: Any, config: Any, code: int = 0) -> str:
-        """Say why a call of a model of this class and configuration runs alone; "" if it may share a batch.
+        """Return the reason why calls of a model run alone; "" if calls may share a batch.
 
         Args:
-            code: how often the code that the model runs has changed.
+            cls, config: class and configuration of the model.
+            code: number of changes of the model's code so far.
         """
         self.is_due = True
         with self._lock:
@@ -66,7 +70,7 @@ class Trial:
                 self._code, self._has_begun, self._why_alone, self.in_pieces = code, False, _UNKNOWN, False
             begins, self._has_begun = not self._has_begun, True
             if begins and self._at_once:
-                self._try(cls, config, code)  # others wait for the lock
+                self._try(cls, config, code)  # other callers wait for the lock
         if begins and not self._at_once:
             threading.Thread(target=self._try, args=(cls, config, code), name="batching proof", daemon=True).start()
         return self._why_alone
@@ -75,7 +79,7 @@ class Trial:
         in_pieces = False
         try:
             why, in_pieces = prove(cls, config, self._edits)
-        except Exception as error:  # a model's code, run on a small copy of it, may raise anything
+        except Exception as error:  # the model's own code may raise any exception
             why = f"the proof ended with {type(error).__name__}: {error}"
         if code != self._code:
             return
@@ -85,10 +89,14 @@ class Trial:
 
 
 def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, bool]:
-    """Try it on a small copy of a model of this class and configuration, with the same code.
+    """Check on a small copy of a model whether its calls may share a batch.
+
+    Args:
+        cls, config: class and configuration of the model.
+        edits: code that the program changed after the class built the model.
 
     Returns:
-        Why calls run one after another, "" if they may share a batch; and whether prompts may run in pieces.
+        The reason why calls may not share a batch, or ""; and whether prompts may run in pieces.
     """
     if config.is_encoder_decoder:
         return "it has an encoder", False
@@ -102,14 +110,14 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
 
 
 def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
-    """Return why calls of such a model run one after another, "" if they may share a batch.
+    """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`.
-        in_pieces: see `Trial`.
-        lengths: tokens of each call, before and after.
+        in_pieces: whether prompts run in pieces, as in `Trial`.
+        lengths: prompt tokens and new tokens of each call.
     """
-    model.set_experts_implementation("eager")  # as on the ranks; other kernels take not all widths of a small copy
+    model.set_experts_implementation("eager")  # like the ranks; other kernels need wider layers than a small copy has
     words = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
     calls: list[dict[str, Any]] = [
@@ -125,24 +133,24 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     for call in calls:
         if call["input_ids"][0, -1] == model.generation_config.pad_token_id:
-            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # such a prompt shares no batch
+            call["input_ids"][0, -1] = (call["input_ids"][0, -1] + 1) % words  # the prompt must not end with padding
     try:
         with torch.inference_mode():
             alone, scores = zip(*(_watched(call) for call in calls), strict=True)
             ids = [model.generate(**call) for call in alone]
-            shared, others = zip(*(_watched(call) for call in calls), strict=True)
+            shared, batch_scores = zip(*(_watched(call) for call in calls), strict=True)
             together = _together(model, list(shared), in_pieces)
-    except Exception as error:  # whatever a model of a kind of its own raises
+    except Exception as error:  # the model's own code may raise any exception
         return f"{type(error).__name__}: {error}"
     different = sum(not torch.equal(*pair) for pair in zip(ids, together, strict=True))
     if different:
-        return f"{different} of {len(calls)} sequences have other tokens than alone"
-    worst = max(starmap(difference, zip(chain(*others), chain(*scores), strict=True)), default=0.0)
-    return f"scores differ from those of calls alone, by {worst:.0e} of the largest" if worst > _TOLERANCE else ""
+        return f"{different} of {len(calls)} sequences have other tokens in a batch than alone"
+    worst = max(starmap(difference, zip(chain(*batch_scores), chain(*scores), strict=True)), default=0.0)
+    return f"scores differ in a batch and alone, by {worst:.0e} of the largest score" if worst > _TOLERANCE else ""
 
 
 def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return a call, and the scores that its tokens are chosen by, once it has run."""
+    """Return a call that records its scores, and the list that the scores are added to."""
     seen: list[torch.Tensor] = []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -153,13 +161,14 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
 
 
 def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
+    """Run calls in one batch. Return the prompt and the new tokens of each call."""
     prefixes = Prefixes(100 if in_pieces else 0, least=2)
-    rows, prompts, met = Rows(model, None, prefixes), Prompts(model, prefixes), list[BatchRow]()
+    rows, prompts, batch_rows = Rows(model, None, prefixes), Prompts(model, prefixes), list[BatchRow]()
     for number, call in enumerate(calls):
-        met.append(BatchRow(number, prepare(model, call)))
-        prompts.add(met[-1])
+        batch_rows.append(BatchRow(number, prepare(model, call)))
+        prompts.add(batch_rows[-1])
         if not number:
-            continue  # the first two run side by side, the last in pieces, and begins like the second
+            continue  # the first two prompts run together; the last prompt runs in pieces, and begins like the second
         while len(prompts):
             if ran := prompts.run((_PIECE if len(rows) else 2 * _PIECE) if in_pieces else 0):
                 rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
@@ -167,4 +176,4 @@ def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[
                 rows.step()
     while len(rows):
         rows.step()
-    return [row.ids for row in met]
+    return [row.ids for row in batch_rows]

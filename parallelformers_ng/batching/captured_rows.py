@@ -1,7 +1,7 @@
-"""The steps of a batch as CUDA graphs: while rows are decoded, their keys and values lie in a static cache.
+"""Runs the decode steps of a batch as CUDA graphs, with keys and values in a static cache.
 
-Rows join and leave in the batch's own cache, which grows. Before a step the static one takes what it holds, unless the
-last step left it there; after the step the batch's cache is a view of the static one.
+Rows join and leave the batch's growing cache. A step first copies the growing cache to the static cache, unless the
+last step used the same static cache. After the step the growing cache is a view of the static cache.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, bucket_of
 
 
 class CapturedRows:
-    """The recorded steps of one rank's batches, in buckets of rows.
+    """The recorded steps of one rank's batches, grouped by the number of rows.
 
     Args:
-        model: the rank's.
-        steps: gives those that are recorded, or says why none can be.
+        model: model of the rank.
+        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
 
     Attributes:
-        reason: why a step ran plainly instead of from a recording, "" if none did.
+        reason: why a step ran without a recording; "" if every step had a recording.
     """
 
     def __init__(self, model: PreTrainedModel, steps: Callable[[], CapturedSteps | str]) -> None:
@@ -36,19 +36,19 @@ class CapturedRows:
     def run(
         self, growing: Any, shape: tuple[int, int], positions: int, inputs: Callable[[Any], dict[str, Any]]
     ) -> Any | None:
-        """Return one step.
+        """Run one decode step from a recording, if possible.
 
         Args:
-            growing: the batch's cache.
-            shape: rows and tokens of the cache, the token of this step included.
-            positions: rows × tokens that a static cache may have.
-            inputs: the model's arguments over a cache.
+            growing: cache of the batch.
+            shape: rows and tokens of the cache, including the token of this step.
+            positions: most rows × tokens of a static cache.
+            inputs: function that returns the model's arguments for a cache.
 
         Returns:
-            What the model gave; None if the step is to run as it is.
+            The model's output; None if the caller must run the step without a recording.
         """
         rows, columns = shape
-        length = max(LENGTH_STEP, bucket_of(columns))  # of half of it a step reads nothing, and it is recorded once
+        length = max(LENGTH_STEP, bucket_of(columns))  # up to half is unused, but one recording serves many lengths
         if bucket_of(rows) * length > positions:
             return None
         steps = self._steps()
@@ -56,7 +56,7 @@ class CapturedRows:
             self.reason = steps
             return None
         if not keeps_all(growing):
-            self.reason = f"rows join no static cache out of a {type(growing).__name__} of this model"
+            self.reason = f"rows of this model's {type(growing).__name__} cannot be copied to a static cache"
             return None
         static = steps.cache(rows, columns, length, lambda: StaticCache(self._model.config, max_cache_len=length))
         if static is None:

@@ -1,4 +1,4 @@
-"""Penalties on tokens of a sequence, and a bias on tokens, for all rows of a batch in one pass."""
+"""Applies repetition, presence and frequency penalties and a token bias to all rows of a batch in one pass."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Changes of the scores of one sequence's next token, in vLLM's order.
+    """The changes of the scores of one sequence's next token, in vLLM's order.
 
-    1. `bias` is added.
-    2. Scores of tokens that the sequence has, prompt included, are divided by `repetition` if they are positive, else
-       multiplied by it (https://arxiv.org/abs/1909.05858).
-    3. A token that the answer has n times, n > 0, loses `presence + frequency * n`.
+    1. Add `bias`.
+    2. Divide the positive scores of tokens in the prompt or the answer by `repetition`, and multiply the negative
+       scores of such tokens by `repetition` (https://arxiv.org/abs/1909.05858).
+    3. Subtract `presence + frequency * n` from the score of a token that occurs n > 0 times in the answer.
 
-    `generate` takes it as a logits processor. A batch applies those of all its rows at once, before other processors.
+    An object is a logits processor for `generate`. A batch applies the penalties of all rows at once, before other
+    processors.
 
     Attributes:
-        start: tokens of the sequence before its answer.
-        presence: penalty on tokens of the answer.
+        start: number of prompt tokens.
+        presence: penalty on every token of the answer.
         frequency: penalty on each occurrence of a token in the answer.
-        repetition: factor of tokens of the sequence; 1 for none.
-        bias: tokens, and what is added to their scores.
+        repetition: factor for the tokens of prompt and answer; 1 for no penalty.
+        bias: pairs of a token and the number to add to its score.
     """
 
     start: int
@@ -38,10 +39,10 @@ class Penalties:
 
 
 def penalized(scores: torch.Tensor, sequences: Sequence[torch.Tensor], penalties: Sequence[Penalties]) -> torch.Tensor:
-    """Return new scores of the next token of each row.
+    """Return the scores of each row's next token with the row's penalties, float32 `[rows, vocabulary]`.
 
     Args:
-        scores: float32 `[rows, vocabulary]`.
+        scores: scores of each row's next token, float32 `[rows, vocabulary]`; not changed.
         sequences: prompt and answer so far of each row, int64 `[tokens]`.
         penalties: penalties of each row.
     """

@@ -1,4 +1,4 @@
-"""Beginnings of sequences whose keys and values are kept: a prompt that begins alike need not run that part again."""
+"""Keeps keys and values of earlier sequences, so that a new prompt need not run the same first tokens again."""
 
 from __future__ import annotations
 
@@ -11,57 +11,61 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.batching.row_caches import keeps_all, layers_of
 
 LEAST_TOKENS = 16
-"""Shorter beginnings cost less to run than to look after."""
+"""Least tokens of a kept sequence. Shorter prefixes save less time than their bookkeeping costs."""
 
 
 @dataclass(eq=False)
-class _Kept:
-    """Tokens `[tokens]`, and the keys and values of each layer, `[1, heads, tokens, width]`."""
+class _Sequence:
+    """A kept sequence: token ids, int64 `[tokens]`, and each layer's keys and values, `[1, heads, tokens, width]`."""
 
     ids: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Prefixes:
-    """The sequences that were used last. All ranks keep the same.
+    """The most recently used sequences. All ranks keep the same sequences.
 
     Args:
-        limit: tokens that they may have together.
-        least: tokens that make it worth while.
+        limit: most tokens of all kept sequences together.
+        least: least tokens of a kept sequence and of a reused prefix.
     """
 
     def __init__(self, limit: int, least: int = LEAST_TOKENS) -> None:
         self._limit = limit
         self._least = least
-        self._kept: list[_Kept] = []  # the one used last comes last
+        self._sequences: list[_Sequence] = []  # the most recently used sequence is last
 
     def forget(self) -> None:
-        """Let all sequences go."""
-        self._kept.clear()
+        """Drop all sequences."""
+        self._sequences.clear()
 
     def length(self, ids: torch.Tensor) -> int:
-        """With how many of its tokens, all but one at most, a prompt `[1, tokens]` begins like one that is kept."""
+        """Return the length of the longest kept prefix of a prompt, at most all tokens but one; 0 if none is kept.
+
+        Args:
+            ids: prompt, int64 `[1, tokens]`.
+        """
         return self._best(ids)[0]
 
     def fill(self, cache: Any, ids: torch.Tensor) -> int:
-        """Put the beginning of a prompt into its cache, which is empty. Returns its tokens."""
-        length, kept = self._best(ids)
-        if kept is None or not keeps_all(cache):
+        """Copy the longest kept prefix of a prompt to an empty cache. Return the length of the prefix in tokens."""
+        length, sequence = self._best(ids)
+        if sequence is None or not keeps_all(cache):
             return 0
-        self._kept.remove(kept)
-        self._kept.append(kept)
-        for layer, (keys, values) in zip(layers_of(cache), kept.layers, strict=True):
+        self._sequences.remove(sequence)
+        self._sequences.append(sequence)
+        for layer, (keys, values) in zip(layers_of(cache), sequence.layers, strict=True):
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]  # what follows makes copies of them
+            layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]  # an update of the layer copies them
         return length
 
     def keep(self, ids: torch.Tensor, cache: Cache, row: int) -> None:
-        """Keep a sequence, in place of those that it begins with.
+        """Keep a sequence; drop kept sequences that are prefixes of the new sequence.
 
         Args:
-            ids: `[1, tokens]`.
-            cache: has it at the end of a row.
-            row: the row whose prompt it is.
+            ids: token ids of the sequence, int64 `[1, tokens]`.
+            cache: cache with the keys and values of the sequence, in the last columns of a row.
+            row: index of the row in the cache.
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache) or self._best(ids)[0] == tokens - 1:
@@ -72,19 +76,20 @@ class Prefixes:
             )
             for layer in layers_of(cache)
         ]
-        self._kept = [kept for kept in self._kept if _common(kept.ids, ids[0]) < len(kept.ids)]
-        self._kept.append(_Kept(ids[0].clone(), layers))
-        while sum(len(kept.ids) for kept in self._kept) > self._limit:
-            del self._kept[0]
+        self._sequences = [earlier for earlier in self._sequences if _common(earlier.ids, ids[0]) < len(earlier.ids)]
+        self._sequences.append(_Sequence(ids[0].clone(), layers))
+        while sum(len(sequence.ids) for sequence in self._sequences) > self._limit:
+            del self._sequences[0]
 
-    def _best(self, ids: torch.Tensor) -> tuple[int, _Kept | None]:
-        lengths = [_common(kept.ids, ids[0, :-1]) for kept in self._kept]
+    def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
+        """Return the length of the longest kept prefix of a prompt, and the sequence with that prefix."""
+        lengths = [_common(sequence.ids, ids[0, :-1]) for sequence in self._sequences]
         longest = max(lengths, default=0)
-        return (longest, self._kept[lengths.index(longest)]) if longest >= self._least else (0, None)
+        return (longest, self._sequences[lengths.index(longest)]) if longest >= self._least else (0, None)
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:
-    """With how many equal tokens two sequences begin."""
+    """Return the number of equal tokens at the beginning of two sequences."""
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
     return int(differ[0]) if len(differ) else length

@@ -1,4 +1,4 @@
-"""A call of `generate`, taken as far as its loop: transformers checks and prepares it, and a batch goes on with it."""
+"""Prepares a call of `generate` for a batch: transformers checks the arguments, and the batch runs the decode steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from parallelformers_ng.batching.penalties import Penalties
 
 @dataclass
 class Prepared:
-    """The arguments that `generate` hands to its loop.
+    """The arguments that `generate` passes to its decoding loop.
 
     Attributes:
-        input_ids: the prompt, int64 `[1, tokens]`.
-        processors, criteria: objects of this call alone; they see its row as a batch of one.
-        penalties: penalties among its processors, which a batch applies for all rows at once; None if it has none.
-        config: its settings, with what the model's own say.
+        input_ids: token ids of the prompt, int64 `[1, tokens]`.
+        processors, criteria: logits processors and stopping criteria of this call, which get tensors of one row.
+        penalties: penalties among the call's processors, which a batch applies to all rows at once; None for none.
+        config: settings of the call, with defaults from the model's `generation_config`.
         model_kwargs: further arguments of the model: attention mask, positions, cache.
     """
 
@@ -36,11 +36,12 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """Return the model's arguments for new tokens, as `generate` makes them.
+    """Return the same arguments of the model for new tokens as `generate` would make.
 
     Args:
-        ids, positions: int64 `[rows, tokens]`. Some models leave it to their forward to take positions from the length
-            of the cache, padding counted; here they have those of the rows.
+        ids: token ids, int64 `[rows, tokens]`.
+        positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
+            would count from the length of the cache, padding included.
         arguments: arguments of `prepare_inputs_for_generation`.
     """
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
@@ -50,9 +51,10 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
 
 
 def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
-    """Have `model.generate(**kwargs)` prepare itself, and stop before the first forward.
+    """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop.
 
-    Raises what `generate` raises of arguments that it refuses.
+    Raises:
+        Exception: `generate` refuses an argument.
     """
     prepared_calls: list[Prepared] = []
 

@@ -1,4 +1,4 @@
-"""Prompts on their way into a batch: short ones run side by side, long ones in pieces, so that no row waits long."""
+"""Runs the prompts of a batch: short prompts together, a long prompt in pieces, so that no row waits long."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 
 @dataclass(eq=False)
 class Ran:
-    """Prompts that have run.
+    """The results of prompts that ran together.
 
     Attributes:
-        rows: whose they are.
-        logits: logits of their last tokens, `[rows, vocabulary]`.
-        cache: cache of all of them; None if the model runs whole sequences at every step.
-        mask: `[rows, columns]`, 0 if the cache has padding.
+        rows: rows of the prompts.
+        logits: logits of each prompt's last token, `[rows, vocabulary]`.
+        cache: cache of the prompts; None if the model runs whole sequences at every step.
+        mask: int64 `[rows, columns]`: 0 for padding in the cache, 1 for tokens.
     """
 
     rows: list[BatchRow]
@@ -40,18 +40,18 @@ class Ran:
 
 
 class Prompts:
-    """Prompts that wait, in the order in which they came.
+    """The waiting prompts, in the order of their arrival.
 
     Args:
-        model: the rank's.
-        prefixes: known beginnings of prompts, already run.
+        model: model of the rank.
+        prefixes: kept sequences, whose keys and values new prompts may reuse.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
-        self._done = 0  # tokens of the first that have run
+        self._done = 0  # tokens of the first prompt that have run
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -63,19 +63,19 @@ class Prompts:
         self._waiting.append(row)
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Let prompts go."""
+        """Remove the prompts with the given row numbers."""
         if self._waiting and self._waiting[0].number in numbers:
             self._done = 0
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
 
     def run(self, piece: int) -> Ran | None:
-        """Run so many tokens of the first prompt, or as many whole ones as are no more, padding counted.
+        """Run one piece of the first prompt, or several whole prompts that fit in one piece with their padding.
 
         Args:
-            piece: tokens; 0 runs the first prompt, whole.
+            piece: most tokens to run; 0 runs the whole first prompt.
 
         Returns:
-            The prompts that are done, None if the first is not.
+            The results of the complete prompts; None if the first prompt has tokens left to run.
         """
         rows = self._side_by_side(piece)
         if len(rows) > 1:
@@ -86,7 +86,7 @@ class Prompts:
             self._done = self._prefixes.fill(cache, row.ids)
         begin, end = self._done, min(self._done + (piece or length), length)
         if end == length - 1 or row.call.config.use_cache is False:
-            end = length  # a last token alone would run as a step does, where models with states round otherwise
+            end = length  # a single last token would run as a decode step, which some models round in another way
         mask = row.prompt_mask[:, :end]
         logits = self._forward(row, row.ids[:, :end], mask, begin)
         self._done = end
@@ -102,7 +102,7 @@ class Prompts:
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> list[BatchRow]:
-        """Return the first prompt, and those after it that may run with it."""
+        """Return the row of the first prompt, and the rows of next prompts that may run together with the first."""
         if self._done:
             return [self._waiting[0]]
         rows, longest = list[BatchRow](), 0
@@ -117,7 +117,7 @@ class Prompts:
         return rows
 
     def _run_whole(self, rows: list[BatchRow]) -> Ran:
-        """Run prompts with padding behind the shorter ones, at which no token of theirs looks."""
+        """Run whole prompts together, with padding after the shorter prompts; no token attends to the padding."""
         for _ in rows:
             self._waiting.popleft()
         lengths = [row.ids.shape[1] for row in rows]
@@ -130,19 +130,19 @@ class Prompts:
             last = sorted({length - 1 for length in lengths})
             more = {"logits_to_keep": ids.new_tensor(last)}
         logits = self._forward(rows[0], ids, None, 0, **more)
-        at = [last.index(length - 1) for length in lengths]
+        ends = [last.index(length - 1) for length in lengths]
         row_caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)
         for index, row in enumerate(rows):
             mask[index, : empty[index]] = 0
             if row.may_be_kept:
                 self._prefixes.keep(row.ids, cache, index)
-        return Ran(rows, logits[range(len(rows)), at], cache, mask)
+        return Ran(rows, logits[range(len(rows)), ends], cache, mask)
 
     def _forward(
         self, row: BatchRow, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any
     ) -> torch.Tensor:
-        """Run prompts from a column on, into the cache of a row. Returns logits, `[rows, tokens, vocabulary]`."""
+        """Run prompts from column `begin` on with the cache of `row`. Return logits `[rows, tokens, vocabulary]`."""
         whole = torch.ones_like(ids[:1]) if mask is None else mask
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
         inputs = inputs_of(
@@ -159,15 +159,17 @@ class Prompts:
         )
         output = self._model(**inputs, return_dict=True)
         if row.cache is None and (name := row_caches.name_in(output)):
-            row.call.model_kwargs[name] = output[name]  # it makes a cache of its own
+            row.call.model_kwargs[name] = output[name]  # the model makes its own cache
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
-            raise BatchingError(f"it is not known how to add rows to {name}")
+            raise BatchingError(f"rows cannot be added to the cache {name} of this model")
         return output.logits
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:
-    """Return whether a prompt may run beside others, the longest of them `longest` tokens long. No token of it may
-    be padding, and its cache must keep all tokens."""
+    """Return whether a prompt may run together with other prompts, the longest of `longest` tokens.
+
+    The prompt must have no padding, and its cache must keep the keys and values of all tokens.
+    """
     if row.cache is None:
         return False
     windows = [getattr(layer, "sliding_window", None) or longest + 1 for layer in row.cache.layers]

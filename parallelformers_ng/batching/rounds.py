@@ -1,6 +1,6 @@
-"""A round of decoding: who joins and leaves, then a few steps of all rows. One request to the ranks, and its answer.
+"""Runs rounds of a batch on a rank. In a round, rows join and leave, and then all rows decode a few steps.
 
-Between rounds the ranks serve whatever else is asked of them, in turn; the rows wait, with their caches.
+A round is one request to the ranks. Between rounds the ranks serve other requests, and the rows keep their caches.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
 _PIECES_AT_ONCE = 2
-"""If no row waits for its next token: long pieces cost less a token than short ones."""
+"""Factor of the piece if no row waits for its next token. Long pieces cost less time for each token than short ones."""
 
 
 @dataclass
 class Round:
-    """The orders of a round, for the ranks.
+    """The caller's instructions to the ranks for one round.
 
     Attributes:
-        batch: number of the batch; rows of an earlier one are forgotten.
-        joins: number of a row → a parcel with its `Call` of `generate`, and the seed of its random stream or None.
-        leaves: rows that nobody waits for any more.
-        piece: tokens of prompts that are run between two steps; 0 for whole prompts, one by one.
-        prefixes: tokens of earlier sequences that are kept for prompts that begin alike, at most.
-        steps: tokens that are chosen at most for each row.
-        adapters: adapters of all rows, None if the model has none.
-        positions: rows × tokens of the largest cache over which steps become CUDA graphs; 0 if none do.
+        batch: number of the batch; ranks drop the rows of an earlier batch.
+        joins: number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
+        leaves: numbers of rows whose callers stopped waiting.
+        piece: prompt tokens that run before the decode steps of the round; 0 for one whole prompt.
+        prefixes: most tokens of earlier sequences whose keys and values are kept.
+        steps: number of decode steps.
+        adapters: active adapters of all rows; None for a model without adapters.
+        positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
     """
 
     batch: int
@@ -56,17 +56,18 @@ class Round:
 
 @dataclass
 class News:
-    """The fate of the rows in a round, as one rank knows it.
+    """One rank's report of a round.
 
     Attributes:
         tokens: number of a row → its new tokens.
-        ended: rows that are complete.
-        failed: rows that ended, and why where this rank raised it: all ranks do for arguments that are refused, one for
-            what its processors raise.
-        states: number of a row → a parcel with new states of the caller's objects, on the rank that chooses for it.
+        ended: numbers of complete rows.
+        failed: number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
+            arguments; only the rank that chooses the row's tokens raises errors of processors.
+        states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
+            row's tokens.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
-        free_bytes: free bytes of the rank's own device; 0 if that is the host.
-        uncaptured: why steps became no CUDA graphs that should, "" if they did.
+        free_bytes: free bytes of the rank's CUDA device; 0 on CPU.
+        uncaptured: reason why steps could not become CUDA graphs; "" without such a failure.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -79,12 +80,12 @@ class News:
 
 
 class RankBatch:
-    """The rows of one rank, and the rounds that it runs.
+    """The batch of one rank.
 
     Args:
-        model: the rank's.
-        communicator: the ranks.
-        steps: gives those that are recorded, or says why none can be.
+        model: model of the rank.
+        communicator: connection to the other ranks.
+        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
     """
 
     def __init__(self, model: Any, communicator: Communicator, steps: Callable[[], CapturedSteps | str]) -> None:
@@ -94,7 +95,7 @@ class RankBatch:
         self._batch = -1
 
     def forget_prefixes(self) -> None:
-        """Let go of earlier sequences, and keep none that was begun already: the model is not what it was."""
+        """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
             for row in (*self._rows, *self._prompts):
@@ -104,10 +105,14 @@ class RankBatch:
         """Run a round.
 
         Args:
-            calls: number of a row that joins → arguments of its `generate`, or why they could not be read.
+            order: instructions of the caller.
+            calls: number of a new row → arguments of its `generate`, or the error if the arguments cannot be read.
+
+        Returns:
+            This rank's report.
 
         Raises:
-            Exception: the forward failed; then no row of the batch can go on.
+            Exception: the forward pass failed. All rows of the batch are lost.
         """
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
@@ -115,7 +120,7 @@ class RankBatch:
             self._prompts = Prompts(self._model, self._prefixes)
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
-        news, met = News(), set[BatchRow]()
+        news, changed_rows = News(), set[BatchRow]()
         for number, (*_, seed) in order.joins.items():
             kwargs = calls[number]
             if isinstance(kwargs, Description):
@@ -124,7 +129,7 @@ class RankBatch:
             objects = ObjectState(stateful_arguments(kwargs))
             try:
                 call = prepare(self._model, kwargs)
-            except Exception as error:  # of its arguments, alike on every rank
+            except Exception as error:  # wrong arguments raise the same error on every rank
                 news.failed[number] = describe(error)
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
@@ -132,16 +137,16 @@ class RankBatch:
         piece = order.piece if len(self._rows) else order.piece * _PIECES_AT_ONCE
         if len(self._prompts) and (ran := self._prompts.run(piece)):
             self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-            met.update(ran.rows)
+            changed_rows.update(ran.rows)
         for _ in range(order.steps):
             if not len(self._rows):
                 break
-            met.update(self._rows.step(order.positions))
+            changed_rows.update(self._rows.step(order.positions))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
             news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
-        for row in met:
+        for row in changed_rows:
             news.tokens[row.number] = row.news()
             if row.outcome == ENDED:
                 news.ended.append(row.number)

@@ -1,4 +1,4 @@
-"""A sequence that grows: how its next token is chosen, and when it ends."""
+"""Chooses the next token of one sequence of a batch, and checks whether the sequence has ended."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class BatchRow:
     """One call of `generate` on a rank.
 
     Attributes:
-        number: the caller's name for it.
-        call: how its next token is chosen, and when it ends.
-        random: generator of its own, None if it has none.
-        objects: mutable parts of the caller's processors and criteria; None without any.
+        number: number by which the caller identifies the row.
+        call: prepared arguments, with logits processors and stopping criteria.
+        random: random stream of the row; None for the rank's default generator.
+        objects: mutable parts of the caller's processors and criteria; None if they have no such parts.
         ids: the prompt and the tokens so far, int64 `[1, tokens]`.
-        newest: the last of them.
-        told: how many of its tokens the caller has.
+        newest: last token of `ids`.
+        told: number of tokens, prompt included, that were sent to the caller.
         outcome: GOES_ON, ENDED or FAILED.
-        failure: exception on the rank that chose.
-        may_be_kept: whether its keys and values may serve later prompts: all tokens of its prompt count, and the model
-            has been the same since it began.
+        failure: error of a processor or criterion, on the rank that chose the token.
+        may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and
+            the model must not have changed since the row began.
     """
 
     number: int
@@ -56,28 +56,28 @@ class BatchRow:
 
     @property
     def cache(self) -> Any:
-        """Mask of its prompt; None if the model makes it itself or uses none."""
+        """The row's cache during its prefill; None if the model makes the cache itself or uses no cache."""
         return self.call.model_kwargs.get(name_in(self.call.model_kwargs))
 
     @property
     def prompt_mask(self) -> torch.Tensor:
-        """Return the tokens of the prompt that count, `[1, tokens]`: `generate` takes pad tokens for padding."""
+        """Attention mask of the prompt, int64 `[1, tokens]`; `generate` sets 0 for pad tokens."""
         mask = self.call.model_kwargs.get("attention_mask")
         return torch.ones_like(self.call.input_ids) if mask is None else mask
 
     @property
     def prompt_is_plain(self) -> bool:
-        """Whether all tokens of the prompt count."""
+        """Whether the prompt has no padding."""
         return bool(self.prompt_mask.all())
 
     def choose(self, logits: torch.Tensor) -> tuple[int, int]:
-        """Choose the next token as transformers' own loop does.
+        """Choose the next token like the loop of transformers.
 
         Args:
             logits: logits of the newest token, `[1, vocabulary]`.
 
         Returns:
-            The token, and what becomes of the row with it.
+            The token, and the outcome of the row: GOES_ON, ENDED or FAILED.
         """
         try:
             with self.random or contextlib.nullcontext():
@@ -87,26 +87,26 @@ class BatchRow:
                 else:
                     token = scores.argmax(-1, keepdim=True)
             ended = bool(self.call.criteria(torch.cat((self.ids, token), -1), scores)[0])
-        except Exception as error:  # of a processor or a criterion: its row's alone
+        except Exception as error:  # an error of a processor or criterion fails only this row
             self.failure = describe(error)
             return 0, FAILED
         return int(token), ENDED if ended else GOES_ON
 
     def take(self, token: int, outcome: int) -> None:
-        """Take over the token of the rank that chose."""
+        """Add the token that one rank chose, and set the outcome."""
         self.outcome = outcome
         if outcome != FAILED:
             self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
             self.newest = token
 
     def news(self) -> list[int]:
-        """Return the tokens that the caller has not been told of."""
+        """Return the tokens that have not been sent to the caller yet."""
         new: list[int] = self.ids[0, self.told :].tolist()
         self.told = self.ids.shape[1]
         return new
 
     def changes(self) -> dict[int, Any]:
-        """New states of parts of the caller's objects that have changed since the caller was told of them."""
+        """Return the new states of the caller's objects that changed since the last call of this method."""
         if self.objects is None or not (changes := self.objects.changes()):
             return {}
         self.objects.remember()

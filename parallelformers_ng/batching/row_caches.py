@@ -1,4 +1,4 @@
-"""Adds rows to a cache of transformers, and takes rows away."""
+"""Adds rows to a transformers cache, and removes rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
 _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexer_position_ids": (1, -1)}
-"""Tensors of a layer, and the dimensions that are rows and columns."""
+"""Name of a layer's tensor → its dimensions of rows and of columns."""
 
 
 @dataclass
-class _Held:
-    """A tensor of a cache, and the place that holds it.
+class _CacheTensor:
+    """A tensor of a cache, and the container that holds the tensor.
 
     Attributes:
         place: attributes of a layer, or a list or dictionary of states.
-        key: place in that object.
-        aligned: dimensions of rows and columns; None without columns: a state, `[rows, …]`, of convolutions or
-            linear attention.
+        key: key or index of the tensor in `place`.
+        aligned: dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
     """
 
     place: Any
@@ -35,7 +34,7 @@ class _Held:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[rows, columns, …]`, or a state."""
+        """The tensor, as `[rows, columns, …]`; a state has no columns."""
         content: torch.Tensor = self.place[self.key]
         return content if self.aligned is None else content.movedim(self.aligned, (0, 1))
 
@@ -45,45 +44,46 @@ class _Held:
 
 
 def name_in(arguments: Mapping[str, Any]) -> str:
-    """Return the name of the cache among a model's arguments or outputs; "" if there is none."""
+    """Return the name of the cache among a model's arguments or outputs; "" without a cache."""
     return next((name for name in _NAMES if arguments.get(name) is not None), "")
 
 
 def is_of_tokens_alone(cache: Any) -> bool:
-    """Return whether a cache, maybe still empty, will hold keys and values and no states."""
+    """Return whether a cache, even if empty, is for keys and values only, not for states."""
     items = (item for holder in _holders(cache) for item in holder.items())
     return not any(isinstance(value, (list, dict)) and name != "layers" for name, value in items)
 
 
 def holds_any(cache: Any) -> bool:
-    """Return whether a cache holds anything."""
-    return next(iter(_all_held(cache)), None) is not None
+    """Return whether a cache has a tensor."""
+    return next(iter(_cache_tensors(cache)), None) is not None
 
 
 def keeps_all(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens, and nothing else."""
+    """Return whether a cache keeps the keys and values of all tokens, and no states."""
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
-    """Keep some rows alone, and no more than the last columns."""
-    for item in _all_held(cache):
+    """Remove all rows except `rows`, and all columns except the last `columns`."""
+    for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
     _note_columns(cache, columns)
 
 
 def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int) -> None:
-    """Put the rows of another cache into one.
+    """Copy the rows of one cache to rows of another cache. The last columns of both caches are aligned.
 
     Args:
-        cache: has `count` rows afterwards, or had them.
-        others: its rows are aligned with those of `cache` at their ends.
-        rows: rows for them.
+        cache: cache to change.
+        others: cache with the new rows.
+        rows: index in `cache` for each new row.
+        count: least number of rows of `cache` afterwards.
         columns: columns of the longer cache.
     """
-    for ours, its in zip(_all_held(cache), _all_held(others), strict=True):
-        old, new = ours.tensor, its.tensor
+    for ours, theirs in zip(_cache_tensors(cache), _cache_tensors(others), strict=True):
+        old, new = ours.tensor, theirs.tensor
         wider = 0 if ours.aligned is None else max(0, new.shape[1] - old.shape[1])
         if wider or count > len(old):
             inner = [0, 0] * (old.ndim - 1) if ours.aligned is None else [*[0, 0] * (old.ndim - 2), wider, 0]
@@ -97,56 +97,57 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
-    """Move the empty columns of each row, which come last, before the others."""
-    for item in _all_held(cache):
+    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens."""
+    for item in _cache_tensors(cache):
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
 
 def token_bytes(cache: Any) -> int:
-    """Return the bytes of what one token of one row takes."""
-    tensors = [each.tensor for each in _all_held(cache) if each.aligned]
+    """Return the bytes of the keys and values of one token of one row."""
+    tensors = [each.tensor for each in _cache_tensors(cache) if each.aligned]
     return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """Return the layers of a cache; none of one that holds states alone."""
+    """Return the layers of a cache; an empty list for a cache of states."""
     layers = getattr(cache, "layers", ())
-    return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # one in int8 is made of two
+    return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
 
 
 def _note_columns(cache: Any, columns: int) -> None:
     for layer in layers_of(cache):
-        if hasattr(layer, "cumulative_length"):  # of a window that slides: of all columns, also those it left
+        if hasattr(layer, "cumulative_length"):  # all columns so far, also those outside the sliding window
             layer.cumulative_length = columns
 
 
-def _all_held(cache: Any) -> Iterator[_Held]:
-    """Yield every tensor that has rows.
+def _cache_tensors(cache: Any) -> Iterator[_CacheTensor]:
+    """Yield every tensor of a cache that has rows.
 
     Raises:
-        BatchingError: the cache has a part to which rows cannot be added.
+        BatchingError: rows cannot be added to a tensor of the cache.
     """
     for holder in _holders(cache):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 if name not in _ALIGNED:
-                    raise BatchingError(f"it is not known how to add a row to {name} of a {type(cache).__name__}")
-                yield _Held(holder, name, _ALIGNED[name])
+                    raise BatchingError(f"rows cannot be added to the tensor {name} of a {type(cache).__name__}")
+                yield _CacheTensor(holder, name, _ALIGNED[name])
             elif isinstance(value, (list, dict)) and name != "layers":
                 yield from _states(value)
 
 
 def _holders(cache: Any) -> list[dict[str, Any]]:
-    """Return the attributes of a cache (some models have a mere list) and of its layers."""
+    """Return the attributes of a cache and of its layers. The cache of some models is a plain list."""
     own = {"": cache} if isinstance(cache, list) else vars(cache)
     return [own, *(vars(layer) for layer in layers_of(cache))]
 
 
-def _states(place: Any) -> Iterator[_Held]:
+def _states(place: Any) -> Iterator[_CacheTensor]:
+    """Yield the states in nested lists and dictionaries; change tuples to lists, so that states can be replaced."""
     for key in range(len(place)) if isinstance(place, list) else place:
         if isinstance(place[key], tuple):
             place[key] = list(place[key])
         if isinstance(place[key], list):
             yield from _states(place[key])
         elif isinstance(place[key], torch.Tensor) and place[key].ndim > 1:
-            yield _Held(place, key, None)
+            yield _CacheTensor(place, key, None)

@@ -1,4 +1,4 @@
-"""The rows that a rank decodes together. Every rank has the same rows, and is told the same of them."""
+"""Decodes the rows of a batch together on a rank. Every rank has the same rows and the same tokens."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
 
 _MOST_EMPTY = 4
-"""A batch is packed anew where one in so many of its rows, or of its columns, is empty: that copies all caches."""
+"""If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
 
 
 class Rows:
-    """Sequences in one batch, aligned at their newest token, with padding before the first token of the shorter ones.
+    """The sequences of one batch, aligned at their newest token. Shorter sequences have padding before the first token.
 
     ::
 
         a joins b:   · · a a a      a step:   · · a a a a      c comes in a's place:   · · · c c c
                      b b b b b                b b b b b b                              b b b b b b
 
-    A row joins with the cache of its prompt; either side is padded to the length of the other. Masks and positions are
-    each row's own, so its tokens do not depend on its company: `proof.py` sees to it for a type of model. The next
-    tokens are chosen by all ranks, each for its share of the rows.
+    A row joins with the cache of its prompt; the shorter of the two caches is padded. Each row has its own mask and
+    positions, so the tokens of a row do not depend on other rows. `batch_proof.py` checks this for each model. Every
+    rank chooses the next tokens of a share of the rows.
 
     Args:
-        model: the rank's.
-        communicator: the ranks; None if there is one.
-        prefixes: keeps the sequences that are complete.
-        captured: runs steps that are recorded; None if none are.
+        model: model of the rank.
+        communicator: connection to the other ranks; None for one rank.
+        prefixes: store that keeps complete sequences.
+        captured: runner of recorded steps; None for no recordings.
     """
 
     def __init__(
@@ -64,19 +64,20 @@ class Rows:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, 0 if there is no row."""
+        """Bytes of the keys and values of one token; 0 without a row."""
         return 0 if self._cache is None else row_caches.token_bytes(self._cache)
 
     def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
-        """Take rows in whose prompts have run, and choose their first tokens.
+        """Add rows after their prefill, and choose their first new tokens.
 
         Args:
-            logits: logits of their newest tokens, `[rows, vocabulary]`.
-            cache: cache of their prompts; None if every step runs whole sequences.
-            mask: `[rows, columns]`, 0 if the cache has padding.
+            rows: the new rows.
+            logits: logits of the last token of each prompt, `[rows, vocabulary]`.
+            cache: cache of the prompts; None if the model runs whole sequences at every step.
+            mask: int64 `[rows, columns]`: 0 for padding in the cache, 1 for tokens.
 
         Raises:
-            BatchingError: the model keeps a cache that no row can be added to.
+            BatchingError: rows cannot be added to a cache of this model.
         """
         self._choose(rows, logits)
         if cache is None:
@@ -91,7 +92,7 @@ class Rows:
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
 
     def _place(self, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
-        """Put rows where others have left, and behind the last."""
+        """Put new rows into empty slots, and then after the last slot."""
         slot_count, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
         free = [index for index, row in enumerate(self._slots) if row is None]
         free = [*free, *range(slot_count, slot_count + len(rows))][: len(rows)]
@@ -107,14 +108,14 @@ class Rows:
         """Choose one more token for each row.
 
         Args:
-            positions: rows × tokens of caches over which steps are recorded; 0 if none are to be.
+            positions: most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
 
         Returns:
-            The rows, also those that ended with it and have left.
+            The rows, including rows that ended in this step and have left.
         """
         if self._cache is None:
             if positions and self._captured is not None:
-                self._captured.reason = "the model keeps nothing between steps"
+                self._captured.reason = "the model has no cache"
             rows = [row for row in self._slots if row is not None]
             self._choose(rows, whole_logits(self._model, rows))
             self.leave({row.number for row in rows if row.outcome != GOES_ON})
@@ -123,12 +124,12 @@ class Rows:
         newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
         self._mask = pad(self._mask, (0, 1), value=1)
         logits = self._forward(newest, positions).logits[:, -1]
-        at = [index for index, row in enumerate(self._slots) if row is not None]
+        full = [index for index, row in enumerate(self._slots) if row is not None]
         rows = [row for row in self._slots if row is not None]
-        self._choose(rows, logits if len(rows) == len(self._slots) else logits[at])
-        for index, row in zip(at, rows, strict=True):
+        self._choose(rows, logits if len(rows) == len(self._slots) else logits[full])
+        for index, row in zip(full, rows, strict=True):
             if row.outcome == ENDED and row.may_be_kept:
-                self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # a conversation may go on with it
+                self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # the next prompt may begin with this sequence
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
         return rows
 
@@ -148,19 +149,20 @@ class Rows:
         return self._model(**inputs(self._cache)) if output is None else output
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Let rows go."""
+        """Remove the rows with the given numbers."""
         self._slots = [None if row is None or row.number in numbers else row for row in self._slots]
         if not any(self._slots):
             self._slots, self._cache = [], None
 
     def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
-        """Choose the tokens of this rank's share of the rows; then exchange them."""
+        """Choose the next tokens of this rank's share of the rows, and gather the tokens of all ranks."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
-        if at := [index for index in own if rows[index].call.penalties is not None]:
-            penalties = [each for index in at if (each := rows[index].call.penalties) is not None]
-            scores = penalized(logits[at].float(), [rows[index].ids[0] for index in at], penalties)
-            own.update(zip(at, scores.split(1), strict=True))
+        if penalized_rows := [index for index in own if rows[index].call.penalties is not None]:
+            penalties = [each for index in penalized_rows if (each := rows[index].call.penalties) is not None]
+            sequences = [rows[index].ids[0] for index in penalized_rows]
+            scores = penalized(logits[penalized_rows].float(), sequences, penalties)
+            own.update(zip(penalized_rows, scores.split(1), strict=True))
         mine = [row.choose(own[index]) if index in own else (0, 0) for index, row in enumerate(rows)]
         chosen = self._mask.new_tensor([mine])
         if self._communicator is not None:
@@ -169,7 +171,7 @@ class Rows:
             row.take(*each[row.number % ranks])
 
     def _pack(self) -> None:
-        """Drop empty rows and columns if there are too many."""
+        """Drop empty rows and columns if at least one in 4 rows or columns is empty."""
         full = [index for index, row in enumerate(self._slots) if row is not None]
         first = int(self._mask[full].any(0).to(torch.uint8).argmax())
         rows, columns = self._mask.shape

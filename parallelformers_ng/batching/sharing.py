@@ -1,4 +1,4 @@
-"""Decides which calls of `generate` may share a batch, and packs them for the ranks."""
+"""Decides which calls of `generate` may share a batch, and prepares the calls for the ranks."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, st
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _ARGUMENTS = ("input_ids", "attention_mask", "generation_config", "tokenizer", *STATEFUL)
-# Settings of `generate` that a row of a batch has not, or not yet.
+# Settings of `generate` that a batch does not support (yet).
 _NEEDS_A_LOOP_OF_ITS_OWN = (
     "num_beams", "num_return_sequences", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
     "assistant_early_exit", "constraints", "force_words_ids", "token_healing", "guidance_scale", "watermarking_config",
     "return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
     "cache_implementation", "cache_config", "compile_config", "prefill_chunk_size",
 )  # fmt: skip
-_NEW_TOKENS = 20  # of a call that sets no limit, in transformers
+_NEW_TOKENS = 20  # transformers' default for a call without a limit
 
 
 @dataclass
 class SharedCall:
-    """A call of `generate` whose row may join others.
+    """A call of `generate` that may share a batch with other calls.
 
     Attributes:
         kwargs: arguments for the ranks.
-        seed: seed of its random stream, None if it has none.
-        tokens: tokens of its prompt, and the most tokens in all.
-        endings: criteria checked by the caller: stop strings (they need a tokenizer) and its time limit (ranks
-            have clocks of their own).
-        objects: mutable parts of its processors and criteria, None if there are none.
-        adapters: its adapters, None if the model has none.
+        seed: seed of the call's random stream; None for a call that needs no stream.
+        tokens: number of prompt tokens, and most tokens of prompt and answer together.
+        endings: stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time
+            limit, because the clocks of the ranks differ.
+        objects: mutable parts of the call's processors and criteria; None if they have no such parts.
+        adapters: active adapters of the call; None for a model without adapters.
     """
 
     kwargs: dict[str, Any]
@@ -49,13 +49,14 @@ class SharedCall:
         return self.kwargs["input_ids"]
 
     def follow(self, ids: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, bool]:
-        """Add new tokens, up to the one that ends the call.
+        """Add new tokens to a sequence, up to the token that ends the call.
 
         Args:
-            ids: prompt and tokens so far, `[1, tokens]`.
+            ids: prompt and tokens so far, int64 `[1, tokens]`.
+            tokens: new tokens from the ranks.
 
         Returns:
-            The same with the new ones, and whether one of them ends it.
+            The longer sequence, int64 `[1, tokens]`, and whether a new token ends the call.
         """
         for token in tokens:
             ids = torch.cat((ids, ids.new_tensor([[token]])), -1)
@@ -64,7 +65,7 @@ class SharedCall:
         return ids, False
 
     def restore(self, states: dict[int, Any]) -> None:
-        """Write new states of the caller's objects to them."""
+        """Write new states to the caller's processors and criteria."""
         if self.objects is not None:
             self.objects.restore(states)
 
@@ -72,14 +73,14 @@ class SharedCall:
 def shared_call(
     model: Any, arguments: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
 ) -> SharedCall | str:
-    """Return a call whose row may join others; else why it runs alone.
+    """Prepare a call for a batch, or return the reason why the call must run alone.
 
     Args:
-        model: the caller's; its settings hold where the call says nothing.
+        model: model of the caller, with the default settings of `generate`.
         arguments: arguments of `generate` by name.
-        seed: seed of the call's random stream.
-        draw_seed: draws a seed for a sampling call without one. None if such a call runs alone: then it
-            draws from the caller's generator, as in one process.
+        seed: seed of the call's random stream, or None.
+        draw_seed: function that draws a seed for a sampling call without a seed. None if such a call must run alone,
+            and draw from the caller's generator.
     """
     kwargs = {
         name: value for name, value in arguments.items() if value is not None or name not in (*STATEFUL, "tokenizer")
@@ -95,11 +96,11 @@ def shared_call(
         return kwargs.get(name, getattr(config, name, None))
 
     for name in _NEEDS_A_LOOP_OF_ITS_OWN:
-        if setting(name) is True or setting(name) not in (None, False, 1):  # True is 1, but not for a number of beams
+        if setting(name) is True or setting(name) not in (None, False, 1):  # 1 beam is allowed, but not True (== 1)
             return f"it has {name}"
     caches = model.generation_config.use_cache is not False
     if setting("use_cache") is (not caches):
-        return "it uses no cache" if caches else "it uses a cache, and others do not"
+        return "it uses no cache" if caches else "it uses a cache, but the model's other calls do not"
     if setting("do_sample") and seed is None and draw_seed is None:
         return "it samples without a seed"
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
@@ -113,15 +114,15 @@ def shared_call(
     ):
         return "it is not one prompt of token ids"
     if mask is not None and (mask.shape != ids.shape or not bool(mask[0, -1])):
-        return "its mask is not one of a prompt"
+        return "its mask has another shape than its prompt, or masks the last token"
     if mask is None and int(ids[0, -1]) == setting("pad_token_id"):
-        return "its prompt ends with padding"  # whose position transformers counts otherwise
+        return "its prompt ends with padding"  # transformers counts the positions of such a prompt in another way
     if int(ids.min()) < 0 or int(ids.max()) >= words:
-        return "an id is out of range"  # for which all rows of a batch would fail
+        return "a token id is out of range"  # in a batch, such an id would fail all rows
     tokenizer, endings = kwargs.pop("tokenizer", None), StoppingCriteriaList()
     if stop_strings := setting("stop_strings"):
         if tokenizer is None:
-            return "it has stop strings and no tokenizer"  # which is an error of transformers
+            return "it has stop strings and no tokenizer"  # transformers raises an error for this call
         endings.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stop_strings"] = None
     if seconds := setting("max_time"):
@@ -134,10 +135,10 @@ def shared_call(
 
 
 def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many tokens the prompts of a call of `generate` have, and with all that may follow.
+    """Return the number of prompt tokens of a call of `generate`, and the most tokens of prompt and answer together.
 
     Args:
-        model: the caller's; its settings hold where the call says nothing.
+        model: model of the caller, with the default settings of `generate`.
         arguments: arguments of `generate` by name.
     """
     config = arguments.get("generation_config") or model.generation_config

@@ -1,4 +1,4 @@
-"""A call of `generate` that waits in the caller for its tokens."""
+"""Waits in the caller's thread for the tokens of a call of `generate` in a batch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _MOST_FAILURES = 3
 
 
 class Ticket:
-    """One call in a batch. The thread of the group changes it, the caller's waits for the bell and reads.
+    """One call in a batch. The group's thread adds tokens; the caller's thread waits for a signal and reads the tokens.
 
     Args:
         call: the call.
-        parcel: the same for the ranks, `message.parcel` of a `Call`.
-        positions: the call's contribution to `Round.positions`.
-        arrived: called once the ranks have the parcel.
+        parcel: arguments of the call for the ranks: `message.parcel` of a `Call`.
+        positions: most rows × tokens of a cache whose steps may be recorded for this call.
+        arrived: function without arguments, called when the ranks have received the parcel.
 
     Attributes:
-        tokens: chosen so far.
-        states: parcels of what has become of the call's processors and criteria.
-        runs: it has a row.
-        ended: no more will come.
-        error: why, if it did not end well: an exception, or a rank and its description of one.
-        lost: the group has ended before the ranks knew the call: another group may run it.
-        given_up: nobody waits for it any more.
-        failures: rounds that failed while it was suspected.
-        suspect: until this many tokens have come. A suspect shares rounds with no other, and the second time with no
-            other row at all, so that it fails alone if it does.
+        tokens: new tokens so far.
+        states: parcels with new states of the call's processors and criteria.
+        runs: whether the call has a row.
+        ended: whether no further token will come.
+        error: error that ended the call: an exception, or the number of a rank and its description of an exception.
+        lost: whether the group ended before the ranks received the call, so that another group may run the call.
+        given_up: whether the caller has stopped waiting.
+        failures: number of failed rounds in which the call was a suspect.
+        suspect: number of tokens until which the call is a suspect. Two suspects never share a round. After a second
+            failure, a suspect shares rounds with no other call, so that only the faulty call fails.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ticket:
         self.runs = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
         self.failures = self.suspect = 0
-        self._again = 0  # how many of the tokens have come a second time, if a round failed
+        self._again = 0  # number of tokens since the last start; after a failed round, the tokens come a second time
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # -- in the thread of the group ------------------------------------------------------------------------------
@@ -64,10 +64,10 @@ class Ticket:
         return self.failures > 1 and self.is_suspect
 
     def take(self, tokens: list[int]) -> None:
-        """Take tokens that the ranks have chosen."""
+        """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same."""
         for token in tokens:
             if self._again < len(self.tokens) and self.tokens[self._again] != token:
-                self.end(DivergedError("after a round that failed for another call, this call's tokens were others"))
+                self.end(DivergedError("this call was restarted after another call failed, and its tokens changed"))
                 return
             if self._again == len(self.tokens):
                 self.tokens.append(token)
@@ -78,14 +78,17 @@ class Ticket:
         self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
-        """After a round that failed: begin again at the prompt. Returns whether it may; else it has ended.
+        """Restart the call at its prompt after a failed round, or end the call with the error.
 
         Args:
             error: error of the round.
-            suspected: this call may be why.
+            suspected: whether this call may have caused the error.
+
+        Returns:
+            Whether the call restarts.
         """
         self.failures += suspected
-        if self.failures >= _MOST_FAILURES or self.call.objects is not None:  # whose state has moved on
+        if self.failures >= _MOST_FAILURES or self.call.objects is not None:  # changed objects cannot start again
             self.end(error)
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
@@ -94,36 +97,37 @@ class Ticket:
         return True
 
     def ring(self) -> None:
-        """Have the caller look. Any thread may."""
+        """Wake the caller's thread. Any thread may call this method."""
         self._bell.put(None)
 
-    # -- in the caller's -----------------------------------------------------------------------------------------
+    # -- in the thread of the caller -----------------------------------------------------------------------------
 
     def wait(self, end: float, on_tokens: Callable[[list[int]], object] | None) -> torch.Tensor | None:
-        """Wait for the tokens.
+        """Wait for the tokens of the call.
 
         Args:
-            end: until when, on the clock of `time.monotonic`, in seconds.
-            on_tokens: called with new tokens as they come.
+            end: deadline in seconds, on the clock of `time.monotonic`.
+            on_tokens: function that receives new tokens as soon as they arrive; None for no streaming.
 
         Returns:
-            Prompt and tokens, int64 `[1, tokens]`; None if the call is `lost`.
+            Prompt and new tokens, int64 `[1, tokens]`; None if the call is `lost`.
 
         Raises:
-            DeadlineExpiredError, RequestTimeoutError: the time passed, before the ranks were asked or after.
-            RequestCancelledError: another thread has cancelled it.
-            GroupError: the row, or the whole batch, has ended.
+            DeadlineExpiredError: the deadline passed before the ranks ran the call.
+            RequestTimeoutError: the deadline passed while the ranks ran the call.
+            RequestCancelledError: another thread cancelled the call.
+            GroupError: the call or the whole batch failed.
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
-        told, ids = 0, self.call.prompt
+        new_count, ids = 0, self.call.prompt
         while True:
             cancellation.check()
-            ended = self.ended  # first: nothing comes after it
+            ended = self.ended  # read before the tokens, because no token comes after the end
             while self.states:
                 self.call.restore(unpack(*self.states.popleft()))
-            before, ids, is_last = ids, *self.call.follow(ids, self.tokens[told:])
-            told = ids.shape[1] - self.call.prompt.shape[1]
+            before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
+            new_count = ids.shape[1] - self.call.prompt.shape[1]
             if on_tokens is not None and ids is not before:
                 on_tokens(ids[0, before.shape[1] :].tolist())
             if is_last:
@@ -137,7 +141,7 @@ class Ticket:
             try:
                 self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
             except queue.Empty:
-                if not self.runs and not told:
+                if not self.runs and not new_count:
                     text = "'generate' did not get its turn in the batch before its deadline"
                     raise DeadlineExpiredError(text) from None
-                raise RequestTimeoutError(f"'generate' ran past its deadline with {told} tokens") from None
+                raise RequestTimeoutError(f"'generate' ran past its deadline with {new_count} new tokens") from None

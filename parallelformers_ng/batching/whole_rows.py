@@ -1,4 +1,4 @@
-"""Rows of models that keep nothing between steps: every step runs each sequence from its beginning."""
+"""Runs the decode steps of models without a cache: every step runs each whole sequence from its first token."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from parallelformers_ng.errors import BatchingError
 
 
 def runs_whole(model: Any, row: BatchRow) -> bool:
-    """Return whether a model that has run a prompt and has no cache wants all of its tokens again for the next one.
+    """Return whether a decode step of a model runs the whole sequence, because the model has no cache.
 
     Raises:
-        BatchingError: it has a cache of a kind of its own.
+        BatchingError: the model keeps a cache that rows cannot be added to.
     """
     longer = torch.cat((row.ids, row.ids[:, -1:]), -1)
     whole = bool(_inputs(model, row, longer)["input_ids"].shape[1] > row.ids.shape[1])
     if not whole and row.cache is None:
-        raise BatchingError("the model keeps no cache that rows can be added to")
+        raise BatchingError("rows cannot be added to the cache of this model")
     return whole
 
 
 def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
-    """Run sequences side by side, with padding behind the shorter ones: no token of theirs looks at it.
+    """Run whole sequences together, with padding after the shorter sequences; no token attends to the padding.
 
     Returns:
-        The logits of their newest tokens, `[rows, vocabulary]`.
+        The logits of each sequence's last token, `[rows, vocabulary]`.
 
     Raises:
         BatchingError: an argument of the model cannot be padded.
@@ -42,7 +42,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             continue
         if value.shape != (1, lengths[0]):
-            raise BatchingError(f"it is not known how to pad {name}")
+            raise BatchingError(f"the model's argument {name} cannot be padded")
         behind = padding or 0 if name == "input_ids" else 0
         padded = (
             pad(each[name], (0, max(lengths) - length), value=behind)
@@ -54,7 +54,7 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the model's arguments for a sequence, made in `generate`'s own way."""
+    """Return the same arguments of the model for a whole sequence as `generate` would make."""
     arguments = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }

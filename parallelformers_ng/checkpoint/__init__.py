@@ -1,1 +1,1 @@
-"""Weights as files: finding them, reading parts, keeping them in the parent, writing them again."""
+"""Finds checkpoint files, reads parts of tensors, keeps shards in shared memory, and writes checkpoints."""

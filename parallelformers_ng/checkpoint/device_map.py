@@ -1,4 +1,4 @@
-"""A `device_map` for `from_pretrained` that spreads a model evenly, or by a ratio, over devices."""
+"""Computes a `device_map` for `from_pretrained` that divides a model over devices, evenly or by a ratio."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ def balanced_device_map(
     batch: int = 1,
     length: int = 0,
 ) -> dict[str, int | str]:
-    """Divide a model over devices so that the fullest holds as little as possible: a map for
-    `from_pretrained(device_map=…)`. Consecutive layers share a device. Embedding and head are counted in bytes, like
-    every layer. Modules that transformers does not split stay whole, and tied weights stay together.
+    """Return a `device_map` for `from_pretrained` that keeps the load of the fullest device as small as possible.
+
+    Each device gets consecutive modules. The load of a device is counted in bytes, embedding and head included. A
+    module that transformers does not split stays on one device. Tied weights stay on the same device.
 
     Args:
-        model_or_config: a model on any device, also `meta`; or a configuration alone.
-        num_devices: over how many.
-        ratio: how much each device is to hold beside the others; None for the same on all.
-        device_ids: their numbers or names; by default 0, 1, 2, ….
-        batch: number of sequences whose keys and values are counted too.
-        length: tokens of each of them; 0 counts no keys and values.
+        model_or_config: a model on any device (also `meta`), or a configuration.
+        num_devices: number of devices.
+        ratio: relative share of each device, one number per device; None for equal shares.
+        device_ids: numbers or names of the devices; by default 0, 1, 2, ….
+        batch: number of sequences in the key/value cache.
+        length: tokens of each sequence in the key/value cache; 0 counts no key/value cache.
 
     Returns:
-        Path of a module, or of a parameter that belongs to none of them, → device.
+        Path of a module, or of a parameter outside of the listed modules → device.
 
     Raises:
-        PlacementError: there are fewer parts than devices, or `device_ids` names another number of them.
-        ParallelError: the ratio does not fit.
+        PlacementError: `num_devices` is not a positive integer, the model has too few parts for the devices, or
+            `device_ids` has a different length.
+        ParallelError: `ratio`, `batch` or `length` is invalid.
     """
     check_count(num_devices, "num_devices")
     parts = FitOptions(ratio=None if ratio is None else tuple(ratio)).parts(num_devices)
     shares = parts or [1 / num_devices] * num_devices
     devices = list(range(num_devices) if device_ids is None else device_ids)
     if len(devices) != num_devices:
-        raise PlacementError(f"num_devices is {num_devices}, but device_ids names {len(devices)}: {devices}")
+        raise PlacementError(f"num_devices is {num_devices}, but device_ids has {len(devices)} devices: {devices}")
     if batch < 1 or length < 0:
-        raise ParallelError(f"batch is {batch} and length {length}; batch is at least 1, length at least 0")
+        raise ParallelError(f"batch is {batch} and length is {length}; batch must be at least 1, length at least 0")
     model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
     unit_tensors: dict[str, Sizes] = {
         unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)
@@ -72,8 +74,11 @@ def balanced_device_map(
 
 
 def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
-    """Return each unit → the first of those that it is tied to, and that these are tied to: itself if there is
-    none."""
+    """Return each unit → the first unit in its group of tied units, or the unit itself if it is not tied.
+
+    Args:
+        unit_tensors: unit → its tensors. Units with a common tensor are tied.
+    """
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
     for unit, tensors in unit_tensors.items():
@@ -90,7 +95,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Return the path of an attention of the decoder → bytes of its keys and values."""
+    """Return the path of each attention module of the decoder → bytes of its keys and values."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:
@@ -104,12 +109,11 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
     for path, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if is_within(path, start) and isinstance(index, int) and index < len(layers) and _is_attention(module):
-            tokens = getattr(layers[index], "max_cache_len", 0)  # states of another kind have no length
+            tokens = getattr(layers[index], "max_cache_len", 0)  # a layer without keys and values has no length
             cache_bytes[path] = 2 * batch * tokens * heads * width * model.dtype.itemsize
     return cache_bytes
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Return whether it is the module itself that keeps keys and values, and not one around it that knows its number
-    too."""
+    """Return whether a module with a `layer_idx` is an attention, not a decoder layer that contains an attention."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

@@ -1,8 +1,8 @@
-"""Quantized weights as expressions: small numbers and scales of a weight that is read, the weight of those that are.
+"""Nodes that quantize or dequantize a weight while its parts are read.
 
-A rank asks for its slice of numbers and scales. Their sources are read a few rows at a time, so that nobody holds more
-of the weight. With one scale a row, a row is read whole, even if several ranks share it. With one scale a group, a rank
-reads its own groups.
+A rank reads its slice of the quantized numbers and of the scales. A node reads its source a few rows at a time, so a
+rank never has the whole weight in memory. If each row has one scale, a rank reads whole rows, even to keep only part of
+each row. If each group has a scale, a rank reads only its own groups.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 _NUMBERS = 1 << 21
-"""Numbers of a weight that are in high precision at a time."""
+"""Largest number of elements of a weight that are in high precision at the same time."""
 
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight that is stored as small numbers and scales."""
+    """A weight in high precision, dequantized from stored numbers and scales (`parts`)."""
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -44,14 +44,14 @@ class Decoded(Computed):
         if wanted is None or all(end % per_byte == 0 for span in wanted for end in span):
             return self._bytes(cut, dim, rank)
         pieces = []
-        for start, stop in wanted:  # within a byte
+        for start, stop in wanted:  # read whole bytes, then drop the elements outside of the range
             first, last = start // per_byte * per_byte, -(-stop // per_byte) * per_byte
             piece = self._bytes({**cut, dim: ((first, last),)}, dim, rank)
             pieces.append(piece.narrow(dim, start - first, stop - start))
         return torch.cat(pieces, dim)
 
     def _bytes(self, cut: Mapping[int, tuple[Range, ...]], dim: int, rank: int | None) -> Tensor:
-        """Return a part that ends between bytes."""
+        """Return a part whose ranges along `dim` start and end at whole bytes."""
         numbers, scales = self.parts
         rest = {other: ranges for other, ranges in cut.items() if other != dim}
         scale = read(scales, rest, rank)
@@ -60,38 +60,38 @@ class Decoded(Computed):
         if scale.shape[dim] > 1:
             blocks = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
             scale = scale.index_select(dim, torch.tensor(blocks))
-        taken = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
-        return self.encoding.decode(read(numbers, taken, rank), scale, self.dtype)
+        bytes_cut = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
+        return self.encoding.decode(read(numbers, bytes_cut, rank), scale, self.dtype)
 
 
 Taken = Callable[[Tensor], Tensor]
-"""Cuts a tensor along a dimension in which some lines were computed whole."""
+"""Function that takes the wanted part out of computed whole lines."""
 
 
 class InLines(Computed):
-    """A tensor that is computed some lines at a time, each of them whole.
+    """A tensor that is computed some lines at a time, each line as a whole.
 
     Attributes:
-        along: the dimension of a line, from the last one.
+        along: dimension along which a line runs, negative: -1 is the last dimension.
     """
 
     along: int = -1
 
     @property
     def numbers(self) -> int:
-        """How many numbers there are in high precision while all lines are computed."""
+        """Number of elements in high precision if all lines are computed together."""
         return math.prod(self.shape)
 
     @abstractmethod
     def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
-        """Return the node that computes the lines of a cut, and the cut to take of its result.
+        """Return a function that computes the lines of a cut and takes the wanted part of each line.
 
         Args:
-            rank: whose shards to prefer where several ranks stored the same.
+            rank: rank whose shards are preferred if several ranks stored the same part.
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """Return the parts of each line to read, and the part of the computed line to take."""
+        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines."""
         return {}, Shard(dim, wanted).of
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
@@ -111,7 +111,7 @@ class InLines(Computed):
 
 @dataclass(eq=False)
 class _Encoding(InLines):
-    """The small numbers or the scales of a weight."""
+    """The quantized numbers or the scales of a weight, computed from the weight in high precision."""
 
     encoding: Encoding
     weight: Node
@@ -145,15 +145,15 @@ class _Encoding(InLines):
 
     @abstractmethod
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        """Return a cut of some lines of the weight."""
+        """Quantize some lines of the weight, and return the wanted part of the numbers or of the scales."""
 
 
 class Numbers(_Encoding):
-    """The small numbers of a weight."""
+    """The quantized numbers of a weight."""
 
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
         encoding, scales = self.encoding, self.encoding.scales(weight)
-        if encoding.per_byte == 1 and scales.shape[encoding.dim] == 1:  # which is that of any of them
+        if encoding.per_byte == 1 and scales.shape[encoding.dim] == 1:  # any part of a line has the line's scale
             return encoding.numbers(taken(weight), scales)
         return taken(encoding.numbers(weight, scales))
 
@@ -166,7 +166,13 @@ class Scales(_Encoding):
 
 
 def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
-    """Return the tensors that ranks hold for one tensor, by name, from the tensor's node."""
+    """Return storage name → node, for the tensors that ranks hold for one tensor of the model.
+
+    A tensor that the plan quantizes becomes two tensors: numbers and scales.
+
+    Args:
+        node: node of the tensor as the checkpoint or the model has it.
+    """
     encoding = plan.quantized.get(name)
     if encoding is None:
         return {name: node}
@@ -184,8 +190,10 @@ def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
 
 def stored_encoding(node: Node) -> Decoded | None:
-    """Return the encoding of a weight that is stored quantized, also if it is assembled from several (experts); None
-    for others."""
+    """Return a node that dequantizes a stored quantized weight; None if the weight is not stored quantized.
+
+    The weight may be joined from several quantized tensors (experts).
+    """
     if isinstance(node, Decoded):
         return node
     if not isinstance(node, Operation) or node.name not in _PASSED:
@@ -205,7 +213,7 @@ def stored_encoding(node: Node) -> Decoded | None:
         return Decoded(node.shape, node.dtype, encoding, stored[0].parts)
 
     def passed(which: int, per: int) -> Operation:
-        """Apply an operation to numbers or scales; one scale stands for several numbers."""
+        """Apply the node's operation to the numbers (0) or to the scales (1), each for `per` elements of the weight."""
         shape, sources = list(node.shape), [each.parts[which] for each in stored]
         shape[dim] //= per
         args = (sources if stacked else sources[0], *node.args[1:])
@@ -224,7 +232,7 @@ def _swapped(node: Operation, size: int, dim: int) -> int:
 
 
 def _across(node: Operation, size: int, dim: int) -> int | None:
-    """Joined or parted along another dimension."""
+    """Return `dim`; None if the operation joins or splits along `dim`."""
     place = 2 if "split" in node.name else 1
     along = node.args[place] if len(node.args) > place else 0
     return None if along % size == dim else dim
@@ -246,12 +254,13 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten.split_with_sizes.default": _across,
     "aten.stack.default": _stacked,
 }
-"""Operations that do to numbers and scales what they do to a weight; given the dimensions of an operand, and which of
-them counts its inputs: which one of the result does, None if they mix."""
+"""Operations that may run on numbers and scales instead of on the weight. The function of an operation takes the node,
+the number of dimensions of an operand, and the operand's encoded dimension. The function returns the encoded dimension
+of the result; None if the operation cannot run on numbers and scales."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return a tensor, given how to read what the ranks hold of it."""
+    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])
@@ -260,6 +269,7 @@ def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPla
 
 
 def _pieces(ranges: Sequence[Range], most: int) -> Iterator[Range]:
+    """Split ranges into ranges of at most `most` positions."""
     for start, stop in ranges:
         for first in range(start, stop, most):
             yield first, min(stop, first + most)

@@ -1,4 +1,7 @@
-"""Checkpoint files, opened by each process for itself: safetensors mapped privately, `.bin` through torch's mapping."""
+"""Opens checkpoint files and maps their tensors into memory: safetensors files, and `.bin` files through torch.
+
+Each process opens and maps a file by itself.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +37,25 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
-"""Attributes of a file that do not travel."""
+"""Attributes of a `CheckpointFile` that are not pickled."""
 
 
 class CheckpointFile:
-    """One file of a checkpoint, held open by the process that found it.
+    """A checkpoint file that stays open in the process that opened it first.
 
-    The workers open it again through that process (`/proc/PID/fd`), now or after a restart. So they read the same file
-    even if another has taken its name: a save over the model's own directory, say. Workers on other hosts open the file
-    of that name, or its copy in the hub's cache, if size and beginning match.
+    Workers on the same host open the file through that process (`/proc/PID/fd`), also after a restart. So workers read
+    the same file, even if a save has put a new file of the same name into the directory. Workers on other hosts open
+    the file by its path, or from the hub's cache, if size and header are the same.
 
     Args:
         path: path of the file.
 
     Attributes:
-        entries: shape and data type of everything stored.
+        entries: name of each stored tensor → its shape and data type.
         metadata: further text in the file, name → text.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the file cannot be opened or read.
     """
 
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -65,46 +68,53 @@ class CheckpointFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._held = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self._identity = _identity(self._held)
+        self._descriptor_path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._identity = _identity(self._descriptor_path)
         self._seen_from = mounts()
         cache = os.path.abspath(constants.HF_HUB_CACHE)
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return one stored tensor, a view of the mapped file."""
+        """Return the stored tensor of name `key`: a view of the mapped file if possible, else a copy."""
         raise NotImplementedError
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is known to lie in the mapped file."""
+        """Return whether the memory of `tensor` is certainly part of the mapped file."""
         return False
 
     def maps(self, key: str) -> bool:
-        """Return whether `tensor` is known to be a view of the mapped file."""
+        """Return whether `tensor(key)` certainly returns a view of the mapped file."""
         return False
 
     def release(self, key: str) -> None:
-        """Unmap the pages of one tensor: they stay in the page cache but no longer count as this process's memory."""
+        """Unmap the pages of the tensor of name `key`, so that the pages no longer count as memory of this process.
+
+        The pages stay in the page cache of the system.
+        """
 
     def name_to_open(self) -> str:
-        """Return a path at which the file that was found can be opened.
+        """Return a path at which this process can open the same file.
 
         Raises:
-            CheckpointError: it was written to since, or it is gone.
+            CheckpointError: the file was changed or deleted after it was opened first.
         """
         if self._seen_from != mounts():
             return self._name_elsewhere()
-        for name in (self._held, self.path):  # a container may forbid the first
+        for name in (self._descriptor_path, self.path):  # a container may forbid access to /proc/PID/fd
             if os.access(name, os.R_OK) and _identity(name) == self._identity:
                 return name
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def is_like(self, name: str) -> bool:
-        """Return whether a file of another host may be this one."""
+        """Return whether the file `name` of this host may be a copy of this file."""
         return os.stat(name).st_size == self._identity[2]
 
     def _name_elsewhere(self) -> str:
-        """Return the name to open on a host that may have other files under the same names; see `name_to_open`."""
+        """Return a path of a copy of the file on this host, downloaded from the hub if need be.
+
+        Raises:
+            CheckpointError: this host has no copy of the file.
+        """
         names = [self.path]
         if self._in_cache is not None:
             names.append(os.path.join(constants.HF_HUB_CACHE, self._in_cache))
@@ -114,8 +124,8 @@ class CheckpointFile:
             if os.access(name, os.R_OK) and self.is_like(name):
                 return name
         raise CheckpointError(
-            f"{self.path} is not on host {socket.gethostname()}, or is another file there; give a path that all hosts"
-            " see, or the name of a model on the hub"
+            f"host {socket.gethostname()} has no file {self.path}, or a different file of that name; pass a path that"
+            " all hosts can read, or the name of a model on the hub"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,11 +133,11 @@ class CheckpointFile:
 
 
 class SafetensorsFile(CheckpointFile):
-    """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, the tensors.
+    """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, tensors.
 
     Attributes:
-        size: bytes.
-        header_checksum: CRC-32 of the length and the header.
+        size: size of the file in bytes.
+        header_checksum: CRC-32 of the 8 bytes of header length and of the header.
     """
 
     _mapping: mmap.mmap | None = None
@@ -153,7 +163,7 @@ class SafetensorsFile(CheckpointFile):
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
             raise CheckpointError(
-                f"{self.path} is damaged, or holds a data type this version cannot read: {error}"
+                f"{self.path} is damaged, or has a data type that this version cannot read: {error}"
             ) from error
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -195,7 +205,7 @@ class SafetensorsFile(CheckpointFile):
 
 
 class PickleFile(CheckpointFile):
-    """A `.bin` file, read by torch with `weights_only=True`: nothing in it is executed."""
+    """A `.bin` file, read by `torch.load(weights_only=True)`, which executes no code from the file."""
 
     _state: dict[str, torch.Tensor] | None = None
 
@@ -205,8 +215,8 @@ class PickleFile(CheckpointFile):
         for key, tensor in tensors.items():
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise CheckpointError(
-                    f"{self.path} holds {key} as a {type(tensor).__name__}, a tensor of a library's own kind, and plain"
-                    " ones can be read; save the model as safetensors"
+                    f"{self.path} has {key} as a {type(tensor).__name__}, and only plain tensors can be read from a"
+                    " .bin file; save the model as safetensors"
                 )
         self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
@@ -220,9 +230,9 @@ class PickleFile(CheckpointFile):
         try:
             state = torch.load(name, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(name))
         except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{self.path} is damaged or holds more than weights: {error}") from error
+            raise CheckpointError(f"{self.path} is damaged or contains more than weights: {error}") from error
         if not isinstance(state, dict):
-            raise CheckpointError(f"{self.path} holds a {type(state).__name__}, not a dictionary of weights")
+            raise CheckpointError(f"{self.path} contains a {type(state).__name__}, not a dictionary of weights")
         return state
 
 
@@ -232,7 +242,7 @@ class FileLeaf(Leaf):
 
     Attributes:
         file: the file.
-        key: its name there.
+        key: name of the tensor in the file.
     """
 
     file: CheckpointFile = field(repr=False)
@@ -249,28 +259,33 @@ class FileLeaf(Leaf):
 
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a file of either kind by its ending."""
+    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file."""
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
 
 
 def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
-    """Everything in a file."""
+    """Yield a leaf for each tensor in a file."""
     for key, (shape, dtype) in file.entries.items():
         yield FileLeaf(shape, dtype, file, key)
 
 
 def mounts() -> tuple[str, str]:
-    """Return an id of the machine and its mounts: processes with the same id see the same files."""
+    """Return the boot id of the machine and the id of this process's mount namespace.
+
+    Two processes with equal results see the same files under the same paths.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 
 
 def _fetch(in_cache: str) -> None:
-    """Have the hub's cache of this host hold a file, given where: `models--org--name/snapshots/commit/file`."""
+    """Download a file from the hub to its path in this host's cache: `models--org--name/snapshots/commit/file`."""
     repository, _, commit, name = in_cache.split(os.sep, 3)
     try:
         hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
-    except (OSError, ValueError) as error:  # of the network, of the hub, offline
-        raise CheckpointError(f"{in_cache} is not in the hub's cache of {socket.gethostname()}: {error}") from error
+    except (OSError, ValueError) as error:  # network or hub errors, offline mode
+        raise CheckpointError(
+            f"{in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be downloaded: {error}"
+        ) from error
 
 
 def _identity(path: str) -> tuple[int, ...]:

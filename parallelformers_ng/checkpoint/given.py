@@ -1,8 +1,9 @@
-"""A model that is given with its weights quantized in memory: plain while it is parallelized, then again what it was.
+"""Converts the layers of a model with quantized weights in memory to plain layers, and back after parallelization.
 
-Its state is read as a checkpoint of its library is, into a plain model whose weights are unread. Each quantized layer
-becomes what that one has in its place, and keeps its hooks, until its own parts come back. The caller holds these
-meanwhile, in few bits as they are. Adapters stay in their places, over the layers that become plain.
+The model's state is read like a checkpoint of its quantization library, into a plain model with unread weights. Each
+quantized layer gets the class and the parameters of its plain counterpart, and keeps its hooks. The caller's process
+keeps the quantized parameters in memory until `deparallelize()` puts them back. Adapters keep wrapping the converted
+layers.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.tensors import dotted
 
 _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes by which transformers knows a quantized model; they would keep it from being saved and moved."""
+"""Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move."""
 
 
 def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
-    """Return a plain model like a quantized one, whose weights are unread; None for one that is plain.
+    """Return a plain model with unread weights for a quantized model; None if the model is not quantized.
 
     Args:
-        dtype: data type of weights in high precision; None: the model's.
-        dequantize: same as in `open_source`.
+        dtype: data type of weights in high precision; None for the model's data type.
+        dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
-        UnsupportedModelError: it is quantized in a way that cannot be read, or not without high precision.
+        UnsupportedModelError: the format cannot be read, or a weight needs `dequantize`.
     """
     bare: Any = without_adapters(model)
     described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}
     if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(bare)):
         return None
     config = copy.deepcopy(model.config)
-    said = vars(config).pop("quantization_config", None)
-    said = said.to_dict() if hasattr(said, "to_dict") else said
+    quantization = vars(config).pop("quantization_config", None)
+    quantization = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
     if described:
-        said = {"quant_method": "torchao"}
+        quantization = {"quant_method": "torchao"}
     where, dtype = f"the {type(model).__name__} given", dtype or bare.dtype
-    if said is None:
+    if quantization is None:
         raise UnsupportedModelError(
             f"{where} is quantized, and its configuration does not name the method; pass the path of its checkpoint, so"
             " that each rank reads its part"
@@ -58,7 +59,7 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     state = {name: LazyTensor(_leaf(name, tensor)) for name, tensor in _parts(bare.state_dict())}
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
     header["tensor_names"] = json.dumps(list(header))
-    stored = StoredTensors(state, said, where, dtype, lambda: bare, header, dequantize)
+    stored = StoredTensors(state, quantization, where, dtype, lambda: bare, header, dequantize)
     plain = model_of(type(model), config, where, dtype, {}, unpacked(stored))
     if bare is model:
         return plain
@@ -70,11 +71,13 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
 
 
 class Given:
-    """A quantized model in whose layers a plain one's parts are.
+    """A quantized model whose quantized layers have been converted to plain layers, in place.
 
     Args:
-        model: the model, which changes in place.
-        plain: result of `open_given`.
+        plain: result of `open_given` for `model`.
+
+    Attributes:
+        names: names of the parameters that the conversion added to the model.
     """
 
     def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -98,7 +101,7 @@ class Given:
         vars(layer).update(parts)
 
     def restore(self) -> None:
-        """Make the model what it was. Idempotent."""
+        """Convert the layers back to quantized layers. Idempotent."""
         while self._layers:
             layer, cls, parts = self._layers.pop()
             vars(layer).clear()
@@ -110,8 +113,7 @@ class Given:
 
 
 def _unpacked(layer: nn.Module) -> bool:
-    """Return whether a layer of a plain model has weights that are made of what is stored as small numbers and
-    scales."""
+    """Return whether a layer of a plain model has a weight that is computed from quantized numbers and scales."""
     return any(
         isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
         for tensor in layer._parameters.values()
@@ -119,7 +121,7 @@ def _unpacked(layer: nn.Module) -> bool:
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the state that a checkpoint of the model would hold."""
+    """Yield the names and tensors that a checkpoint of the model would contain: a torchao tensor is several tensors."""
     for name, tensor in state.items():
         if hasattr(tensor, "tensor_data_names"):
             path, _, short = name.rpartition(".")
@@ -134,7 +136,7 @@ def _names_of_parts(tensor: Any) -> list[str]:
 
 
 def _description(tensor: Any) -> dict[str, Any]:
-    """Return the header text of torchao's files for a tensor."""
+    """Return the description of a tensor as the header of a torchao checkpoint has it."""
     data: dict[str, Any] = {"block_size": list(getattr(tensor, "block_size", ()))}
     if hasattr(tensor, "target_dtype"):
         data["target_dtype"] = str(tensor.target_dtype)

@@ -1,4 +1,4 @@
-"""The places of each rank's shards in the memory files and files of a store."""
+"""Computes where each rank's shards are in the memory files and disk files of a `ShardStore`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 _LINE = 64
-_OWN_PAGES = 16 * mmap.PAGESIZE  # from this size on a tensor starts on a page, so that its pages can be freed alone
+_OWN_PAGES = 16 * mmap.PAGESIZE  # a shard of this size or more starts on a page, so that its pages can be freed alone
 
 
 class Layout:
-    """The layout of the shards of a plan: side by side, 64-byte aligned, large ones on pages of their own. It follows
-    from the plan alone: parent and workers compute it, and only file descriptors cross.
+    """Region and offset of every shard of a plan. Shards are 64-byte aligned; large shards have their own pages.
 
-    Region `r` below `world_size` belongs to rank r; the next one holds the tensors that all ranks share whole; the
-    last ones are files, with what the plan leaves to the disk of each rank.
+    A layout depends only on the plan. Parent and workers each compute the layout, so the parent sends only file
+    descriptors.
+
+    Regions 0 to `world_size - 1` are memory files, one for the shards of each rank. Region `world_size` is a memory
+    file with the replicated tensors. Regions `world_size + 1` to `2 * world_size` are disk files, one for the offloaded
+    shards of each rank.
 
     Attributes:
-        sizes: bytes of each region, `2 * world_size + 1` of them.
+        sizes: size of each region in bytes; `2 * world_size + 1` numbers.
         offsets: storage name → for each rank (region, offset in bytes).
     """
 
@@ -44,15 +47,15 @@ class Layout:
 
 
 def file_region(plan: ShardPlan, rank: int) -> int:
-    """Return the region of a rank that is a file."""
+    """Return the number of the region that is the disk file of a rank."""
     return plan.world_size + 1 + rank
 
 
 def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
-    """Return whether the plan leaves a rank's part of a tensor to the disk."""
+    """Return whether the plan offloads a rank's shard of a tensor to the disk."""
     return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
 
 
 def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
-    """Return the regions that a rank maps: its own, the one that all share, and its file."""
+    """Return the regions that a rank maps: its memory file, the shared memory file, and its disk file."""
     return rank, plan.world_size, file_region(plan, rank)

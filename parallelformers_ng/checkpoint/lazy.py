@@ -1,13 +1,14 @@
-"""Tensors whose values are elsewhere: in a checkpoint's files while it is loaded, with the workers afterwards.
+"""Tensors without values in this process: the values are in checkpoint files (`LazyTensor`) or on the workers
+(`RemoteTensor`).
 
-A `LazyTensor` remembers how it was made instead of being made. transformers' own loading code runs on them in the
-parent: it renames, stacks, splits, casts, ties and reports missing keys as ever, and what comes out are not weights
-but, for every parameter, the expression that a worker then reads its slice of (`nodes`). Whatever conversion a model
-family needs is thereby known, today's and tomorrow's.
+A `LazyTensor` records each operation as a `Node`, and reads no values. transformers' own loading code runs on lazy
+tensors in the parent: the code renames, stacks, splits, casts and ties tensors, and reports missing keys. The result is
+a node for every parameter, and each worker reads its slice of that node. So the conversions of every model family work
+without code for that family.
 
-A `RemoteTensor` is a weight of a parallelized model as its caller sees it. Whatever reads it is answered, for the
-values are put together when an operation asks for them. Whatever would write to it, or to a view of it, is refused:
-the workers would not know. Which operation writes, torch's own schema of it says.
+A `RemoteTensor` is a weight of a parallelized model in the caller's process. An operation that reads the weight gathers
+its values from the workers. An operation that writes to the weight, or to a view of it, raises an error, because the
+workers would not see the change. torch's schema of an operation says which arguments the operation writes to.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class LazyTensor(torch.Tensor):
     """A CPU tensor without memory.
 
     Args:
-        node: source of its values.
-        stride: strides that operations on it shall assume; contiguous by default.
+        node: node that reads the values.
+        stride: strides that operations assume for the tensor; contiguous by default.
     """
 
     node: Node
@@ -48,13 +49,13 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored tensor, if it is quantized."""
+        """Encoding of the stored tensor; None if the tensor is not stored quantized."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
     @property
     def is_quantized_within(self) -> bool:
-        """Whether it is stored as small numbers and scales, or put together of what is."""
+        """Whether the tensor is computed from at least one stored quantized tensor."""
         return any(isinstance(part, Decoded) for part in parts(self.node))
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -74,7 +75,7 @@ class LazyTensor(torch.Tensor):
             return args[0].node is args[1].node or _run(func, args, kwargs)
         if func._schema.is_mutable:
             if isinstance(args[0], LazyTensor):
-                raise UnsupportedModelError(f"{name} would change a weight of the checkpoint while it is loaded")
+                raise UnsupportedModelError(f"{name} would change a weight of the checkpoint during loading")
             return _run(func, args, kwargs)
         shapes = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         if isinstance(shapes, torch.Tensor):
@@ -86,7 +87,7 @@ class LazyTensor(torch.Tensor):
 
 
 class RemoteTensor(LazyTensor):
-    """A weight, or a view of one. What is computed from it is an ordinary tensor."""
+    """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -110,9 +111,9 @@ class RemoteTensor(LazyTensor):
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
         elif func is torch.Tensor.data_ptr:
-            raise _refusal("data_ptr()", args[0], "asks where in memory it lies")
+            raise _refusal("data_ptr()", args[0], "needs its address in this process")
         elif func is torch.Tensor.share_memory_:
-            return args[0]  # it lies where several processes read it
+            return args[0]  # the weight is in memory that several processes can read
         elif func in _BEYOND_OPERATORS:
             return getattr(values(args[0]), func.__name__)(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -129,11 +130,11 @@ _BEYOND_OPERATORS = (
     torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 )
-"""What reads a tensor's memory rather than to run an operator on it."""
+"""Methods that read the memory of a tensor without running a torch operator."""
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return the values, an ordinary tensor; a parameter where `tensor` is one."""
+    """Return an ordinary tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):
@@ -152,12 +153,12 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
 def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:
     names = ", ".join(leaf.name for leaf in leaves(tensor.node) if isinstance(leaf, FetchedLeaf))
     return ParallelError(
-        f"{what} {why}, and {names} lies with the workers of a parallelized model. Call deparallelize() first"
+        f"{what} {why}, and {names} is on the workers of a parallelized model. Call deparallelize() first"
     )
 
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute it for real: the result is no tensor, or an argument is written to."""
+    """Run an operator on the values of its lazy arguments, and unmap the pages that were read."""
     result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
     for arg in args:
         if isinstance(arg, LazyTensor):
@@ -166,6 +167,7 @@ def _run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.Tensor) -> Node:
+    """Return the node of an operation's result; the operand's node if the operation changes no value."""
     source = args[0]
     same = name in _SAME_VALUES or (name == "aten._to_copy.default" and source.shape == like.shape)
     if isinstance(source, LazyTensor) and source.dtype == like.dtype and same:

@@ -1,5 +1,7 @@
-"""Finds a checkpoint and its files, in a directory or in the hub's cache, as `from_pretrained` does. Each of its
-arguments acts or is refused."""
+"""Finds the files of a checkpoint in a directory or on the hub, as `from_pretrained` does.
+
+Every argument of `from_pretrained` takes effect or raises an error; no argument is ignored.
+"""
 
 from __future__ import annotations
 
@@ -31,40 +33,40 @@ _ARGUMENTS = (
     "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "adapters", "workers", "decode", "seed",
     "prove", "verbose", "progress", "quantize",
 )  # fmt: skip
-"""Those of `parallelize`."""
-_CUT_HERE = "the model is cut here, over num_gpus ranks"
+"""Names of the arguments of `parallelize`."""
+_CUT_HERE = "parallelize divides the model over num_gpus ranks"
 _INSTEAD = {
     "device_map": _CUT_HERE,
     "tp_plan": f"{_CUT_HERE}, by policies (custom_policies=)",
-    "tp_size": "num_gpus says over how many ranks the model is cut",
+    "tp_size": "pass num_gpus=, the number of ranks",
     "max_memory": _CUT_HERE,
     "torch_dtype": "pass dtype=",
-    "config": "pass the attributes that differ, num_labels=3, or a model on meta with weights=",
+    "config": "pass the changed attributes as arguments (num_labels=3), or a model on meta with weights=",
     "state_dict": "pass a model with its weights loaded",
-    "quantization_config": "pass quantize='int8', 'int4' or 'fp8', or the path of a checkpoint that is quantized",
+    "quantization_config": "pass quantize='int8', 'int4' or 'fp8', or the path of a quantized checkpoint",
     "load_in_8bit": "pass quantize='int8'",
     "load_in_4bit": "pass quantize='int4'",
     "output_loading_info": "missing and unexpected keys are reported in the log",
-    "low_cpu_mem_usage": "no process ever holds more than its part",
+    "low_cpu_mem_usage": "a process never loads more than its own part of the model",
     "load_options": "pass them as arguments: attn_implementation='eager'",
-    # what parallelize took before, and Parallelformers does
+    # arguments of older versions of parallelize, and of Parallelformers
     "group": "pass workers=group",
     "compile": "pass decode='compile' or decode=CompileConfig(…)",
     "cuda_graphs": "pass decode='cuda_graphs'",
-    "master_addr": "the ranks meet over files of this machine; no address is needed",
-    "master_port": "the ranks meet over files of this machine; no port is needed",
-    "init_method": "the workers are always processes of their own, started afresh",
-    "daemon": "the workers end with this process in any case",
+    "master_addr": "the ranks connect through files of this machine; no address is needed",
+    "master_port": "the ranks connect through files of this machine; no port is needed",
+    "init_method": "each worker is always a new process",
+    "daemon": "the workers always end with this process",
 }
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a checkpoint: the arguments of the same names of `from_pretrained`.
+    """Location of a checkpoint. Attributes that are not listed are arguments of `from_pretrained` of the same name.
 
     Attributes:
         path: a directory or a model id of the hub.
-        variant: "fp16" for `model.fp16.safetensors`.
+        variant: part of the file names, for example "fp16" for `model.fp16.safetensors`.
     """
 
     path: str
@@ -77,7 +79,7 @@ class Location:
 
     @property
     def download(self) -> dict[str, Any]:
-        """Arguments for the functions that fetch or find a file."""
+        """Arguments for transformers' functions that find or download a file."""
         options = dataclasses.asdict(self)
         del options["path"], options["variant"]
         return {**options, "revision": self.revision or "main"}
@@ -97,14 +99,15 @@ _FOR_LOADING = (*_WHERE, *_OF_THE_MODEL, "trust_remote_code")
 
 @dataclass
 class Source:
-    """A checkpoint of which nothing but the configuration has been read.
+    """A checkpoint whose configuration has been read, and whose weights have not been read.
 
     Attributes:
         location: location of the checkpoint.
-        config: its configuration, with the attributes that were passed; None if the model brings its own.
-        trust_remote_code: allow code that comes with it to run here.
+        config: configuration, with the attributes that the caller passed; None if the caller's model has a
+            configuration.
+        trust_remote_code: whether code from the checkpoint may run in this process.
         options: further arguments of `from_pretrained`.
-        model_class: the class to load; None is the one that the configuration names.
+        model_class: class of the model; None for the class that the configuration names.
     """
 
     location: Location
@@ -115,13 +118,13 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """Return the path of the model that the adapter in a directory was made for; None if the directory has none."""
+    """Return the path or hub id of the base model of the adapter in a directory; None if `path` has no adapter."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for arguments of `from_pretrained` if nothing is loaded with them, and unknown ones."""
+    """Raise ParallelError for the first option: no model is loaded that could use an option, for the reason `why`."""
     for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
@@ -140,20 +143,21 @@ def read_source(
 
     Args:
         path: a directory or a model id of the hub.
-        arguments: name → value. What is an attribute of the configuration overrides it.
-        model_class: same as in `Source`.
-        of_its_own: False if a model on `meta` has the configuration; then only where the files are can be said.
+        arguments: name → value. An argument that is an attribute of the configuration overrides that attribute.
+        model_class: class of the model; None for the class that the configuration names.
+        of_its_own: whether the checkpoint provides the configuration. False if the caller's model on `meta` has a
+            configuration; then only arguments about the location are accepted.
 
     Raises:
-        ParallelError: an argument that is unknown, or refused here.
-        CheckpointError: there is no such directory, or its configuration is missing or damaged.
+        ParallelError: an argument is unknown or not supported.
+        CheckpointError: the directory does not exist, or the configuration is missing or damaged.
     """
     for name in arguments:
         _refuse_by_name(name)
     location = Location(path, **{name: arguments[name] for name in _WHERE if name in arguments})
     rest = {name: value for name, value in arguments.items() if name not in _WHERE}
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not location.directory.is_dir():  # which must not end as a question to the hub
+    if looks_local and not location.directory.is_dir():  # transformers would look for a model of this name on the hub
         raise CheckpointError(f"{location} is no directory")
     if not of_its_own:
         refuse_options(rest, "the model is built already")
@@ -183,8 +187,7 @@ def _refuse_by_name(name: str) -> None:
 
 
 def read_generation_config(location: Location) -> GenerationConfig:
-    """Return the generation configuration as `from_pretrained` does: its own file, or else settings of older
-    configurations."""
+    """Read the generation configuration as `from_pretrained` does: from its own file, or else from `config.json`."""
     try:
         return GenerationConfig.from_pretrained(location.path, **location.download)
     except OSError:
@@ -194,16 +197,16 @@ def read_generation_config(location: Location) -> GenerationConfig:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return the quantization configuration beside the weights; None if there is none."""
+    """Return the quantization configuration from the `config.json` of a checkpoint; None if the checkpoint has none."""
     try:
-        said, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
-    except OSError:  # weights alone
+        config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
+    except OSError:  # a directory with weights and without config.json
         return None
-    return said.get("quantization_config")
+    return config.get("quantization_config")
 
 
 def open_weights(location: Location) -> list[CheckpointFile]:
-    """Return the files that hold the weights, every one that an index names; nothing but headers is read.
+    """Open the files with the weights: one file, or every file that the index names. No weights are read.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -211,7 +214,7 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     names = [_variant(name, location.variant) for name in _CANDIDATES]
     file = next((path for name in names if (path := _cached(location, name)) is not None), None)
     if file is None:
-        raise CheckpointError(f"{location} holds none of {', '.join(names)}; one of them has the weights")
+        raise CheckpointError(f"{location} holds none of {', '.join(names)}; the weights must be in one of these files")
     if not file.endswith(".json"):
         return [open_file(file)]
     try:
@@ -230,18 +233,22 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     files = {os.path.basename(path): open_file(path) for path in paths}
     for key, name in weight_map.items():
         if key not in files[name].entries:
-            raise CheckpointError(f"{file} says that {name} holds {key}, and it does not: one of them is damaged")
+            raise CheckpointError(f"{file} lists {key} in {name}, and {name} has no {key}: one of the files is damaged")
     return list(files.values())
 
 
 def _variant(name: str, variant: str | None) -> str:
-    """`model.safetensors` → `model.fp16.safetensors`, as the hub names them."""
+    """Return the file name of a variant as on the hub: `model.safetensors` → `model.fp16.safetensors`."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}.{variant}.{ending}" if variant else name
 
 
 def _cached(location: Location, name: str) -> str | None:
-    """Return the path of a file, fetched if need be; None if there is no file of that name."""
+    """Return the local path of a file of a checkpoint, downloaded if need be; None if the checkpoint has no such file.
+
+    Raises:
+        CheckpointError: the download failed.
+    """
     try:
         return cached_file(
             location.path,

@@ -1,4 +1,4 @@
-"""Files mapped into this process, and what lies at an address of theirs."""
+"""Maps files into the memory of this process, and finds the mapped file at an address."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import os
 import weakref
 from dataclasses import dataclass
 
-# Without it the kernel may refuse to map a file larger than its memory, as if every page were to be written to.
+# Without MAP_NORESERVE the kernel may refuse to map a file that is larger than the memory of the machine.
 _MAP_NORESERVE = 0x4000
 FLAGS, ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file that is mapped whole.
+    """A file that is mapped into memory from its beginning.
 
     Attributes:
-        start: the address of its first byte.
-        size: bytes.
-        descriptor: the file.
+        start: address of the first byte.
+        size: number of mapped bytes.
     """
 
     start: int
@@ -31,7 +30,7 @@ class MappedFile:
 
     @functools.cached_property
     def direct(self) -> int | None:
-        """The file, opened to be read past the system's cache of files; None if its file system cannot."""
+        """File descriptor for reads that bypass the page cache (O_DIRECT); None if the file system has no O_DIRECT."""
         with contextlib.suppress(OSError):
             opened = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
             weakref.finalize(self, os.close, opened)
@@ -43,10 +42,10 @@ _FILES: weakref.WeakKeyDictionary[mmap.mmap, MappedFile] = weakref.WeakKeyDictio
 
 
 def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
-    """Map a file copy-on-write. The descriptor may be closed afterwards.
+    """Map a file copy-on-write. The caller may close the descriptor afterwards.
 
     Args:
-        size: bytes, 0 for all that it has.
+        size: bytes to map from the beginning; 0 for the whole file.
     """
     mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -57,5 +56,5 @@ def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
 
 
 def file_at(address: int) -> MappedFile | None:
-    """Return the file that `map_file` has mapped there."""
+    """Return the file that `map_file` has mapped at an address; None if `map_file` has mapped no file there."""
     return next((file for file in _FILES.values() if file.start <= address < file.start + file.size), None)

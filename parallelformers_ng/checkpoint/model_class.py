@@ -1,4 +1,4 @@
-"""Finds the class of a configuration, and builds models from a configuration alone."""
+"""Finds the model class for a configuration, and builds models without weights from a configuration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ log = logging.getLogger("parallelformers_ng")
 def class_of(
     config: PreTrainedConfig, location: Location | None = None, trust_remote_code: bool = False
 ) -> type[PreTrainedModel]:
-    """Return the class that a configuration names, else that of the most telling auto mapping, which a log line says.
+    """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
+
+    A warning in the log names the class of an auto mapping.
 
     Args:
         config: the configuration.
-        location: origin of the configuration, which may have code of its own.
-        trust_remote_code: allow that code to run here.
+        location: location of the configuration's checkpoint; None for a configuration without a checkpoint.
+        trust_remote_code: whether code from the checkpoint may run in this process.
 
     Raises:
-        UnsupportedModelError: there is none in the installed transformers, or it is code that is not trusted.
+        UnsupportedModelError: the installed transformers has no such class, or the class is code of the checkpoint and
+            `trust_remote_code` is False.
     """
     names = list(config.architectures or ())
     where = location or type(config).__name__
@@ -35,7 +38,8 @@ def class_of(
     if names and names[0] in remote and location is not None:
         if not trust_remote_code:
             raise UnsupportedModelError(
-                f"{where}: {names[0]} is code that comes with the checkpoint; read it, then pass trust_remote_code=True"
+                f"{where}: {names[0]} is defined by code in the checkpoint; read that code, then pass"
+                " trust_remote_code=True"
             )
         download = {key: value for key, value in location.download.items() if key != "subfolder"}
         return get_class_from_dynamic_module(remote[names[0]], location.path, **download)
@@ -46,11 +50,13 @@ def class_of(
     if names or (named_class := _of_auto_mappings(config)) is None:
         raise UnsupportedModelError(
             f"{where}: transformers {transformers.__version__} has no model class"
-            f" {' or '.join(names) or f'for {type(config).__name__}, and it names none'}; pass model_class="
+            f" {' or '.join(names) or f'for {type(config).__name__}, which names no class'}; pass model_class="
         )
     if location is not None:
         log.warning(
-            "%s names no architectures and is taken as %s; model_class= says otherwise", where, named_class.__name__
+            "%s names no architectures; it is loaded as %s. Pass model_class= for another class",
+            where,
+            named_class.__name__,
         )
     return named_class
 
@@ -70,16 +76,16 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
-    """Return the model that `name` describes, on `meta`: shapes and no weights. Nothing but its configuration is read.
+    """Build a model on `meta`, without weights. Only the configuration is read.
 
     Args:
-        name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type
-            ("llama"), which stands for its default configuration.
+        name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type
+            ("llama") stands for its default configuration.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        UnsupportedModelError: its class is not in the installed transformers.
-        OSError: there is no such configuration.
+        UnsupportedModelError: the installed transformers does not have the model's class.
+        OSError: the configuration cannot be found.
     """
     if name.startswith(("/", "./", "../")) and not Path(name).exists():
         raise FileNotFoundError(f"no model folder or config.json at {name}")
@@ -94,5 +100,5 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
 
 
 def is_model_type(name: str) -> bool:
-    """Return whether a name stands for a type's default configuration: no file or folder is called so."""
+    """Return whether `name` is a model type of transformers and no file or folder has that name."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING

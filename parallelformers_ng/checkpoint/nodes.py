@@ -1,4 +1,4 @@
-"""How each tensor follows from the tensors that are stored: a small expression per tensor (`reading` evaluates it)."""
+"""Nodes of the expression that computes a tensor from stored tensors. The module `reading` evaluates expressions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Node:
     """A tensor that may not have been read yet.
 
     Attributes:
-        shape: its whole shape.
-        dtype: its data type.
+        shape: shape of the whole tensor.
+        dtype: data type of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -30,27 +30,27 @@ class Node:
 
 @dataclass(eq=False)
 class Leaf(Node, ABC):
-    """A tensor as it is stored."""
+    """A stored tensor: a node without operands."""
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """Return the whole of it, as a view of mapped memory if that can be."""
+        """Return the whole tensor, as a view of mapped memory if possible."""
 
     def release(self) -> None:
-        """Let go of the pages that were mapped to read it; reading it again maps them again."""
+        """Unmap the pages of this tensor. A later read maps the pages again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of what is stored rather than a copy."""
+        """Return whether `tensor` is a view of the stored data, not a copy."""
         return False
 
 
 @dataclass(eq=False)
 class FetchedLeaf(Leaf):
-    """A tensor that is held elsewhere.
+    """A stored tensor that a function returns.
 
     Attributes:
-        fetch: gives the whole of it.
-        name: for people.
+        fetch: function that returns the whole tensor.
+        name: name of the tensor, for messages.
     """
 
     fetch: Callable[[], torch.Tensor] = field(repr=False)
@@ -65,9 +65,9 @@ class Operation(Node):
     """The result of a tensor operation.
 
     Attributes:
-        name: the operation with its overload, as `str` prints it: "aten.cat.default".
-        args, kwargs: its arguments; nodes stand for tensors.
-        output: index of this result among several, None for a single result.
+        name: name of the torch operation with its overload, for example "aten.cat.default".
+        args, kwargs: arguments of the operation, with nodes instead of tensors.
+        output: index of this tensor in the results of the operation; None if the operation has a single result.
     """
 
     name: str
@@ -78,10 +78,10 @@ class Operation(Node):
 
 @dataclass(eq=False)
 class ShardedNode(Node):
-    """A tensor of which ranks hold shards.
+    """A tensor that is stored as shards of ranks.
 
     Attributes:
-        parts: rank → its shard and where that is stored. Ranks that hold zeros instead of values are left out.
+        parts: rank → (shard, node of the stored shard). Ranks whose shard is all zeros are left out.
     """
 
     parts: dict[int, tuple[Shard, Node]]
@@ -89,28 +89,29 @@ class ShardedNode(Node):
 
 @dataclass(eq=False)
 class Computed(Node, ABC):
-    """A tensor; parts of it can be computed from parts of others."""
+    """A tensor whose parts are computed from parts of other nodes."""
 
     @property
     @abstractmethod
     def sources(self) -> Sequence[Node]:
-        """The others."""
+        """Nodes that this tensor is computed from."""
 
     @abstractmethod
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Return a part of it.
+        """Compute a part of this tensor.
 
         Args:
-            cut: ranges to read: dimension → ranges along it, side by side.
-            rank: whose shards to prefer where several ranks stored the same.
+            cut: dimension → wanted ranges along that dimension; the result joins the ranges. Dimensions that are not
+                in `cut` are wanted whole.
+            rank: rank whose shards are preferred if several ranks stored the same part.
         """
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
-    """Return a tensor of which every rank holds its shard.
+    """Return a node for a tensor whose shards are on the ranks.
 
     Args:
-        part: gives the shard of the rank of that number.
+        part: function that returns the shard of a rank, given the rank's number.
     """
     ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
     parts: dict[int, tuple[Shard, Node]] = {}
@@ -122,7 +123,7 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
 
 
 def parts(node: Node) -> Iterator[Node]:
-    """Yield a node, and all that operations make it of."""
+    """Yield a node, and all operands of its operations, recursively."""
     yield node
     if isinstance(node, Operation):
         for operand in tree_leaves((node.args, node.kwargs)):
@@ -131,10 +132,10 @@ def parts(node: Node) -> Iterator[Node]:
 
 
 def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
-    """Everything stored that a node is made of.
+    """Yield the stored tensors that a node reads.
 
     Args:
-        computed: also what stands for other numbers, which are computed from it.
+        computed: whether to include the sources of `Computed` nodes, for example quantized numbers and scales.
     """
     for part in parts(node):
         if isinstance(part, Leaf):
@@ -148,6 +149,6 @@ def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
 
 
 def release(node: Node) -> None:
-    """Let go of the pages that were mapped to read a tensor."""
+    """Unmap the pages that were mapped to read a tensor."""
     for leaf in leaves(node):
         leaf.release()

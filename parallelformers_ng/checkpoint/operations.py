@@ -1,4 +1,4 @@
-"""The operations that a slice passes through: from the cut of a result to the cuts of its operands."""
+"""Finds which part of an operation's operands to read for a part of its result."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from parallelformers_ng.checkpoint.nodes import Node, Operation
 from parallelformers_ng.sharding.partition import Range
 
 Cut = dict[int, tuple[Range, ...]]
-"""What is wanted of a tensor: dimension → ranges along it, side by side. One that is not named is wanted whole."""
+"""A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted
+whole."""
 
 Place = dict[int, Range]
-"""Target ranges in a tensor: dimension → range along it."""
+"""Where to write in a tensor: dimension → range along it."""
 
 View = Callable[[torch.Tensor], torch.Tensor]
-"""Another view of a tensor."""
+"""Function that returns another view of a tensor."""
 
 
 def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return a view of one place in a tensor."""
+    """Return a view of the part of a tensor at `place`."""
     for dim, (start, stop) in place.items():
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 class OperandPart(NamedTuple):
-    """A part of a result, traced to the operand.
+    """The part of an operand that a part of the result is computed from.
 
     Attributes:
         source: the operand.
-        cut: part of the operand to take; single if the cut of the result is single.
-        then: function that turns it into the part of the result.
+        cut: part of the operand to read.
+        then: function that turns the part of the operand into the part of the result.
     """
 
     source: Node
     cut: Cut
-    then: View = _as_it_is
+    then: View = _unchanged
 
 
-# -- operations of one tensor: single cuts pass through them -------------------------------------------------------
+# -- operations with one operand, for cuts with one range per dimension --------------------------------------------
 
 
 def _same(node: Operation, cut: Cut) -> OperandPart:
@@ -71,7 +72,7 @@ def _permute(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> OperandPart:
-    """Return part of `source[start:stop]` along `dim`."""
+    """Return the part of `source` that is the part `cut` of `source[start:stop]`, sliced along `dim`."""
     ((first, last),) = cut.get(dim, ((0, stop - start),))
     return OperandPart(source, {**cut, dim: ((start + first, start + last),)})
 
@@ -106,7 +107,7 @@ def _unbind(node: Operation, cut: Cut) -> OperandPart:
 
 
 def _pick(source: Node, dim: int, index: int, cut: Cut) -> OperandPart:
-    """Return part of `source[…, index, …]`."""
+    """Return the part of `source` that is the part `cut` of `source[…, index, …]`, selected along `dim`."""
     index %= source.shape[dim]
     above = {other + (other >= dim): ranges for other, ranges in cut.items()}
     return OperandPart(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
@@ -141,12 +142,13 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
     "aten.squeeze.dim": _squeeze,
     "aten.unsqueeze.default": _unsqueeze,
 }
-"""What to read for a single cut; None if the operation has to be run whole after all."""
+"""Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has
+one range per dimension. The function returns None if the operation must run on the whole operand."""
 
-# -- operations that put tensors together: any cut falls into pieces -----------------------------------------------
+# -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
 
 Piece = tuple[Node, View, Cut]
-"""An operand, where in the result it goes, and what to take of it."""
+"""An operand, a function that returns its place in the result, and the part of the operand to read."""
 
 
 def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:

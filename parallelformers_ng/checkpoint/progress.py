@@ -1,4 +1,4 @@
-"""Progress of whatever moves weights: bytes done, rate, and what is left."""
+"""Shows the progress of loading, saving and gathering weights: bytes done, bytes per second, and total bytes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator
 from tqdm import tqdm
 
 Progress = Callable[[int], object]
-"""Called with the bytes that were just done."""
+"""Function that is called with the number of bytes since the last call."""
 
 log = logging.getLogger("parallelformers_ng")
 _SECONDS = 5.0
-"""Between two lines of the log, if there is no terminal for a bar."""
+"""Seconds between two lines of the log, if standard error is no terminal."""
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]:
-    """Show a bar on standard error if that is a terminal, else log a line every few seconds.
+    """Show a progress bar if standard error is a terminal, else log a line every 5 seconds.
 
     Args:
-        what: "loading", "cutting", "saving" or "gathering", and of which model.
-        total: bytes.
-        show: False silences it everywhere.
+        what: text before the numbers, for example "loading LlamaForCausalLM".
+        total: total bytes.
+        show: whether to show the bar or log the lines.
     """
     if show and (sys.stderr is None or not sys.stderr.isatty()):
         yield _Lines(what, total).update

@@ -1,8 +1,8 @@
-"""Reading a part of a tensor that lies in files, in shared memory or with the workers.
+"""Reads parts of tensors from files, from shared memory or from the workers.
 
-A rank needs a slice of a tensor that a checkpoint may hold under another name, in another type, as one of many experts
-or as a third of a fused projection. `read` carries the slice down through the operations to the leaves, so that only
-the bytes asked for are touched. An operation it does not know is run on its whole operands, and the result is cut.
+A rank needs a slice of a tensor. A checkpoint may store a tensor under another name, with another data type, as one of
+many experts, or within a fused projection. `read` finds which part of each stored tensor the slice needs, and reads
+only the bytes of that part. An operation that `read` does not know runs on whole operands, and its result is cut.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Pl
 from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
-# The strides at the time of recording need not be those at the time of reading, so a view may have to be a copy.
+# Strides may differ between recording and reading, so a recorded view may need a copy when it is read.
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 
 
 def read_shard(
     node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True, rows_apart: bool = False
 ) -> torch.Tensor:
-    """Return one rank's part of a tensor: a view where it is stored so, else a copy, contiguous.
+    """Return one rank's part of a tensor, contiguous: a view of the stored tensor if possible, else a copy.
 
     Args:
         shard: the part.
-        rank: whose shards to prefer where several ranks stored the same.
-        copy: False gives any view, contiguous or not, for a caller that copies it at once and then releases the node.
-        rows_apart: a view of a matrix whose rows are contiguous, but not the matrix, need not be copied either.
+        rank: rank whose shards are preferred if several ranks stored the same part.
+        copy: whether a view that is not contiguous is copied. A caller that passes False copies the result itself, and
+            then releases the node.
+        rows_apart: whether a view of a matrix with contiguous rows may be returned, even if the matrix is not
+            contiguous.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -52,7 +54,7 @@ def read_shard(
 
 
 def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
-    """Return whether one rank's part of a tensor is a stretch of a mapped file, so that reading it is mapping it."""
+    """Return whether one rank's part of a tensor is a contiguous range of a mapped file, so that no copy is needed."""
     if isinstance(node, ShardedNode) and rank in node.parts and node.parts[rank][0] == shard:
         node, shard = node.parts[rank][1], WHOLE
     if shard.zero or not isinstance(node, FileLeaf) or not node.file.maps(node.key):
@@ -61,7 +63,11 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor: a view of what is stored if the cut allows, whatever its strides."""
+    """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
+
+    Args:
+        rank: rank whose shards are preferred if several ranks stored the same part.
+    """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
         return _narrow(node.tensor(), cut)
@@ -83,7 +89,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether a part of a tensor costs about as much less as it is smaller than the whole."""
+    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))
@@ -91,7 +97,7 @@ def is_read_in_parts(node: Node) -> bool:
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor in memory of its own."""
+    """Return a copy of part of a tensor, contiguous. Arguments as in `read`."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -100,7 +106,7 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
-    """Write part of a tensor into `out`, piece by piece where it is put together from pieces."""
+    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece."""
     cut = _without_whole(cut, node.shape)
     if isinstance(node, ShardedNode):
         for source, place, source_cut in _pieces(node, cut, rank):
@@ -121,12 +127,12 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
 
 @functools.cache
 def _operation(name: str) -> Any:
-    """`aten.cat.default` → the operation of that name."""
+    """Return the torch operation of a name, for example "aten.cat.default"."""
     return functools.reduce(getattr, name.split("."), torch.ops)
 
 
 def _run(node: Operation, rank: int | None) -> torch.Tensor:
-    """Return the whole result of an operation, from its whole operands."""
+    """Run an operation on its whole operands, and return the whole result."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
     args, kwargs = tree_map_only(Node, lambda operand: read(operand, {}, rank), (node.args, node.kwargs))
@@ -135,7 +141,11 @@ def _run(node: Operation, rank: int | None) -> torch.Tensor:
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
-    """Return the stored parts that make up a cut: (part, target, cut of the part)."""
+    """Return the stored shards that a cut needs, in order.
+
+    Returns:
+        (node of a shard, place in the result, part of the shard to read), for each shard.
+    """
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
@@ -154,11 +164,11 @@ def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, P
             source, first, count = _find(parts, start, stop)
             pieces.append((source, {dim: (offset, offset + count)}, {dim: ((first, first + count),), **rest}))
             start, offset = start + count, offset + count
-    return [(source, {}, taken) for source, _, taken in pieces] if len(pieces) == 1 else pieces
+    return [(source, {}, source_cut) for source, _, source_cut in pieces] if len(pieces) == 1 else pieces
 
 
 def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[Node, int, int]:
-    """(part, offset in it, length) of the first stored stretch that holds position `start`."""
+    """Return the first shard that contains position `start`, the offset of `start` in it, and the length to read."""
     for shard, source in parts:
         offset = 0
         for first, last in shard.ranges:
@@ -169,19 +179,19 @@ def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[N
 
 
 def _without_whole(cut: Cut, shape: Sequence[int]) -> Cut:
-    """Return the same cut of a tensor of `shape`, without the dimensions that it takes whole."""
+    """Return a cut of a tensor of `shape` without the dimensions that are wanted whole."""
     return {dim: ranges for dim, ranges in cut.items() if ranges != ((0, shape[dim]),)}
 
 
 def _narrow(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Cut a tensor that is in memory: a view where one range of each dimension is wanted."""
+    """Return part of a tensor in memory: a view if each dimension of the cut has one range, else a copy."""
     for dim, ranges in cut.items():
         tensor = Shard(dim, ranges).of(tensor)
     return tensor
 
 
 def _single_cuts(cut: Cut) -> Iterator[tuple[Place, Cut]]:
-    """Split a cut into those of one range each, with the place of each in the result."""
+    """Split a cut into cuts with one range per dimension; yield (place in the result, cut) for each."""
     if not cut:
         yield {}, {}
         return

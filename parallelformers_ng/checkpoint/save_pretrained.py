@@ -1,4 +1,4 @@
-"""Saving a parallelized model: an ordinary checkpoint, or one that is cut as the model is."""
+"""Saves a parallelized model as an ordinary checkpoint, and converts a checkpoint to a sharded directory."""
 
 from __future__ import annotations
 
@@ -43,16 +43,19 @@ def write_pretrained(
     save_original_format: bool = True,
     progress: bool = True,
 ) -> None:
-    """Write an ordinary checkpoint of a model whose weights are elsewhere, one tensor at a time.
+    """Write an ordinary checkpoint of a model whose weights are not in this process, one tensor at a time.
 
-    All files are written before the first takes its name, so that an earlier checkpoint in `directory` stays whole
-    until then; the index comes last.
+    Files get temporary names until all weights are written, so an error while writing weights does not damage an
+    earlier checkpoint in `directory`. The index is written after the weights.
 
     Args:
-        model: the model, whose weights are on `meta` or with workers.
-        nodes: name of a parameter or buffer → where to read it.
+        model: the model, with weights on `meta` or on workers.
+        nodes: name of a parameter or buffer → node that reads it.
         max_shard_size, save_original_format: same as in
             `PreTrainedModel.save_pretrained`.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -93,7 +96,7 @@ def write_pretrained(
         index_path.unlink(missing_ok=True)
     write_configs(model, directory)
     for file in directory.glob(f"{stem}*.safetensors"):
-        # What an earlier save left would be read instead, or lie about unread.
+        # Delete weight files of an earlier save: `from_pretrained` might read them instead of the new files.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
             file.unlink()
 
@@ -107,7 +110,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(tensor: Any) -> Any:
-    """Make a stand-in on `meta`, so that transformers looks up tied weights."""
+    """Return a `meta` tensor for a tensor on workers, so that transformers finds ties without reading weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
 
 
@@ -118,11 +121,14 @@ def shard_checkpoint(
     max_shard_size: int | str,
     progress: bool,
 ) -> None:
-    """Cut a checkpoint into a sharded directory in this process, one tensor in memory at a time.
+    """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time.
 
     Args:
-        model: from `load_skeleton`.
-        plan: plan of the same model.
+        model: result of `load_skeleton`.
+        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
+
+    Raises:
+        CheckpointError: `max_shard_size` is invalid, or `directory` exists and is not a sharded directory.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

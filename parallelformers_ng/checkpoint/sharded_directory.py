@@ -1,9 +1,9 @@
-"""A directory in which every rank has files of its own: what was cut is saved cut, and loaded without cutting.
+"""Writes and reads sharded directories: checkpoints in which each rank has its own files with its shards.
 
 config.json  generation_config.json
-rank-00000-of-00002.safetensors  …            a rank's shards, in files of at most `max_shard_size`
-shared.safetensors  …                         what all ranks hold whole, once
-parallelformers_ng.index.json                 the plan: what of which tensor is where, and checksums of everything
+rank-00000-of-00002.safetensors  …            shards of a rank, in files of at most `max_shard_size`
+shared.safetensors  …                         replicated tensors, stored once
+parallelformers_ng.index.json                 file and ranges of every shard, and checksums of all shards and headers
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
 _PLAIN, _QUANTIZED = 1, 2
-"""Versions of a directory; the second one says which tensors are integers and scales."""
+"""Versions of the index: version 2 also lists the quantized tensors."""
 _OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
 Part = Callable[[TensorPlan], torch.Tensor]
-"""Gives a rank's part of a tensor."""
+"""Function that returns a rank's shard of a tensor."""
 
 
 def write_rank(
@@ -51,12 +51,12 @@ def write_rank(
     part: Part,
     progress: Progress | None = None,
 ) -> list[WrittenFile]:
-    """Write one rank's files; rank 0 writes the shared ones too.
+    """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
     Args:
-        names: stored tensors to save; see `saved_names`.
-        limit: bytes of tensors that a file takes, unless one tensor alone is larger.
-        part: gives the rank's part of each in turn.
+        names: storage names of the tensors to save.
+        limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
+        part: function that returns the rank's shard of a tensor.
     """
     written = []
     for file, file_tensors in _files_of(plan, names, rank, limit).items():
@@ -67,7 +67,7 @@ def write_rank(
 
 
 def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
-    """Storage names of what is saved, as ranks hold it: parameters and persistent buffers."""
+    """Return the storage names of the tensors to save: parameters and persistent buffers, quantized as on the ranks."""
     names = [name for name in torch.nn.Module.state_dict(model) if name in plan.tensors]
     return list(dict.fromkeys(part.storage for name in names for part in plan.parts(name)))
 
@@ -75,12 +75,11 @@ def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
 def write_index(
     directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
 ) -> None:
-    """Write the configuration and, last of all, the index.
+    """Write the configuration files, and then the index.
 
     Args:
         plan: plan of the model.
-        names: names of the tensors to save.
-        ranks: for each rank what `write_rank` returned.
+        ranks: result of `write_rank` for each rank.
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
@@ -115,7 +114,7 @@ def write_index(
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """Write the files of `save_pretrained` other than weights."""
+    """Write the configuration, the generation configuration, and the code of a model with its own code."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -130,7 +129,7 @@ def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Return the names of the files that belong to a sharded directory; None if it is none."""
+    """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory."""
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
@@ -138,12 +137,12 @@ def files_of(path: Path) -> set[str] | None:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
-    """Return the tensors of a sharded directory by their names in the model; nothing but headers is read.
+    """Return name of a tensor in the model → its node, for all tensors of a sharded directory. No weights are read.
 
-    A rank that reads its own shard of one reads its own file alone, and gets a view of it.
+    A rank that later reads its own shard reads only its own file, and gets a view of the mapped file.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or not the one that was saved; it is named.
+        CheckpointError: a file is missing, damaged, or differs from the saved file; the message names the file.
     """
     directory = Path(path)
     index = _read_index(directory / INDEX_NAME)
@@ -151,7 +150,7 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     for name, described in index["files"].items():
         file = files[name] = SafetensorsFile(directory / name)
         if (file.size, file.header_checksum) != (described["size"], described["header"]):
-            raise CheckpointError(f"{file.path} is damaged or was replaced: it is not the file that was saved")
+            raise CheckpointError(f"{file.path} is damaged or was replaced: its size or header differs from the index")
     nodes: dict[str, Node] = {}
     for name, described in index["tensors"].items():
         shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"].removeprefix("torch."))
@@ -178,10 +177,11 @@ def _encodings(plan: ShardPlan) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class CheckedLeaf(FileLeaf):
-    """A tensor in a file whose bytes are compared with their checksum when a process first reads it.
+    """A tensor in a file; its first read in a process compares its bytes with a checksum.
 
     Attributes:
         checksum: expected checksum.
+        checked: whether this process has compared the checksum.
     """
 
     checksum: int
@@ -192,7 +192,7 @@ class CheckedLeaf(FileLeaf):
         if not self.checked:
             if checksum(tensor) != self.checksum:
                 raise CheckpointError(
-                    f"{self.file.path} is damaged: the bytes of {self.key} are not those that were saved. Save it again"
+                    f"{self.file.path} is damaged: {self.key} has a wrong checksum; save the model again"
                 )
             self.checked = True
         return tensor
@@ -200,12 +200,12 @@ class CheckedLeaf(FileLeaf):
 
 def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> CheckedLeaf:
     if file.entries.get(name) != entry:
-        raise CheckpointError(f"{file.path} is damaged: it holds {file.entries.get(name)} for {name}, not {entry}")
+        raise CheckpointError(f"{file.path} is damaged: {name} is {file.entries.get(name)} instead of {entry}")
     return CheckedLeaf(*entry, file, name, expected)
 
 
 def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:
-    """Divide the tensors of a rank over its files."""
+    """Return the name of each file that a rank writes → the storage names of the tensors in the file."""
     own = {name: plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero}
     shared = {name: tensor for name, tensor in own.items() if tensor.is_replicated and rank == 0}
     cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}
@@ -231,7 +231,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if _index_checksum(index) != expected:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was saved with")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
     if index["version"] not in (_PLAIN, _QUANTIZED):
         raise CheckpointError(f"{path} has version {index['version']}; this library reads up to version {_QUANTIZED}")
     return index

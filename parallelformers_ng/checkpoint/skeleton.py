@@ -1,7 +1,7 @@
-"""The live module tree without its weights, as bytes: what a worker builds its share from.
+"""Pickles a model's modules without the weights, and builds the modules of a worker from that pickle.
 
-Pickled by value, tensors as references, rather than rebuilt by `cls(config)`: edits of the user, adapters and classes
-defined in a notebook come along.
+The modules are pickled by value, with names instead of tensors. Workers do not call `cls(config)`, so changes of the
+user, adapters, and classes from a notebook reach the workers too.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickle
 
 
 class Skeleton:
-    """A model's modules and its plan. Its own pickle is a few hundred bytes per layer, whatever the model weighs."""
+    """The pickled modules and the pickled plan of a model: a few hundred bytes per layer, without weights."""
 
     def __init__(self, model: bytes, plan: bytes) -> None:
         self.model = model
         self.plan = plan
         self.code: CodeChanges | None = None
-        """What ranks have to change of the code that they import, before they build the model."""
+        """Changes that each rank makes to its imported code before it builds the model; None for no changes."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: ShardPlan, modules: Collection[str] = ()) -> Skeleton:
-        """Take the skeleton of `model`.
+        """Make the skeleton of a model.
 
         Args:
             model: the model, on any device.
-            plan: how it is cut.
-            modules: names of the modules whose code travels by value.
+            modules: names of the Python modules whose code is pickled by value.
 
         Raises:
-            UnsupportedModelError: some part of the model cannot be pickled; the message says which.
-            ParallelError: it has a hook that a cut model cannot have.
+            UnsupportedModelError: a part of the model cannot be pickled; the message has the pickler's error.
+            ParallelError: the model has a hook that cannot run on a sharded model.
         """
         check(model, plan)
         buffer = io.BytesIO()
@@ -69,15 +68,15 @@ class Skeleton:
                 _SkeletonPickler(buffer, reference).dump(model)
         except Exception as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be sent to the workers: {error}. Something attached to it (a lock,"
-                " an open file) cannot be copied; remove it before parallelize"
+                f"{type(model).__name__} cannot be sent to the workers: {error}. An attribute of the model (a lock,"
+                " an open file) cannot be copied; remove that attribute before parallelize"
             ) from error
         return cls(
             buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None))
-        )  # apart: its thousands of ranges are no tensors
+        )  # a separate pickle: the thousands of ranges of a plan contain no tensors to look for
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
-        """Return the module tree as ranks have it, with every tensor on `meta`, and the plan of what they hold."""
+        """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold."""
         tensors: dict[str, torch.Tensor] = {}
 
         def resolve(reference: Any) -> torch.Tensor:
@@ -91,9 +90,8 @@ class Skeleton:
         quantize_modules(model, plan)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                # What a model's constructor does besides building modules: its recorders of hidden states and
-                # attentions.
-                # Up to transformers 5.22 they are those of a class.
+                # Register the recorders of hidden states and attentions, as the constructor of a model does.
+                # Up to transformers 5.22 the recorders are registered for the class.
                 key = str(type(module)) if type(_CAN_RECORD_REGISTRY) is dict else module
                 _CAN_RECORD_REGISTRY[key] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
@@ -104,7 +102,7 @@ class _SkeletonPickler(ReferencePickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, nn.Module):
             return super().reducer_override(obj)
-        # torch gives a parametrized module (weight norm) a class of its own that refuses to be pickled.
+        # torch gives each parametrized module (weight norm) a new class whose objects cannot be pickled.
         if parametrize.is_parametrized(obj):
             plain = parametrize.type_before_parametrizations(obj)
             return plain.__new__, (plain,), {**vars(obj), **_own_hooks(obj)}, None, None, _parametrize_again
@@ -115,8 +113,10 @@ class _SkeletonPickler(ReferencePickler):
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:
-    """Replace the tables of forward hooks by tables of hooks that belong to the model's computation. The caller's
-    hooks go with each call; each copy of a model installs transformers' recording hooks itself."""
+    """Return a module's tables of forward hooks with only the libraries' hooks, without transformers' recording hooks.
+
+    The caller's hooks are sent with each call. Each copy of a model installs the recording hooks itself.
+    """
     return {
         table: OrderedDict(
             (number, hook)
@@ -128,7 +128,7 @@ def _own_hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def _parametrize_again(module: nn.Module, state: dict[str, Any]) -> None:
-    """Undo the pickler's work: set the attributes, then the class that computes the parametrized ones."""
+    """Restore a parametrized module from its pickled attributes, and give it torch's class for parametrized weights."""
     vars(module).update(state)
     parametrize._inject_new_class(module)
     for name in state["_modules"]["parametrizations"]:

@@ -1,7 +1,7 @@
-"""The shards in anonymous shared memory: written by the parent, mapped by the workers, gathered back at the end.
+"""Keeps shards in anonymous shared memory, which the parent writes, the workers map, and the parent gathers again.
 
-On CPU this memory *is* the shard: a worker maps it copy-on-write, so nothing is copied, a restarted worker finds the
-weights as they were, and no worker can spoil another's.
+A CPU worker computes directly with the mapped memory, without a copy. The memory is mapped copy-on-write, so no worker
+can change the shards of another worker, and a restarted worker maps unchanged weights.
 """
 
 from __future__ import annotations
@@ -36,28 +36,27 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 
 class ShardStore:
-    """Holds every rank's shard in memfds, and in files without a name what the plan leaves to the disk: none of it
-    outlives the processes that map it. A store that is dropped closes them.
+    """The shards of all ranks, in memory files (memfd) and, for offloaded shards, in unnamed disk files.
 
-    Args:
-        plan: says what each rank holds.
+    The system frees memory and disk space when no process has a file open or mapped. A store closes its files when it
+    is garbage-collected.
 
     Raises:
-        OSError: the system gives no memory (ENOMEM), or no such large file (EFBIG); `write` raises it too.
-        ParallelError: the disk has no room.
+        OSError: not enough memory (ENOMEM), or a file would be too large (EFBIG); `write` also raises OSError.
+        ParallelError: the offload folder has not enough disk space.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
         self.plan = plan
         self.layout = Layout(plan.held)
         self.fds: list[int] = []
-        self._room = 0  # bytes that may be written before the system is asked again what it has left
+        self._room = 0  # bytes that may be written before the next look at the free memory of the system
         weakref.finalize(self, _close_all, self.fds).atexit = False
         try:
             for region, size in enumerate(self.layout.sizes):
                 if size and region > plan.world_size:
                     assert plan.tiers is not None
-                    assert plan.tiers.folder is not None, "what has no folder is not left to the disk"
+                    assert plan.tiers.folder is not None, "shards are on disk without an offload folder"
                     self.fds.append(_file_in(plan.tiers.folder, size))
                     continue
                 self.fds.append(os.memfd_create(f"shard-{region}", os.MFD_CLOEXEC))
@@ -67,17 +66,21 @@ class ShardStore:
             raise
 
     def fds_for(self, rank: int) -> list[int]:
-        """Return the regions rank `rank` maps, see `map_shards`."""
+        """Return the file descriptors of the regions that a rank maps; see `map_shards`."""
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
-        """See that what was written to files is on the disk, and no longer in memory."""
+        """Flush the disk files to the disk, and drop their pages from the page cache."""
         for fd in self.fds[self.plan.world_size + 1 :]:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Encode and cut `whole`, and write each rank's part."""
+        """Quantize and shard a tensor as the plan says, and write each rank's shard.
+
+        Raises:
+            OSError: not enough memory or disk space.
+        """
         node = (
             whole.node
             if isinstance(whole, LazyTensor)
@@ -86,15 +89,17 @@ class ShardStore:
         self.take(tensor, node)
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
-        """The same of a tensor that may be stored as ranks hold it."""
+        """Write each rank's shard of a tensor from a node, as `write`. Numbers that are stored quantized are copied."""
         for part, shard in zip(
             self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
             self._write(part, read(shard, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Write the parts of what is held under one name. Memory files have no limit: beyond what the system has, it
-        would end processes, so that is asked first."""
+        """Write the shards of one stored tensor.
+
+        The free memory is checked first, because the system kills processes if a memory file exceeds the free memory.
+        """
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
             if not shard.zero:  # fresh memory reads as zeros
@@ -107,14 +112,15 @@ class ShardStore:
             available = available_memory()
             if size > available:
                 raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({human_bytes(available)} are left)")
-            self._room = max(size, available // 2)  # what others take meanwhile is seen the next time
+            self._room = max(size, available // 2)  # half, because other processes may use memory before the next check
         self._room -= size
 
     def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """Put one tensor together again, on CPU.
+        """Return a whole tensor of the model, on CPU, dequantized.
 
         Args:
-            release: give its pages back afterwards, so that gathering never holds the model twice.
+            release: whether to free the memory of its shards afterwards, so that gathering a model does not need
+                memory for two copies.
         """
         whole = read_copy(self.node(tensor), {})
         for part in self.plan.parts(tensor.name) if release else ():
@@ -126,11 +132,11 @@ class ShardStore:
         return whole
 
     def node(self, tensor: TensorPlan) -> Node:
-        """Return one tensor, to be read in parts."""
+        """Return a node that reads parts of one tensor of the model."""
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return one rank's part of the weights, mapped while it is used."""
+        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -148,26 +154,31 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _file_in(folder: str, size: int) -> int:
-    """Return a file in a folder that has no name there, so that it goes when nobody has it open any more."""
+    """Return the descriptor of a new unnamed file in a folder. The system deletes the file after its last use.
+
+    Raises:
+        ParallelError: the folder has not enough disk space.
+    """
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             free = human_bytes(shutil.disk_usage(folder).free)
             raise ParallelError(
-                f"fit: offload_folder {folder} has {free} of room, and a rank needs {human_bytes(size)} there:"
-                f" {error.strerror}; the model is as it was"
+                f"fit: offload_folder {folder} has {free} of free space, and a rank needs {human_bytes(size)} there:"
+                f" {error.strerror}; the model is unchanged"
             ) from error
         return os.dup(file.fileno())
 
 
 def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
-    """In a worker: rank `rank`'s tensors as copy-on-write views of the parent's memory, storage name → tensor.
+    """Return a rank's shards in a worker: storage name → copy-on-write view of the parent's memory.
 
-    The descriptors may be closed afterwards; the mappings live as long as the tensors.
+    The caller may close the descriptors afterwards. A mapping exists as long as a tensor uses it.
 
     Args:
-        fds: descriptors of its own region, of the shared one, and of the file.
+        plan: plan of the stored tensors (`ShardPlan.held`).
+        fds: descriptors of the rank's memory file, the shared memory file, and the rank's disk file.
     """
     layout = Layout(plan)
     mappings = {
@@ -183,7 +194,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
 
 
 def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:
-    """Return a rank's part of a tensor, as a view of a mapping; of memory of its own if it has no bytes."""
+    """Return a rank's shard of a tensor as a view of a mapping, or an empty tensor if the shard has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -191,14 +202,17 @@ def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int)
 
 
 def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None) -> None:
-    """Write tensors of `model` to the store and give up the model's own copies as soon as they are written.
+    """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
 
-    Afterwards the model's tensors are on `meta`, with the shapes and data types that the ranks hold together.
+    Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan.
+
+    Args:
+        which: names of the tensors to move.
 
     Raises:
-        OSError: the memory gave out; what had been given up is back in the model.
+        OSError: not enough memory; the model has all its tensors again.
     """
-    given_up: list[str] = []
+    moved_names: list[str] = []
     pending = 0
     try:
         for names in names_of_each(model, store.plan, which):
@@ -208,7 +222,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
                 if plan.storage == plan.name:
                     store.write(plan, whole)
             place(model, names, store.plan, torch.empty(whole.shape, dtype=plans[0].dtype, device="meta"))
-            given_up += names
+            moved_names += names
             del whole
             pending += plans[0].bytes_whole
             if pending >= TRIM_EVERY:
@@ -217,7 +231,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
             if progress is not None:
                 progress(store.plan.bytes_held(names[0]))
     except BaseException:
-        take_back(model, store.plan, store.read, given_up)
+        take_back(model, store.plan, store.read, moved_names)
         raise
     give_back_freed()
 
@@ -229,14 +243,15 @@ def take_back(
     names: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather the tensors back into the model, on CPU; tied parameters are tied again.
+    """Gather tensors from ranks or from a store into the model, on CPU. Tied parameters are tied again.
 
     Args:
-        read: gives a tensor, whole; the second argument says whether it may then be let go where it was.
-        names: names of the tensors; all by default.
+        model: the model, with tensors on `meta`.
+        read: function that returns a whole tensor; its second argument says whether the source may free the tensor.
+        names: names of the tensors; None for all tensors of the plan.
     """
     for group in names_of_each(model, plan, names):
-        # Of tied tensors that are cut differently any one can rebuild the whole; all but the first are let go.
+        # Tied tensors may be sharded differently; each has all values, so only the first tensor is read.
         tensor = plan.tensors[group[0]]
         place(model, group, plan, read(tensor, tensor.storage in group))
         if progress is not None:
@@ -244,8 +259,11 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """Return the names of each tensor of `model`, several if it is tied; of all that the plan has, or of `names`
-    alone."""
+    """Return the list of names of each tensor of a model; a tied tensor has several names.
+
+    Args:
+        names: names to look at; None for all names in the plan.
+    """
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():
@@ -255,8 +273,7 @@ def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None
 
 
 def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor) -> None:
-    """Put one tensor under all of its names, as one parameter, so that ties stay ties and `requires_grad` what it
-    was."""
+    """Set one tensor under all its names in the model, as one parameter or buffer, with its earlier `requires_grad`."""
     first = plan.tensors[names[0]]
     if not first.is_buffer:
         tensor = nn.Parameter(tensor, requires_grad=get_tensor(model, first.name, False).requires_grad)

@@ -1,4 +1,4 @@
-"""Writing tensors to files one at a time, and directories that appear whole or not at all."""
+"""Writes tensors to safetensors files one at a time, and replaces directories in one step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from parallelformers_ng.sharding.tensor_plan import bytes_of
 Entry = tuple[tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor."""
 
-_BLOCK = 1 << 20  # bytes that one word of a checksum stands for
+_BLOCK = 1 << 20  # bytes of a tensor that are summed to one word of its checksum
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that was written.
+    """A safetensors file that was written.
 
     Attributes:
-        name: its name in the directory.
-        size: bytes.
-        header: CRC-32 of the length and the header.
-        checksums: for each tensor in it, `checksum` of its bytes.
+        size: size of the file in bytes.
+        header: CRC-32 of the 8 bytes of header length and of the header.
+        checksums: name of each tensor in the file → `checksum` of the tensor.
     """
 
     name: str
@@ -50,16 +49,18 @@ class WrittenFile:
 def write_safetensors(
     path: Path, entries: Mapping[str, Entry], tensor: Callable[[str], torch.Tensor], progress: Progress | None = None
 ) -> WrittenFile:
-    """Write a safetensors file with one tensor at a time in memory.
+    """Write a safetensors file, with one tensor in memory at a time.
+
+    Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`.
 
     Args:
-        entries: future content, in the order of writing among equal sizes of element.
-        tensor: gives each in turn.
+        entries: name of a tensor → shape and data type.
+        tensor: function that returns the tensor of a name.
 
     Raises:
-        OSError: the disk is full, or the place cannot be written to.
+        OSError: the disk is full, or the path cannot be written to.
     """
-    order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # so that every tensor is aligned
+    order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # this order aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -67,14 +68,14 @@ def write_safetensors(
         start, end = end, end + bytes_of(*entries[name])
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64 + 56)  # the tensors start on a multiple of 64 bytes
+    text += b" " * (-len(text) % 64 + 56)  # pad the header, so that the tensors start at a multiple of 64 bytes
     head = len(text).to_bytes(8, "little") + text
     checksums = {}
     with open(path, "wb") as file:
         file.write(head)
         for name in order:
             value = tensor(name).detach().to("cpu", entries[name][1])
-            assert value.nbytes == bytes_of(*entries[name]), f"{name} is not of the shape that was announced"
+            assert value.nbytes == bytes_of(*entries[name]), f"{name} has a different size than its entry"
             checksums[name] = checksum(value)
             file.write(_bytes_of(value))
             if progress is not None:
@@ -86,8 +87,11 @@ def write_safetensors(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 over the 64-bit sums of a tensor's blocks of 1 MiB: it notices flipped bits, lost pages and blocks that
-    changed places at the speed of memory. It is no defence against forgery."""
+    """Return the CRC-32 of the 64-bit sums of a tensor's blocks of 1 MiB.
+
+    The checksum detects flipped bits, lost pages and swapped blocks, but not deliberate changes. It is computed about
+    as fast as memory is read.
+    """
     data = _bytes_of(tensor)
     blocks = len(data) // _BLOCK
     words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
@@ -98,17 +102,18 @@ def checksum(tensor: torch.Tensor) -> int:
 def parse_size(
     size: int | str, argument: str = "max_shard_size", refusal: type[ParallelError] = CheckpointError
 ) -> int:
-    """`"5GB"` → 5 000 000 000; `"1GiB"` counts in powers of 1024.
+    """Return a size in bytes: "5GB" → 5 000 000 000, "1GiB" → 1 073 741 824.
 
     Args:
-        argument: the caller's name for it, for the error.
-        refusal: class of the error for a bad size.
+        size: number of bytes, or a number with a unit: KB, MB, GB, TB, KiB, MiB, GiB or TiB.
+        argument: name of the caller's argument, for the error.
+        refusal: class of the error for an invalid size.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     text = str(size).strip().upper()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    with contextlib.suppress(ValueError):  # told below, with everything else that is no size
+    with contextlib.suppress(ValueError):  # the error for every invalid size is raised below
         if unit and (count := float(text.removesuffix(unit))) > 0:
             return int(count * _UNITS[unit])
     raise refusal(f"{argument} is {size!r}; it takes bytes, or a text like '5GB' or '500MB'")
@@ -116,16 +121,16 @@ def parse_size(
 
 @contextlib.contextmanager
 def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) -> Iterator[Path]:
-    """A new directory to write to, which takes the place of `target` in one step when the block ends well.
+    """Yield a new directory to write to; the new directory replaces `target` in one step if the block raises no error.
 
-    Whatever interrupts it, `target` is then the old one or the new one, whole.
+    After an interruption, `target` is either the complete old directory or the complete new directory.
 
     Args:
-        ours: the files in an existing `target` that are ours to replace; None if it is none of our directories.
-            Other files in it are kept.
+        ours: function that returns the names of the replaceable files in an existing directory; None if the directory
+            is not a sharded directory. Files that are not replaceable are kept.
 
     Raises:
-        CheckpointError: `target` exists and is something else.
+        CheckpointError: `target` exists, and is neither an empty directory nor a sharded directory.
     """
     target = target.absolute()
     replaceable: set[str] = set()
@@ -155,14 +160,14 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two directories in one step: renameat2(2) with RENAME_EXCHANGE."""
+    """Swap two directories in one step with `renameat2(RENAME_EXCHANGE)`; in three steps if that is not supported."""
     rename = ctypes.CDLL(None, use_errno=True).renameat2
     if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return
     code = ctypes.get_errno()
     if code not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(code, os.strerror(code), str(second))
-    aside = first.with_suffix(".old")  # a file system that cannot swap: two steps
+    aside = first.with_suffix(".old")  # the file system cannot swap in one step
     second.rename(aside)
     first.rename(second)
     aside.rename(first)

@@ -1,1 +1,1 @@
-"""The command line: `plan`, `verify`, `bench`, `shard`. `commands.main` is for outside."""
+"""The command line `parallelformers-ng`. The entry point is `commands.main`."""

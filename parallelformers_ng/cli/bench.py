@@ -1,4 +1,4 @@
-"""Compares parallelization with one process on this machine: prefill and decode of a model."""
+"""Measures prefill and decode of a model on this machine, on workers and in one process."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ ONE_PROCESS = "one process"
 
 @dataclass
 class Report:
-    """Figures of one model, one value for each round.
+    """The measured speeds of one model.
 
     Attributes:
         model: name or path of the model.
-        random_weights: whether it came without weights.
-        device, ranks: device and number of the workers.
-        prompt, tokens: lengths in tokens.
-        weight_bytes: bytes of weights that a decoded token reads: all but the rows of an embedding that is not tied to
-            the head (a mixture of experts reads fewer).
-        bandwidth: bytes per second that the devices read together, measured before the first round.
-        scheme: scheme of the ranks' weights, None for the model's own.
-        held_bytes: bytes of weights that a decoded token reads on the ranks.
-        prefill, decode: contestant → tokens per second, round by round.
+        random_weights: whether the model has random weights.
+        device, ranks: device type ("cpu" or "cuda") and number of the workers.
+        prompt, tokens: length of the prompt and number of decoded tokens.
+        weight_bytes: bytes of weights that one process reads for a decoded token: all weights except an embedding that
+            is not tied to the head. A mixture of experts reads fewer bytes.
+        bandwidth: bytes per second that all devices read together, measured before the first round.
+        scheme: quantization scheme of the ranks' weights; None for the model's own weights.
+        held_bytes: bytes of weights that all ranks together read for a decoded token.
+        prefill, decode: name of the contestant ("2 ranks", "one process") → tokens per second of each round.
     """
 
     model: str
@@ -55,12 +55,12 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """Return the part of the bandwidth that a contestant's median decode speed amounts to."""
-        read = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
-        return statistics.median(self.decode[name]) * read / self.bandwidth
+        """Return the share of the memory bandwidth, from 0 to 1, that a contestant's median decode speed uses."""
+        token_bytes = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
+        return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with the medians and shares, as JSON takes it."""
+        """Return all fields, the medians and the bandwidth shares as a dictionary for JSON."""
         medians = {
             task: {name: statistics.median(values) for name, values in figures.items()}
             for task, figures in (("prefill", self.prefill), ("decode", self.decode))
@@ -75,9 +75,7 @@ class Report:
             f"read bandwidth {self.bandwidth / 1e9:.1f} GB/s: {self.bandwidth / self.weight_bytes:.1f} tok/s at most",
         ]
         if self.scheme:
-            lines.append(
-                f"the ranks read {self.held_bytes / 1e9:.2f} GB for a token, in {self.scheme} where that is held"
-            )
+            lines.append(f"the ranks read {self.held_bytes / 1e9:.2f} GB for each token, with {self.scheme} weights")
         for title, figures in (
             (f"prefill of {self.prompt} tokens", self.prefill),
             (f"decode of {self.tokens} tokens", self.decode),
@@ -89,14 +87,21 @@ class Report:
         return "\n".join(lines)
 
     def plot(self, path: str) -> None:
-        """Draw the medians as bars with their values, best and worst round as whiskers, to an image file."""
+        """Write an image file with the median speeds as bars; whiskers show the best and the worst round.
+
+        Args:
+            path: path of the image file; the suffix chooses the format.
+
+        Raises:
+            ParallelError: matplotlib is missing.
+        """
         check_plotting()
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 4), layout="constrained")
         figure.suptitle(f"{self.model}, {self.ranks} {self.device} ranks")
-        both = (("prefill", self.prompt, self.prefill), ("decode", self.tokens, self.decode))
-        for axes, (title, tokens, figures) in zip(figure.subplots(1, 2), both, strict=True):
+        tasks = (("prefill", self.prompt, self.prefill), ("decode", self.tokens, self.decode))
+        for axes, (title, tokens, figures) in zip(figure.subplots(1, 2), tasks, strict=True):
             middles = [statistics.median(values) for values in figures.values()]
             below = [middle - min(values) for middle, values in zip(middles, figures.values(), strict=True)]
             above = [max(values) - middle for middle, values in zip(middles, figures.values(), strict=True)]
@@ -107,7 +112,7 @@ class Report:
             if title == "decode":
                 limit = self.bandwidth / self.weight_bytes
                 axes.axhline(limit, linestyle="--", color="black", label=f"limit of the bandwidth: {limit:.1f}")
-                figure.legend(loc="outside right upper")  # beside the bars, not over them
+                figure.legend(loc="outside right upper")  # the legend must not cover the bars
         figure.savefig(path, dpi=150)
 
 
@@ -125,23 +130,28 @@ def bench(
     quantize: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Measure a model on its workers and, turn by turn, in this process with all its threads (or on one GPU).
+    """Measure a model on workers and, in turn, in this process with all its threads or on one GPU.
 
     Args:
         model: a model folder, a name on the hub, or a `config.json` or model type, which get random weights.
         num_gpus: number of workers.
         device: "cpu", "cuda" or "auto".
-        prompt: tokens of the prompt in the prefill figure; decode starts from a short one.
-        tokens: tokens decoded in each round.
-        rounds: how often each is measured, after one round to warm up.
-        baseline: whether one process is measured too. It holds the model a second time.
-        dtype: "float32", "bfloat16", …; by default the model's own.
+        prompt: number of prompt tokens of a prefill round; a decode round has a prompt of 8 tokens.
+        tokens: number of tokens decoded in each round.
+        rounds: number of measured rounds, after one round to warm up.
+        baseline: whether one process is measured, too, with a second copy of the model.
+        dtype: data type of the weights: "float32", "bfloat16", …; by default the model's own.
         revision: branch, tag or commit on the hub.
-        quantize: scheme in which the ranks hold weights; one process has them as they are.
-        say: is told what is being done.
+        quantize: quantization scheme of the ranks' weights; one process keeps the model's own weights.
+        say: function that receives a line of text before each step of the measurement.
+
+    Returns:
+        The measured speeds.
 
     Raises:
-        UnsupportedModelError: the model does not generate.
+        UnsupportedModelError: the model cannot generate.
+        ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
+            or `dtype` is no data type of torch.
         ParallelError: `parallelize` failed.
     """
     if min(prompt, tokens, rounds) < 1:
@@ -191,17 +201,17 @@ def bench(
 
 
 def read_bandwidth(device: str, count: int = 1) -> float:
-    """Return bytes per second of sums over a tensor far larger than any cache, the best of a few passes.
+    """Measure the read bandwidth in bytes per second: the best of 8 sums over a tensor of 512 MiB.
 
     Args:
-        device: "cpu", which all threads of this process read together, or "cuda".
-        count: number of devices, each taken to be as fast as the first; of no meaning on CPU.
+        device: "cpu", with all threads of this process, or "cuda".
+        count: number of CUDA devices, assumed to be as fast as the first; ignored on CPU.
     """
     data = torch.ones(_READ_BYTES // 4, device=device)
     best = float("inf")
     for _ in range(_READ_PASSES):
         start = time.perf_counter()
-        data.sum().item()  # waits for the device
+        data.sum().item()  # `item` waits for the device
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best * (count if device == "cuda" else 1)
 
@@ -215,36 +225,37 @@ def check_plotting() -> None:
 
 
 def _bytes_read(model: PreTrainedModel) -> int:
+    """Return the bytes of weights that one process reads for a decoded token."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     whole = {id(parameter): parameter.nbytes for parameter in model.parameters()}
     if tied and head is not None and id(head.weight) != id(embedding.weight):
-        whole.pop(id(head.weight), None)  # on meta, ties may be missing
+        whole.pop(id(head.weight), None)  # on meta, a tied head can be a tensor of its own
     return sum(whole.values()) - (0 if tied else embedding.weight.nbytes)
 
 
 def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
-    """Return the same of weights as ranks hold them, each once."""
+    """Return the bytes of weights that all ranks together read for a decoded token; a replicated weight counts once."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    left = None if tied else names[id(embedding.weight)]
-    return sum(plan.bytes_held(t.name) for t in plan.stored() if not t.is_buffer and t.name != left)
+    unread = None if tied else names[id(embedding.weight)]
+    return sum(plan.bytes_held(t.name) for t in plan.stored() if not t.is_buffer and t.name != unread)
 
 
 def _prefill(model: Any, prompt: int) -> float:
-    """Return tokens per second of the prompt's pass, the choice of the first token included."""
+    """Return the prompt tokens per second of the prefill, including the choice of the first new token."""
     return prompt / _seconds(model, prompt, 1)
 
 
 def _decode(model: Any, tokens: int) -> float:
-    """Return tokens per second after a short prompt, whose own pass is taken off."""
-    first = _seconds(model, _SHORT_PROMPT, 1)
-    return tokens / max(_seconds(model, _SHORT_PROMPT, tokens + 1) - first, 1e-9)
+    """Return the decoded tokens per second after a prompt of 8 tokens, without the time of the prefill."""
+    prefill_seconds = _seconds(model, _SHORT_PROMPT, 1)
+    return tokens / max(_seconds(model, _SHORT_PROMPT, tokens + 1) - prefill_seconds, 1e-9)
 
 
 def _seconds(model: Any, prompt: int, tokens: int) -> float:
-    """Wall time of a greedy `generate` that makes exactly `tokens` tokens."""
+    """Return the seconds of a greedy `generate` that makes exactly `tokens` new tokens."""
     device = model.device if model.device.type != "meta" else "cpu"
     ids = (torch.arange(prompt, device=device) % (model.config.get_text_config().vocab_size - 4) + 4)[None]
     start = time.perf_counter()
@@ -263,5 +274,5 @@ def _seconds(model: Any, prompt: int, tokens: int) -> float:
 def _dtype(kind: torch.dtype | str) -> torch.dtype:
     dtype = getattr(torch, kind, None) if isinstance(kind, str) else kind
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"bench: {kind!r} is no data type of torch; float32, bfloat16 and float16 are")
+        raise ValueError(f"bench: {kind!r} is no data type of torch; pass float32, bfloat16 or float16")
     return dtype

@@ -1,4 +1,4 @@
-"""`parallelformers-ng …`: every command parses its arguments, calls a public function and prints what it returns."""
+"""Runs the commands of `parallelformers-ng`. Each command calls a public function and prints the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 0, 1 if a check failed, 2 for a problem that is said on standard error, or 130 after Ctrl-C.
+        The exit status: 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -27,20 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # also while torch is imported
+    except KeyboardInterrupt:  # Ctrl-C may come while torch is imported
         return 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, without all of the usage."""
+    """A parser that prints a wrong argument in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what it takes\n")
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the arguments\n")
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Return how the model would be cut, with the bytes of each rank; or what it would need and give on other
-    devices."""
+    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast."""
     from parallelformers_ng import forecast as make_forecast
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
@@ -58,7 +57,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def policies(options: argparse.Namespace) -> int:
-    """Return every model type and where its policy comes from."""
+    """Print every model type with the source of its policy."""
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -68,7 +67,7 @@ def policies(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check the policy on a tiny random copy of the model."""
+    """Check the policy on a tiny random copy of the model, and print the result."""
     from parallelformers_ng.checkpoint.model_class import empty_model
     from parallelformers_ng.cli.coverage import verify_model
 
@@ -79,7 +78,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def shard(options: argparse.Namespace) -> int:
-    """Cut a checkpoint into a sharded directory, one tensor in memory at a time."""
+    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time."""
     from parallelformers_ng.model.saving import shard as write_shards
 
     size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
@@ -88,11 +87,11 @@ def shard(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Prefill and decode on the workers, against one process."""
+    """Measure and print prefill and decode speeds on the workers and in one process."""
     from parallelformers_ng.cli import bench as benchmark
 
     if options.plot:
-        benchmark.check_plotting()  # before minutes of measuring
+        benchmark.check_plotting()  # fail before minutes of measuring
     report = benchmark.bench(
         options.model,
         options.num_gpus,
@@ -118,21 +117,20 @@ def _numbers(text: str) -> list[float]:
 
 
 def _custom(options: argparse.Namespace) -> Any:
-    """Return the policies of `--policy`, None without."""
+    """Return the policies of the file that `--policy` names; None without `--policy`."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
 
     return None if options.policy is None else policies_of_file(options.policy)
 
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
-    """Return a first line that says so where a bare model type stands for its defaults, as no checkpoint of that
-    name does."""
+    """Return a line saying that the configuration is a default if MODEL is a model type; otherwise ""."""
     from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):
         return ""
     config = type(model.config).__name__
-    return f"{options.model!r} is a model type: this is its default configuration, {config}(), of no checkpoint\n"
+    return f"{options.model!r} is a model type: the result is for the default configuration, {config}()\n"
 
 
 def _print(options: argparse.Namespace, data: Any, text: str) -> None:
@@ -156,25 +154,25 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     bits = _Parser(add_help=False)
-    bits.add_argument("--quantize", metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: as the model has them)")
+    bits.add_argument("--quantize", metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: the model's data type)")
 
     policy = _Parser(add_help=False)
-    policy.add_argument("--policy", metavar="FILE.py", help="policies of your own, which come before the written ones")
+    policy.add_argument("--policy", metavar="FILE.py", help="your own policies, tried before those of this library")
 
     command = commands.add_parser(
         "plan",
         parents=[model, policy, bits, output],
-        help="print how a model would be cut, and the bytes of each rank",
-        description="Print how a model would be cut and how many bytes each rank would hold; or, with --device, whether"
-        " it fits on such devices, how fast it would be, and how to lay it out. Reads the configuration alone: no"
-        " weights, no GPU.",
+        help="print the plan of a model, and the bytes of each rank",
+        description="Print the plan of a model and the bytes of each rank. With --device, print a forecast instead:"
+        " whether the model fits on the devices, its speed, and the best options. The command reads only the"
+        " configuration, and needs no weights and no GPU.",
     )
     command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
     command.add_argument(
         "--ratio",
         type=_numbers,
         metavar="R,R,…",
-        help="how much each rank holds beside the others: 1,3 (default: alike)",
+        help="relative share of each rank: 1,3 (default: equal shares)",
     )
     command.add_argument(
         "--strategy",
@@ -190,8 +188,8 @@ def _parser() -> argparse.ArgumentParser:
         parents=[output],
         help="list every model type with the source of its policy",
         description="List every model type of the installed transformers with the source of its policy: 'written' (a"
-        " file in policies/), 'of its parts' (it only holds other models), 'inferred' (from the model's structure,"
-        " proven on first use).",
+        " file in policies/), 'of its parts' (the model only holds other models), 'inferred' (from the model's"
+        " structure, proven on first use), or 'no modelling code of its own'.",
     )
     command.set_defaults(command=policies)
 
@@ -199,51 +197,53 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         parents=[model, policy, bits, output],
         help="check a model's policy on a tiny random copy: sharded and whole outputs must match",
-        description="Build a tiny random copy of the model (its class, head counts and layer pattern, from the"
-        " configuration alone), run it whole and sharded over N ranks, and compare the outputs; with --quantize also"
-        " with its weights in few bits. Prints what is cut, what stays whole and why. Exits with 1 if the outputs"
-        " differ, with 2 if the model is refused.",
+        description="Build a tiny random copy of the model with the same class, head counts and layer pattern, run the"
+        " copy whole and sharded over N ranks, and compare the outputs. With --quantize, also compare a quantized copy."
+        " The command reads only the configuration. It prints the sharded and the whole tensors, and reasons. The exit"
+        " status is 1 if the outputs differ, 2 if the model is refused.",
     )
     command.set_defaults(command=verify)
 
     command = commands.add_parser(
         "shard",
         parents=[model, bits],
-        help="cut a checkpoint into files of each rank's own",
-        description="Cut a checkpoint for N ranks without starting them or loading it: parallelize(OUT) then reads each"
-        " rank's own files. One tensor is in memory at a time.",
+        help="write a checkpoint's shards, with separate files for each rank",
+        description="Write the shards of a checkpoint for N ranks, with one tensor in memory at a time, without"
+        " starting workers. Each worker of parallelize(OUT) then reads only its own files.",
     )
-    command.add_argument("output", metavar="OUT", help="the directory to write; an earlier one is replaced in one step")
-    command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="bytes of a file (default: 5GB)")
+    command.add_argument("output", metavar="OUT", help="the directory to write; replaces an existing OUT in one step")
+    command.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default: 5GB)"
+    )
     command.set_defaults(command=shard)
 
     command = commands.add_parser(
         "bench",
         parents=[model, bits, output],
-        help="measure prefill and decode on the ranks, against one process",
+        help="measure prefill and decode speeds on the ranks and in one process",
         description="Measure how fast MODEL reads a prompt (prefill) and makes tokens (decode, greedy, one sequence) on"
-        " N ranks and, turn by turn, in one process with all threads. Prints tokens per second, median and best round,"
-        " and which share of the memory bandwidth, measured on the spot, the decode steps use: each of them reads every"
-        " weight once. A config.json or a model type ('llama') gets random weights. The model is held twice, once"
-        " with --no-baseline. Let nothing else run meanwhile.",
+        " N ranks and, in turn, in one process with all threads. Print the tokens per second of the median and the best"
+        " round. Also print the share of the measured memory bandwidth that decode steps use; a decode step reads every"
+        " weight once. A config.json or a model type ('llama') gets random weights. Memory must hold two copies of the"
+        " model, or one copy with --no-baseline. Run no other program during the measurement.",
     )
-    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if present")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
     command.add_argument("--dtype", help="float32, bfloat16, float16 (default: the model's)")
     command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt (default: 512)")
     command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
     command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
-    command.add_argument("--no-baseline", action="store_true", help="leave the one process out")
-    command.add_argument("--plot", metavar="OUT.png", help="also draw the figures; needs matplotlib")
+    command.add_argument("--no-baseline", action="store_true", help="measure only the ranks, not one process")
+    command.add_argument("--plot", metavar="OUT.png", help="also draw the speeds as bars; needs matplotlib")
     command.set_defaults(command=bench)
 
     command = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's clients ask for it",
+        help="serve a model over HTTP, for clients of OpenAI's interface",
         description="Serve MODEL on N ranks: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models,"
-        " /tokenize, /health, /ready, /metrics, and a page at /. Requests are decoded together. SIGTERM or Ctrl-C"
-        " lets those in flight complete and refuses new ones; a second one ends the server at once.",
-        epilog=f"The key may be in the variable {serving.KEY_VARIABLE}. Flags count before the"
-        " variable, and it before the file.",
+        " /tokenize, /health, /ready, /metrics, and a page at /. Requests are decoded together. After SIGTERM or Ctrl-C"
+        " the server refuses new requests and completes running requests; a second signal ends the server at once.",
+        epilog=f"The environment variable {serving.KEY_VARIABLE} may hold the key. A flag overrides the variable; the"
+        " variable overrides the file.",
     )
     serving.add_flags(command)
     command.set_defaults(command=serving.run)

@@ -1,4 +1,4 @@
-"""The source of every model type's policy, and the proof for one model."""
+"""Lists the source of every model type's policy, and checks the policy of one model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 
 def policy_sources() -> dict[str, str]:
-    """Map each model type of transformers to the source of its policy: "written", "of its parts", "inferred" or "no
-    modelling code of its own". A model without layers of its own has the policies of its parts.
+    """Return the source of the policy of each model type of transformers.
 
-    Reads the modelling files' class names and imports no modelling code. A written policy may cover a part of a
-    composite model; an inferred policy counts only once its proof, made on first use, has held.
+    The function reads class names from the modelling files, and imports no modelling code. A written policy may cover
+    only a part of a composite model. An inferred policy is proven on first use.
+
+    Returns:
+        Model type → "written", "of its parts" (the model has only layers of other models), "inferred" or "no modelling
+        code of its own".
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}
@@ -50,20 +53,20 @@ def policy_sources() -> dict[str, str]:
 
 @dataclass
 class Verification:
-    """The result of the proof on a tiny random copy of a model, the twin.
+    """The result of the check on a tiny random copy of a model, the twin.
 
     Attributes:
-        model_class, world_size: class of the model, number of ranks.
-        equal: whether the sharded twin gave the outputs of the whole one.
-        source: source of the policies.
-        cut_share: share of the model's cuttable bytes that are cut, 0 to 1.
-        rules: how many of the model's tensors each rule cuts.
-        whole: tensors that every rank holds whole, in bytes, largest first.
-        tried: attempts that failed.
-        unproven: parts that the twin's inputs did not reach, and reasons.
-        scheme: scheme of the compared weights, "" for none.
-        quantized: how many of the model's tensors are held so.
-        misfits: weights that could not be quantized, and reasons.
+        model_class, world_size: class name of the model; number of ranks.
+        equal: whether the outputs of the sharded twin and the whole twin match.
+        source: source of the policies: "custom", "written" or "inferred", joined by "+".
+        cut_share: share, from 0 to 1, of the cuttable bytes of the model that are sharded.
+        rules: rule → number of the model's tensors that the rule shards.
+        whole: name of a replicated tensor → its size in bytes, largest first; only tensors that could be sharded.
+        tried: failed attempts, with reasons.
+        unproven: parts of the model that the twin's inputs do not reach, and reasons; "" for no such part.
+        scheme: quantization scheme of the compared weights; "" for none.
+        quantized: number of the model's tensors that are quantized.
+        misfits: name of a weight that cannot be quantized → reason.
     """
 
     model_class: str
@@ -89,12 +92,12 @@ class Verification:
             f" {self.cut_share:.1%} of the cuttable bytes are cut",
             *(f"  cut    {count:>4} × {rule}" for rule, count in self.rules.items()),
             *(f"  whole  {human_bytes(size):>9}  {name}" for name, size in list(self.whole.items())[:20]),
-            *(f"  tried  {what}" for what in self.tried),
+            *(f"  tried  {attempt}" for attempt in self.tried),
         ]
         if self.scheme:
             lines.append(f"  {self.scheme}   {self.quantized:>4} tensors")
         lines += dict.fromkeys(
-            f"  not {self.scheme}: {pattern_of(name)}, for {why}" for name, why in self.misfits.items()
+            f"  not {self.scheme}: {pattern_of(name)}, because {why}" for name, why in self.misfits.items()
         )
         if self.unproven:
             lines.append(f"  not reached by the twin's inputs: {self.unproven}")
@@ -107,20 +110,23 @@ def verify_model(
     custom_policies: type[Policy] | Sequence[type[Policy]] | None = None,
     quantize: Any = None,
 ) -> Verification:
-    """Check the policy of a model on a tiny random copy: sharded over `num_gpus` ranks and whole, outputs must match.
+    """Check the policy of a model on a tiny random copy: its sharded outputs must match its whole outputs.
 
     Args:
-        model: the model; on the `meta` device it will do.
+        model: a transformers model, also without weights on `meta`.
         num_gpus: number of ranks.
-        custom_policies: policies that come before the written ones, as in `parallelize`.
-        quantize: same as in `parallelize`. The copy is compared once more, with weights rounded whole and
-            quantized in shards. If inputs share a scale in groups, the copy's groups have two inputs, as its layers are
-            narrow.
+        custom_policies: same as in `parallelize`.
+        quantize: same as in `parallelize`. If set, a second comparison uses a whole copy with rounded weights and a
+            sharded copy with quantized weights. Groups of inputs that share a scale then have two inputs, because the
+            copy's layers are narrow.
+
+    Returns:
+        The result of the check.
 
     Raises:
-        ParallelError: `quantize` cannot be read.
-        UnsupportedModelError: the model is refused, or no twin of it runs.
-        PolicyError: a custom policy does not fit it.
+        ParallelError: `quantize` has a wrong value.
+        UnsupportedModelError: the model is refused, or no tiny copy of the model runs.
+        PolicyError: a custom policy does not fit the model.
     """
     bits = read_quantize(quantize)
     base, misfits = known_policies(model, custom_policies, num_gpus)

@@ -1,4 +1,4 @@
-"""Asks the server of a container whether it is ready: `python -m parallelformers_ng.cli.health`."""
+"""Checks whether the server of a container is ready: `python -m parallelformers_ng.cli.health`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SECONDS = 8.0
 
 
 def options_of(command: Sequence[str]) -> ServeOptions:
-    """Return the options of a server.
+    """Return the options of a server from its command line.
 
     Args:
-        command: words of its process; what stands before `serve` is a program that starts it.
+        command: words of the command line; words before `serve` name the program.
 
     Raises:
-        ValueError: the command serves nothing.
+        ValueError: the command line has no word `serve`.
     """
     arguments = command[command.index("serve") :]
     parsed = commands._parser().parse_args(arguments)
@@ -28,7 +28,12 @@ def options_of(command: Sequence[str]) -> ServeOptions:
 
 
 def main() -> int:
-    """Return 0 if the server is ready; else raise why not."""
+    """Return 0 if the server is ready; otherwise raise an error.
+
+    Raises:
+        OSError: the server does not answer within 8 seconds, or answers that it is not ready.
+        ValueError: process 1 of the container is no server.
+    """
     options = options_of(Path("/proc/1/cmdline").read_text().split("\0")[:-1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     url = f"http://[{host}]:{options.port}/ready" if ":" in host else f"http://{host}:{options.port}/ready"

@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve`: its flags are the fields of `ServeOptions`."""
+"""Runs `parallelformers-ng serve`, whose flags are the fields of `ServeOptions`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each option. A missing flag is left out, so that a file can set it."""
+    """Add a flag for each field of `ServeOptions`.
+
+    A flag that is not on the command line has no default, so that `--config` can set the option.
+    """
     from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
-    parser.add_argument("--config", metavar="FILE.toml", help="a file with these options, each a word with underscores")
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="a file with the same options, with underscores in their names"
+    )
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
         if default not in (None, MISSING, "", False):
@@ -48,19 +53,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reader(kind: Any) -> type:
-    """Return the converter for one command-line word: for a type, or for the items of a list type."""
-    among = set(_types(kind))
-    return float if float in among else int if int in among else str
+    """Return the converter for one command-line word.
+
+    Args:
+        kind: annotated type of the option; for a list, the converter is for one item.
+    """
+    types = set(_types(kind))
+    return float if float in types else int if int in types else str
 
 
 def _types(kind: Any) -> Iterator[Any]:
+    """Yield a type and all nested types: `list[int]` gives `list[int]` and `int`."""
     yield kind
     for part in typing.get_args(kind):
         yield from _types(part)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that flags and the environment give."""
+    """Return the options set by flags and by the environment variable of the key."""
     flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
         flags.setdefault("api_key", key)
@@ -68,12 +78,19 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve a model until told to end."""
+    """Serve a model until a signal ends the server.
+
+    Returns:
+        The exit status of the server.
+
+    Raises:
+        ParallelError: an option has a wrong value, or a package that the server needs is missing.
+    """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options
 
-    wanted = read_serve_options(options.config, given_options(options))
-    check_at_once(wanted)
+    serve_options = read_serve_options(options.config, given_options(options))
+    check_at_once(serve_options)
     try:
         from parallelformers_ng.serving.run import serve
     except ModuleNotFoundError as error:
@@ -82,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
         raise ParallelError(
             f"serve needs {error.name}, which is not installed: pip install 'parallelformers-ng[serve]'"
         ) from None
-    return serve(wanted) if wanted.launcher == "local" else _on_ray(wanted)
+    return serve(serve_options) if serve_options.launcher == "local" else _on_ray(serve_options)
 
 
 def _on_ray(options: ServeOptions) -> int:

@@ -1,1 +1,1 @@
-"""Sums and gathers between ranks: one small protocol, a few backends. `arena` and `connect` are for outside."""
+"""Sums and gathers tensors between ranks over several backends. Other packages import only `arena` and `connect`."""

@@ -1,14 +1,14 @@
-"""The memory that the ranks of one group share, and what lies where in it.
+"""Creates and reads the arena: the memory that the ranks of one host share for collectives.
 
-| bytes | what |
+| bytes | content |
 | --- | --- |
 | 0 … 4096 | header: magic, world size, slot and one-shot bytes, spin, abort and cancel words, the parent's reason |
-| 1024 per place | line: counter, two signatures, where its last request ended, the rank's abort reason |
-| two slots per place, from the next page on | what a rank contributes to even and to odd steps |
+| 1024 per place | line: counter, two signatures, end of the last request, the rank's abort reason |
+| two slots per place, from the next page on | the rank's data for even steps and for odd steps |
 
-Each rank has two places: number `rank` to meet all others, and number world size + `rank` to meet those of its stage.
-`_kernel_protocol.h` repeats these numbers, and proves there why two slots suffice. All words are 8 bytes,
-aligned, which every 64-bit machine writes whole.
+Each rank has two places: number `rank` for collectives of all ranks, and number world size + `rank` for collectives of
+its stage. `_kernel_protocol.h` repeats these numbers, and proves why two slots suffice. All words are aligned and have
+8 bytes, which every 64-bit machine writes in one step.
 """
 
 from __future__ import annotations
@@ -30,36 +30,35 @@ REASON_OFFSET, REASON_BYTES = 512, 512
 DEFAULT_SLOT_BYTES = 256 * 1024
 DEFAULT_ONE_SHOT_BYTES = 32 * 1024
 
-# Words, counted in units of 8 bytes, of the header …
+# Positions of words in the header, in units of 8 bytes.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
 ABORT_WORD, CANCEL_WORD = 16, 32
-# … and of a line.
+# Positions of words in a line, in units of 8 bytes.
 COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
 PARENT = -1
-"""Stands for the parent where a rank is expected."""
+"""Author of an abort by the parent; a rank has a number from 0 on."""
 
 
 def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    """Return the size of a whole arena, in bytes: the slots begin on a page."""
+    """Return the size of an arena in bytes. The slots begin at a page boundary."""
     places = 2 * world_size
     end_of_lines = HEADER_BYTES + places * LINE_BYTES
     return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
 
 
 class Arena:
-    """An arena mapped into this process: its words by name. The parent makes one with `Arena.create`, and each worker
-    maps its `fd`.
+    """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
 
-    It is anonymous memory. Nothing of it has a name in the file system, so nothing can leak; it lives as long as a
-    process has it open.
+    The arena is anonymous memory without a name in the file system. The kernel frees the memory when the last process
+    has closed the arena.
 
     Args:
-        fd: the arena's file descriptor; the mapping does not need it, so the caller may close it.
-        world_size: the number of ranks that the arena must have been made for.
+        fd: file descriptor of the arena. The caller may close the descriptor after the call.
+        world_size: number of ranks for which the arena was created.
 
     Attributes:
-        fd: the descriptor of an arena that this process has made, -1 in other processes. It is close-on-exec.
+        fd: file descriptor in the process that created the arena, close-on-exec; -1 in other processes.
     """
 
     fd = -1
@@ -71,7 +70,7 @@ class Arena:
         self.slot_bytes = self.words[SLOT_BYTES_WORD]
         self.may_spin = self.words[SPIN_WORD] != 0
         stamp = self.words[MAGIC_WORD], self.words[WORLD_SIZE_WORD]
-        assert stamp == (MAGIC, world_size), "the file is no arena for these ranks"
+        assert stamp == (MAGIC, world_size), f"the file is no arena for {world_size} ranks"
 
     @classmethod
     def create(
@@ -81,20 +80,20 @@ class Arena:
         one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
         cpus: int | None = None,
     ) -> Arena:
-        """Reserves the memory: four slots per rank and about 2 KiB of words per rank.
+        """Reserve the memory of an arena: four slots and about 2 KiB of words for each rank.
 
         Args:
             world_size: number of ranks, 1 to 256.
-            slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message goes in several rounds.
-            one_shot_bytes: with three ranks or more, a sum up to this size in bytes is taken by every rank for
-                itself (one round); a larger one is reduce-scattered and gathered (two rounds, less traffic).
-            cpus: number of CPUs of all ranks together, by default this process's. If there are fewer CPUs than
-                ranks, a waiting rank gives up its CPU at once: a spin would only delay the peer that it waits for.
+            slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message needs several rounds.
+            one_shot_bytes: with three ranks or more, most bytes of a tensor that every rank sums by itself, in one
+                round. A larger tensor is reduce-scattered and gathered, in two rounds with less traffic.
+            cpus: number of CPUs of all ranks together, by default the CPUs of this process. With fewer CPUs than ranks,
+                a waiting rank yields its CPU at once, because spinning would delay a busy rank.
 
         Raises:
             ValueError: `world_size` is out of range.
-            OSError: the memory cannot be had (ENOSPC), or no file descriptor is left (EMFILE).
-            UnsupportedPlatformError: the system does not tell how much memory is available.
+            OSError: too little memory is available (ENOSPC), or no file descriptor is left (EMFILE).
+            UnsupportedPlatformError: the system does not report the available memory.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
@@ -104,9 +103,9 @@ class Arena:
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
         fd = os.memfd_create("parallelformers_ng.arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Reserved now, a lack of memory is an error here instead of a SIGBUS in some worker later.
+            # Without this reservation, a lack of memory would end a worker with SIGBUS later.
             os.posix_fallocate(fd, 0, nbytes)
-            # Once it is sealed, no process that has the descriptor can take the memory away from the others.
+            # After sealing, no process with the descriptor can shrink the memory that other processes use.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             may_spin = int((cpus or len(os.sched_getaffinity(0))) >= world_size)
             header = (MAGIC, world_size, slot_bytes, one_shot_bytes, may_spin)
@@ -123,7 +122,7 @@ class Arena:
         return (HEADER_BYTES + place * LINE_BYTES) // 8
 
     def counter(self, place: int) -> int:
-        """Return the last step that was published there."""
+        """Return the number of the last step that a place has published."""
         return self.words[self.line(place) + COUNTER_WORD]
 
     @property
@@ -135,22 +134,29 @@ class Arena:
         return self.words[ABORT_WORD] == PARENT + 2
 
     def note_end(self, place: int, sequence: int, trace: int) -> None:
-        """Note that a rank is done with a request, and 32 bits that tell after which collectives."""
+        """Record that a rank has ended a request.
+
+        Args:
+            place: place of the rank.
+            sequence: sequence number of the request.
+            trace: 32-bit hash of the rank's collectives in the request.
+        """
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
 
     def end(self, place: int) -> tuple[int, int]:
-        """Return the sequence number, modulo 2³², of the request that a rank was done with last, and those 32 bits."""
+        """Return the sequence number, modulo 2³², of the request that a rank ended last, and its 32-bit trace."""
         return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
-        """Asks for the request with this sequence number (unsigned, 64 bits) to be cancelled; ranks poll for it."""
+        """Request the cancellation of a request by its sequence number, unsigned 64 bits. The ranks poll this word."""
         self.words[CANCEL_WORD] = sequence
 
     def abort(self, reason: str = "the group is ending", author: int = PARENT) -> None:
-        """Makes every rank's present collective, and all later ones, raise CollectiveAbortedError. The first counts.
+        """Make every rank's current and later collectives raise CollectiveAbortedError. A second abort has no effect.
 
         Args:
-            author: a rank or PARENT.
+            reason: text of the error, at most 511 bytes in UTF-8; the remaining bytes are cut.
+            author: number of the aborting rank's place, or PARENT.
         """
         if self.aborted:
             return
@@ -160,17 +166,19 @@ class Arena:
         self.words[ABORT_WORD] = author + 2
 
     def abort_error(self) -> CollectiveAbortedError:
-        """Return the exception that says who aborted and why."""
+        """Return an exception that names the process that aborted and the reason."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
-        # Another process may be writing the text; the abort is certain all the same.
+        # Another process may still be writing the text, so the text may be incomplete.
         text = self.memory[start : start + REASON_BYTES].partition(b"\0")[0].decode(errors="replace")
         who = "the parent" if author == PARENT else f"rank {author}"
         return CollectiveAbortedError(f"collective aborted by {who}: {text}")
 
     def reset(self) -> None:
-        """Zeroes the counters, the signatures, the abort word and the cancel word. Legal only while no rank is in a
-        collective; every rank then calls `Communicator.reset`."""
+        """Set the counters, the signatures, the abort word and the cancel word to zero.
+
+        No rank may be in a collective during the call. Every rank must call `Communicator.reset` afterwards.
+        """
         for place in range(2 * self.world_size):
             start = self.line(place)
             for word in (COUNTER_WORD, SIGNATURE_WORD, SIGNATURE_WORD + 1):
@@ -179,7 +187,7 @@ class Arena:
         self.words[ABORT_WORD] = 0
 
     def close(self) -> None:
-        """Gives up this process's mapping and descriptor; others that have mapped the memory keep it. Idempotent."""
+        """Close this process's mapping and descriptor; other processes keep their mappings. Idempotent."""
         self.words.release()
         self.memory.close()
         if self.fd >= 0:
@@ -191,11 +199,13 @@ class Arena:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be had without swapping: of the machine, or of this process's control groups if they
-    have less.
+    """Return the available bytes of the machine without swapping, or fewer if this process's control groups have less.
 
-    The kernel's own tmpfs, which holds memfds, has no limit. A reservation beyond this would not fail: it would wake
-    the out-of-memory killer, and that ends other processes first.
+    The kernel's tmpfs, which holds memfds, has no limit. A larger reservation would not fail, but the out-of-memory
+    killer would end processes.
+
+    Raises:
+        UnsupportedPlatformError: /proc/meminfo has no MemAvailable.
     """
     with open("/proc/meminfo") as lines:
         for line in lines:

@@ -1,4 +1,4 @@
-"""The exchanges of a rank with its peers, whatever carries the bytes."""
+"""Defines the interface of collectives between ranks, independent of the backend."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
 
 
 class Communicator(ABC):
-    """One rank's end of a group. All ranks make the same calls in the same order, each from one thread at a time.
+    """One rank's connection to the other ranks of its group.
 
-    No collective is differentiable. If a rank leaves a collective by an exception, its peers wait until someone calls
-    `abort`: the rank itself, or the parent through its Arena.
+    All ranks must make the same calls in the same order, and each rank only from one thread at a time. No collective is
+    differentiable. If a collective raises an exception on one rank, the other ranks wait until that rank calls `abort`
+    or the parent calls `Arena.abort`.
 
     Attributes:
-        rank: this rank, 0 to `world_size` - 1.
+        rank: number of this rank, 0 to `world_size` - 1.
         world_size: number of ranks.
-        capturable: whether a CUDA graph may have its collectives in it.
-        cancel_sequence: gives the sequence number that `Arena.request_cancel` was last called with, 0 if none. Ranks
-            may see it at different times.
+        capturable: whether a CUDA graph can contain collectives of this communicator.
+        cancel_sequence: function that returns the sequence number from the last call of `Arena.request_cancel`, or 0.
+            Ranks may see a new number at different times.
     """
 
     capturable = False
@@ -49,7 +50,8 @@ class Communicator(ABC):
     def within(self, width: int) -> Communicator:
         """Return the communicator for the ranks of this rank's stage: `width` adjacent ranks.
 
-        All ranks call it together. One of a width is made once, and reset, aborted and closed with this one.
+        All ranks must call this method together. The result is kept for each width, and is reset, aborted and closed
+        together with this communicator.
         """
         if width == self.world_size:
             return self
@@ -58,35 +60,39 @@ class Communicator(ABC):
         return self._parts[width]
 
     def before_reset(self, action: Callable[[], None]) -> None:
-        """Have `action` called before the connections to the peers are closed: recorded collectives that use them must
-        go first."""
+        """Register an action to call before the connections to the other ranks are closed.
+
+        Recordings with collectives must be destroyed before their connections.
+        """
         self._before_reset.append(action)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over the ranks; every rank gets the same bits. `torch.compile` passes through it.
+        """Sum a tensor over all ranks; every rank gets the same bits. `torch.compile` can trace this call.
 
         Args:
-            tensor: tensor of one shape and dtype on all ranks. Summed in place if it is contiguous and needs no
-                gradient. 16-bit floats are accumulated in fp32, but over NCCL in their own type; bools are or-ed.
+            tensor: tensor of the same shape and dtype on all ranks. A contiguous tensor that needs no gradient is
+                summed in place. 16-bit floats are accumulated in fp32, but with NCCL in 16 bits. For bools, the sum is
+                a logical or.
 
         Returns:
-            `tensor` where it was summed in place, else, as always in a trace, a new contiguous tensor without gradient.
+            `tensor` if it was summed in place; otherwise, and always inside a `torch.compile` trace, a new contiguous
+            tensor without gradient.
 
         Raises:
-            CollectiveAbortedError: a peer or the parent aborted, or a peer did not come within the timeout.
-            DivergedError: the peers are in another collective, or in this one with another size.
+            CollectiveAbortedError: a rank or the parent aborted, or a rank did not call within the timeout.
+            DivergedError: another rank is in another collective, or in this collective with another size.
         """
         if is_compiling():
             return torch.ops.parallelformers_ng.all_reduce(tensor, self._number)
         return self.sum(tensor)
 
     def all_gather(self, tensor: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenates the ranks' tensors along `dim`, in rank order. `torch.compile` passes through it.
+        """Concatenate the ranks' tensors along `dim`, in rank order. `torch.compile` can trace this call.
 
         Args:
-            tensor: equal on all ranks in dtype and in every dimension but `dim`.
-            dim: the dimension to concatenate along; negative counts from the end.
-            sizes: contribution of each rank along `dim`, 0 allowed; None for equal ones.
+            tensor: tensor of the same dtype on all ranks, and of the same shape except along `dim`.
+            dim: dimension to concatenate along; a negative number counts from the end.
+            sizes: size of each rank's tensor along `dim`, 0 allowed; None for equal sizes.
 
         Returns:
             A new contiguous tensor, the same on all ranks, without gradient.
@@ -110,11 +116,17 @@ class Communicator(ABC):
         return self.gather(tensor, dim, sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrites `tensor` (one shape and dtype on all ranks) by that of rank `src`, and returns it: it is a gather
-        to which `src` alone contributes.
+        """Overwrite `tensor` with the values from rank `src`, by a gather in which only `src` has data.
+
+        Args:
+            tensor: tensor of the same shape and dtype on all ranks.
+            src: number of the rank whose values all ranks get.
+
+        Returns:
+            `tensor`.
 
         Raises:
-            ValueError: there is no rank `src`.
+            ValueError: no rank has the number `src`.
             CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not 0 <= src < self.world_size:
@@ -125,64 +137,66 @@ class Communicator(ABC):
         return tensor
 
     def why_void(self) -> CollectiveAbortedError | None:
-        """Return the reason of an abort after which this rank's collectives end without an error: on a device.
-        Results since then mean nothing, and errors since then may be consequences."""
+        """Return the error of an abort that made this rank's collectives on a device end early; None without an abort.
+
+        After such an abort the device reports no error, all results are wrong, and later errors may be consequences.
+        """
         return None
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Around the launch of recorded collectives: meanwhile their connections stay.
+        """Guard the launch of recorded collectives.
 
         Raises:
-            CollectiveAbortedError: they do not.
+            CollectiveAbortedError: the group was aborted, so the recordings' connections are closed or closing.
         """
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Note that this rank is done with a request, after which no peer waits for it."""
+        """Record that this rank has ended the request with the number `sequence`; no rank need wait for it now."""
         return None
 
     def all_ended(self, sequence: int) -> bool:
-        """Wait a moment for the peers to end a request that has failed here.
+        """Wait a short time until all ranks have ended a request that failed on this rank.
 
         Returns:
-            Whether all ended it after the same collectives: none waits for another, and nothing need be aborted.
+            Whether all ranks ended the request after the same collectives. Then no rank waits, and no abort is needed.
         """
         return False
 
     def clear_up(self) -> None:
-        """After a request that was aborted: let recorded collectives go, for which the abort may wait."""
+        """Destroy recorded collectives after an aborted request, because the abort may wait for their destruction."""
         return None
 
     @abstractmethod
     def _part(self, width: int) -> Communicator:
-        """Return a new one for `within`."""
+        """Return a new communicator for `within`."""
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """`all_reduce` outside a trace."""
+        """Sum a tensor like `all_reduce`, outside a `torch.compile` trace."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
-        """`all_gather` outside a trace, of a `dim` counted from the front and a size for each rank."""
+        """Gather tensors like `all_gather`, outside a `torch.compile` trace; `dim` is not negative."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Makes the peers' present and next collectives raise CollectiveAbortedError. May be called from any thread."""
+        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this."""
 
     def reset(self) -> None:
-        """Begins anew after an abort. Called by every rank, after the parent's `Arena.reset`, before a collective."""
+        """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`."""
         for part in self._parts.values():
             part.reset()
 
     def close(self) -> None:
-        """Releases memory and connections; the communicator cannot be used afterwards. Idempotent."""
+        """Free memory and close connections; the communicator cannot be used afterwards. Idempotent."""
         for part in self._parts.values():
             part.close()
 
 
-# What `torch.compile` passes through: operators of torch, opaque to it, that know a communicator by a number. Outside a
-# trace the communicator does its work directly, which is several microseconds cheaper.
+# `torch.compile` sees these two operators as opaque; their argument `communicator` is the number of a communicator.
+# Outside a trace, callers skip the operators, which saves several microseconds.
 
 _numbers = itertools.count()
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -211,11 +225,12 @@ def _(tensor: Tensor, communicator: int, dim: int, sizes: list[int]) -> Tensor:
 
 
 class ArenaCommunicator(Communicator):
-    """A communicator of ranks that share an arena; its words carry aborts and cancellations.
+    """A communicator of ranks that share an arena, which transports aborts and cancellations.
 
     Args:
-        arena: it belongs to the communicator of all its ranks, which closes it.
-        place: this rank's among all of the arena; None if the communicator is that of all.
+        rank, world_size: number of this rank, and number of ranks.
+        arena: memory that the ranks share. A communicator of all ranks closes the arena.
+        place: number of this rank among all ranks of the arena; None if the communicator is for all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, arena: Arena, place: int | None = None) -> None:
@@ -223,7 +238,7 @@ class ArenaCommunicator(Communicator):
         self._arena = arena
         self._place = rank if place is None else place
         self._owns_arena = place is None
-        # Read at every token: no Python runs.
+        # The worker reads this word at every token, so the function runs no Python code.
         self.cancel_sequence = functools.partial(arena.words.__getitem__, CANCEL_WORD)
 
     def abort(self, reason: str) -> None:
@@ -236,7 +251,7 @@ class ArenaCommunicator(Communicator):
 
 
 class SingleCommunicator(ArenaCommunicator):
-    """The group of one rank: every collective is the identity."""
+    """A communicator of a single rank, whose collectives return their input."""
 
     capturable = True
 
@@ -244,7 +259,7 @@ class SingleCommunicator(ArenaCommunicator):
         super().__init__(0, 1, arena)
 
     def _part(self, width: int) -> Communicator:
-        raise ValueError(f"one rank has no stages of {width}")
+        raise ValueError(f"one rank cannot be divided into stages of {width} ranks")
 
     def sum(self, tensor: Tensor) -> Tensor:
         return summable_in_place(tensor)
@@ -254,8 +269,10 @@ class SingleCommunicator(ArenaCommunicator):
 
 
 def give_way(waited: float) -> None:
-    """Let a rank that has waited for `waited` seconds wait a little longer: at first it yields, later it sleeps an
-    eighth of the time waited so far, so that it comes late by a small share."""
+    """Wait once more in a loop that has waited for `waited` seconds so far.
+
+    In the first 2 ms the call yields the CPU. Later the call sleeps an eighth of `waited`, at most 0.5 ms.
+    """
     if waited < YIELD_SECONDS:
         os.sched_yield()
     else:
@@ -263,9 +280,9 @@ def give_way(waited: float) -> None:
 
 
 def summable_in_place(tensor: Tensor) -> Tensor:
-    """Return the tensor itself where it may be overwritten by the sum, else a contiguous copy.
+    """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy.
 
-    A tensor that needs a gradient may be saved for the backward pass and must keep its values.
+    The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.
     """
     if tensor.requires_grad or not tensor.is_contiguous():
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -273,7 +290,7 @@ def summable_in_place(tensor: Tensor) -> Tensor:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Writes ((parts[0] + parts[1]) + parts[2]) + … into `out`, 16-bit floats by way of fp32, and returns `out`."""
+    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`. 16-bit floats are summed in fp32."""
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

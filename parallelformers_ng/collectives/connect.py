@@ -1,4 +1,4 @@
-"""Chooses the backend of a group, and connects a rank."""
+"""Chooses the backend of a group's collectives, and connects a rank to the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
-    """Return the one of BACKENDS that "auto" stands for; any other stands for itself."""
+    """Return the backend that "auto" stands for on a device type; return any other backend unchanged."""
     if backend != "auto":
         return backend
     on_cpu = "shared_memory" if is_built() else "gloo"
@@ -30,7 +30,13 @@ def chosen_backend(backend: str, device_type: str) -> str:
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Return why a backend cannot serve the devices of a type, "cpu" or "cuda", here; "" if it can."""
+    """Return the reason why a backend cannot serve devices on this machine; "" if the backend can.
+
+    Args:
+        backend: one of BACKENDS.
+        device_type: "cpu" or "cuda".
+        device_ids: CUDA device number of each rank, or None.
+    """
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
@@ -40,16 +46,18 @@ def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | Non
             " for both"
         )
     if backend == "nccl" and not torch.distributed.is_nccl_available():
-        return f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another"
+        return (
+            f"torch {torch.__version__} was built without NCCL; pass backend='shared_memory', or install another torch"
+        )
     if backend == "nccl" and device_ids is not None and len(set(device_ids)) < len(device_ids):
         return (
-            f"device_ids {list(device_ids)} name a device twice, which NCCL does not take; pass"
-            " backend='shared_memory' for ranks that share a device"
+            f"device_ids {list(device_ids)} name a device twice, but NCCL needs one device for each rank; pass"
+            " backend='shared_memory' for several ranks on one device"
         )
     if backend == "shared_memory" and not is_built():
         return (
-            "backend 'shared_memory' was not built, for want of a C compiler when parallelformers_ng was installed;"
-            " install it again with one, or, on CPU, pass backend='gloo'"
+            "backend 'shared_memory' was not built, because there was no C compiler when parallelformers_ng was"
+            " installed; install a C compiler and then parallelformers_ng again, or, on CPU, pass backend='gloo'"
         )
     return ""
 
@@ -65,19 +73,22 @@ def connect(
     timeout: float,
     span: Mapping[str, Any] | None = None,
 ) -> Communicator:
-    """Joins a group; returns when the backend is ready, which for gloo and NCCL means that all ranks have come.
+    """Connect a rank to its group. With gloo or NCCL, the call waits until all ranks have connected.
 
     Args:
-        backend: one of BACKENDS, one that serves `device` (`why_unserved`). "auto" is NCCL on CUDA; on the CPU shared
-            memory, or gloo if its C was not built.
-        rank, world_size: this rank and the number of ranks, of this host.
+        backend: one of BACKENDS that can serve `device` (see `why_unserved`). "auto": NCCL on CUDA; on CPU shared
+            memory, or gloo if the C kernel was not built.
+        rank, world_size: number of this rank on its host, and number of ranks on this host.
         device: device of the tensors.
-        arena_fd: the `fd` of the parent's Arena, for shared memory, and for the abort and cancel words.
-        rendezvous: a path from `rendezvous_path`, to the same file for all ranks. Gloo and NCCL need it.
-        timeout: how long to wait for a peer, in seconds.
-        span: places of the ranks on other hosts, if there are any: `number` of this host, `counts` of ranks per
-            host, the `address` of this host for the others, and, for the first rank here, `links`: number of another
-            host → socket, and keys of its connection there.
+        arena_fd: file descriptor of the parent's Arena, for shared memory, aborts and cancellations.
+        rendezvous: path from `rendezvous_path`, to the same file for all ranks; needed by gloo and NCCL.
+        timeout: seconds to wait for another rank.
+        span: description of several hosts; None for one host. `number`: number of this host. `counts`: ranks of each
+            host. `address`: address of this host for other hosts. `links`: number of another host → socket and keys;
+            None except on the first rank of a host.
+
+    Returns:
+        The communicator of all ranks.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)
@@ -106,7 +117,7 @@ def _connect_here(
     if backend == "shared_memory":
         shared = SharedMemoryCommunicator(arena, rank, timeout)
         return shared if device.type == "cpu" else StagedCommunicator(shared)
-    assert rendezvous is not None, "the parent makes one for these backends"
+    assert rendezvous is not None, f"backend {backend!r} needs a rendezvous path from the parent"
     store = torch.distributed.FileStore(rendezvous, world_size)
     if backend == "gloo":
         return GlooCommunicator(rank, world_size, store, timeout, arena)

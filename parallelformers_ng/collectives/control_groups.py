@@ -1,4 +1,4 @@
-"""The control groups of this process, versions 1 and 2: what they leave it of CPUs and of memory."""
+"""Reads the CPU and memory limits of this process's Linux control groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
-    """Return the least quota of the groups of this process and of those above them, in CPUs; None if there is none."""
+    """Return the smallest quota, in CPUs, of this process's control groups and their parents; None without a quota."""
     quotas = [_quota_of(directory) for directory in _directories("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def memory_left() -> int | None:
-    """Return the bytes until the nearest memory limit of the groups of this process, and of those above them; None if
-    there is no limit. Pages of files that the kernel can drop count as free."""
-    left = [_left_in(directory) for directory in _directories("memory")]
-    return min((size for size in left if size is not None), default=None)
+    """Return the free bytes below the memory limits of this process's control groups and their parents.
+
+    File pages that the kernel can drop count as free. None: no group has a limit.
+    """
+    free_bytes = [_left_in(directory) for directory in _directories("memory")]
+    return min((size for size in free_bytes if size is not None), default=None)
 
 
 def _directories(controller: str) -> Iterator[Path]:
-    """Yield the folders of the groups that may limit something, each before the one above it."""
+    """Yield the folders of this process's control groups with a controller; each group comes before its parent."""
     for controllers, path in own_groups():
         if controllers and controller not in controllers.split(","):
             continue
@@ -35,7 +37,7 @@ def _directories(controller: str) -> Iterator[Path]:
 
 
 def own_groups() -> list[tuple[str, str]]:
-    """Return the control groups of this process: (controllers, path), version 2 without controllers."""
+    """Return the control groups of this process as (controllers, path); controllers are "" for version 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +68,7 @@ def _left_in(directory: Path) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a file of the kernel's, "" if there is none or no more files may be opened."""
+    """Return the text of a kernel file; "" if the file cannot be opened."""
     try:
         return file.read_text().strip()
     except OSError:

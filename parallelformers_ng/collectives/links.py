@@ -1,7 +1,7 @@
-"""One rank of each host, connected to those of the other hosts: what each of them holds, to all of them.
+"""Exchanges data between the leaders of hosts; a leader is the first rank of a host.
 
-Every link is a TCP connection whose ends have proven that they know the group's key (`wire/meeting.py`), and carries
-records, each with two signatures:
+Every link is a TCP connection. Both ends have proven that they know the group's key (`wire/meeting.py`). A link
+transports records, each with two signatures:
 
     generation, step, size of the body | signature | body | signature
 """
@@ -22,13 +22,13 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS
 
 _HEAD = struct.Struct("<QQQ")
 _HEAD_BYTES = _HEAD.size + SIGNATURE_BYTES
-_WATCH_SECONDS = 0.02  # between two looks at the abort word, asleep
+_WATCH_SECONDS = 0.02  # longest sleep between two reads of the abort word
 
 Buffer = bytes | bytearray | memoryview
 
 
 class _Link:
-    """A connection to the leader of another host. It may be left in the middle of a record, and taken up again."""
+    """A connection to the leader of another host. A call may stop within a record; the next call continues there."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
         connection.setblocking(False)
@@ -37,20 +37,20 @@ class _Link:
         self._unsent: list[memoryview] = []
         self._coming = memoryview(bytearray(_HEAD_BYTES))
         self._have = 0
-        self._head: tuple[int, int, int] | None = None  # of the record whose body is coming
+        self._head: tuple[int, int, int] | None = None  # head of the record whose body is being received
 
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
-        """Add a record to what is to be sent. Until it is, `body` must not change."""
+        """Queue a record for sending. `body` must not change until the record is sent or `keep_unsent` is called."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
         self._unsent += [memoryview(part) for part in parts]
 
     def send(self) -> None:
-        """Send what the connection takes now."""
+        """Send as many queued bytes as the connection accepts without waiting."""
         while self._unsent:
             try:
                 count = self.connection.sendmsg(self._unsent, (), socket.MSG_NOSIGNAL)
@@ -62,25 +62,30 @@ class _Link:
                 self._unsent[0] = self._unsent[0][count:]
 
     def keep_unsent(self) -> None:
-        """Have what is not sent yet outlive the tensor that it lies in."""
+        """Copy the unsent bytes, so that the caller may free or change the tensor that holds the bytes."""
         self._unsent = [memoryview(bytes(part)) for part in self._unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """Return the body of the record that is due, once it has come whole; records of earlier generations are
-        dropped.
+        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations.
+
+        Args:
+            generation, step: number of resets so far, and of exchanges since the last reset.
+            size: size of the body in bytes.
 
         Raises:
-            DivergedError: another record came.
+            DivergedError: another record arrived.
             ProtocolError: a record has a wrong signature.
         """
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
             self._receiving.check(self._coming[-SIGNATURE_BYTES:], text)
             if self._head is None:
-                self._head = came = _HEAD.unpack(text)
-                self._expect(came[2] + SIGNATURE_BYTES)
-                if came[0] >= generation and came != (generation, step, size):
-                    raise DivergedError(f"step {step} of {size} bytes was due, and step {came[1]} of {came[2]} came")
+                self._head = head = _HEAD.unpack(text)
+                self._expect(head[2] + SIGNATURE_BYTES)
+                if head[0] >= generation and head != (generation, step, size):
+                    raise DivergedError(
+                        f"expected step {step} with {size} bytes, but received step {head[1]} with {head[2]} bytes"
+                    )
                 continue
             head, self._head = self._head, None
             self._expect(_HEAD_BYTES)
@@ -92,26 +97,26 @@ class _Link:
         self._coming, self._have = memoryview(bytearray(size)), 0
 
     def _fill(self) -> bool:
-        """Receive what has come. Returns whether all that is expected is there."""
+        """Receive the bytes that have arrived. Return whether all expected bytes are complete."""
         while self._have < len(self._coming):
             try:
                 count = self.connection.recv_into(self._coming[self._have :])
             except BlockingIOError:
                 return False
             if not count:
-                raise ConnectionError("it is gone")
+                raise ConnectionError("the other host closed the connection")
             self._have += count
         return True
 
 
 class Links:
-    """A leader's connections to those of the other hosts.
+    """The connections of a leader to the leaders of the other hosts.
 
     Args:
         host: number of this host.
-        connections: number of each other host → the connection to its leader, and its keys.
+        connections: number of another host → the connection to its leader, and the keys of the connection.
         arena: arena of this host, with the abort word.
-        timeout: how long to wait for another leader, in seconds.
+        timeout: seconds to wait for another leader.
     """
 
     def __init__(
@@ -124,14 +129,15 @@ class Links:
         self._generation = self._step = 0
 
     def exchange(self, own: Buffer, sizes: Sequence[int]) -> list[Buffer]:
-        """Exchange the values of the leaders of all hosts; return them in the order of the hosts.
+        """Send this host's data to all other leaders, and return the data of all hosts in the order of the hosts.
 
         Args:
-            own: value of this host.
-            sizes: bytes of each; those of a host that contributes nothing do not travel.
+            own: data of this host.
+            sizes: size of each host's data in bytes. Data of size 0 is not sent.
 
         Raises:
-            CollectiveAbortedError: somebody aborted, or a leader is gone, or did not come within the timeout.
+            CollectiveAbortedError: a rank or the parent aborted, a connection broke, or a leader's data did not arrive
+                within the timeout.
             DivergedError: a leader is in another collective.
         """
         self._step += 1
@@ -152,7 +158,7 @@ class Links:
                         received[other] = body
                         del missing[other]
                 if not missing and not any(link.has_unsent for link in sending):
-                    break  # before the next wait, which nothing would end
+                    break  # another wait would last until its timeout
                 self._wait(start, missing)
         except (OSError, ProtocolError) as error:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error
@@ -162,29 +168,30 @@ class Links:
         return [part for part in received if part is not None]
 
     def reset(self) -> None:
-        """Begin anew after an abort. Every leader does; what is still under way of before is dropped."""
+        """Prepare for new exchanges after an abort, on every leader. Records sent before the reset are dropped."""
         self._generation += 1
         self._step = 0
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close all connections. Idempotent."""
         for link in self._links.values():
             link.connection.close()
 
     def _wait(self, start: float, missing: Mapping[int, _Link]) -> None:
+        """Wait a short time until a connection can send or receive; raise on an abort or after the timeout."""
         if self._arena.aborted:
             raise self._arena.abort_error()
         waited = time.monotonic() - start
         if waited > self._timeout:
             raise CollectiveAbortedError(
-                f"host {self._host}: hosts {sorted(missing)} did not come within {self._timeout:g} s"
+                f"host {self._host}: no data from hosts {sorted(missing)} within {self._timeout:g} s"
             )
         if waited < SPIN_SECONDS:
             os.sched_yield()
             return
         poll = select.poll()
         for other, link in self._links.items():
-            wanted = (select.POLLIN if other in missing else 0) | (select.POLLOUT if link.has_unsent else 0)
-            if wanted:
-                poll.register(link.connection, wanted)
+            events = (select.POLLIN if other in missing else 0) | (select.POLLOUT if link.has_unsent else 0)
+            if events:
+                poll.register(link.connection, events)
         poll.poll(_WATCH_SECONDS * 1000)

@@ -1,4 +1,4 @@
-"""NCCL between the ranks of a machine, and its environment."""
+"""Runs collectives over NCCL between the ranks of one host, and sets NCCL's environment variables."""
 
 from __future__ import annotations
 
@@ -22,57 +22,58 @@ from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
 ENTRY_SECONDS = 0.25
-"""How long a rank takes at most from its look at the abort word to NCCL's own locks. Who has not come back from there
-by then waits for a peer."""
+"""Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank."""
 SETTLE_SECONDS = 0.1
-"""How much later than another a rank may fail for the same reason."""
+"""Most seconds between the failures of two ranks for the same reason."""
 
 _NCCL_DEFAULTS = {
-    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine: nobody outside need reach them
-    ("NCCL_RAS_ENABLE",): "0",  # a service that tells of the ranks, on a port of its own
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # else a traceback is kept of every collective
-    # Torch would wait a minute for traces after an error, and end the process, which can go on: the group watches it.
+    ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so no other machine need reach NCCL
+    ("NCCL_RAS_ENABLE",): "0",  # no status service of NCCL, which would open a port
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "0",  # no traceback of every collective
+    # By default torch waits a minute for traces after an error, and then ends the process. The group handles the error.
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "0",
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
-    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # it ends the process too, when the thread that waits as above seems stuck
+    ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end the process if torch's watchdog seems stuck
 }
-"""Names of one variable, the present one first → its value if the user sets none of them."""
+"""Names of one variable, the current name first → its value if the user sets the variable under no name."""
 
 
 def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the additions to the environment for NCCL and torch."""
+    """Return the environment variables to add for NCCL and torch; variables in `environment` keep their values."""
     return {
         names[0]: value for names, value in _NCCL_DEFAULTS.items() if not any(name in environment for name in names)
     }
 
 
 _REMEDY = (
-    "NCCL_DEBUG=INFO in the environment has it say more. It needs a device for each rank, the loopback interface, or"
-    " with several hosts that of the cluster (NCCL_SOCKET_IFNAME names another), and room in /dev/shm (docker run"
-    " --shm-size=1g); workers={'backend': 'shared_memory'} does without NCCL"
+    "Set NCCL_DEBUG=INFO to see NCCL's log. NCCL needs a device for each rank, free space in /dev/shm (docker run"
+    " --shm-size=1g), and the loopback interface, or with several hosts the cluster's interface (set"
+    " NCCL_SOCKET_IFNAME for another interface). workers={'backend': 'shared_memory'} avoids NCCL"
 )
 
 
 class NcclCommunicator(ProcessGroupCommunicator):
-    """CUDA collectives. Never run on a GPU: unmeasured.
+    """A communicator for CUDA ranks over NCCL. Unmeasured: never run on a GPU.
 
-    A collective is queued on the current stream and the host goes on. NCCL sums in an order and a precision of its own
-    (16-bit floats stay so). Each element is summed in one place, so all ranks hold the same bits. A kernel that hangs
-    on the device cannot see the abort word. A thread watches it and aborts the process group, and that ends the queued
-    kernels. They end without an error, and their results mean nothing: see `why_void`.
+    A collective is queued on the current stream, and the host continues at once. NCCL chooses the order of a sum, and
+    sums 16-bit floats in 16 bits. Each element is summed in one place, so all ranks get the same bits.
 
-    An abort does not return before all recordings that have collectives of the group are destroyed, and a collective
-    waits for the same lock of torch meanwhile (`commDestroySync` of NCCL's init.cc; `ProcessGroupNCCL::abortComms`). So
-    nobody queues a collective once an abort may have begun, and recordings go as soon as the request has ended. An
-    error that all ranks meet after the same collectives needs no abort.
+    A hanging kernel cannot read the abort word. So a thread watches the abort word and aborts the process group, which
+    ends the queued kernels. Such kernels end without an error, and their results are wrong: see `why_void`.
 
-    The ranks connect, and see that a sum is right, when the communicator is made and after each reset.
+    An abort waits until all recordings with collectives of the group are destroyed. Meanwhile a new collective would
+    wait for the same lock of torch (`commDestroySync` of NCCL's init.cc; `ProcessGroupNCCL::abortComms`). So no
+    collective is queued after an abort may have begun, and recordings are destroyed as soon as the request has ended.
+    An error that all ranks raise after the same collectives needs no abort.
+
+    The ranks connect and check one sum when the communicator is created and after each reset.
 
     Args:
-        device: this rank's CUDA device. The others are those of ProcessGroupCommunicator.
+        rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.
+        device: CUDA device of this rank.
 
     Raises:
-        StartupError: NCCL cannot connect the ranks, or does not sum.
+        StartupError: NCCL cannot connect the ranks, or returns a wrong sum.
     """
 
     capturable = True
@@ -90,10 +91,10 @@ class NcclCommunicator(ProcessGroupCommunicator):
     ) -> None:
         self._device = device
         self._closed = threading.Event()
-        self._entering = threading.Lock()  # held between a look at the abort word and the return from NCCL
-        self._ending = threading.Lock()  # held while a group is aborted
-        self._ended: Any = None  # the group that was aborted last
-        self._trace = 0  # differs, but for chance, if other collectives were queued in this request
+        self._entering = threading.Lock()  # held from the read of the abort word to the return from NCCL
+        self._ending = threading.Lock()  # held while a process group is aborted
+        self._ended: Any = None  # the process group that was aborted last
+        self._trace = 0  # hash of the collectives queued in this request
         os.environ.update(nccl_defaults(os.environ))
         super().__init__(rank, world_size, store, timeout, arena, place)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
@@ -125,7 +126,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def all_ended(self, sequence: int) -> bool:
         if self._parts or not self._owns_arena or self.world_size != self._arena.world_size:
-            return False  # what ranks of stages queued is not the same
+            return False  # ranks of different stages queue different collectives
         own, begun = self._trace, time.monotonic()
         self.note_end(sequence)
         while not self._arena.aborted and time.monotonic() - begun < SETTLE_SECONDS:
@@ -140,7 +141,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def close(self) -> None:
         self._closed.set()
-        self.clear_up()  # for which an abort that has begun waits
+        self.clear_up()  # an abort that has begun waits for this
         self._watcher.join()
         super().close()
 
@@ -155,15 +156,15 @@ class NcclCommunicator(ProcessGroupCommunicator):
             result = total.item()
         except RuntimeError as error:
             raise StartupError(f"NCCL cannot connect rank {self.rank} on {self._device}: {error}. {_REMEDY}") from error
-        due = self.world_size * (self.world_size + 1) / 2
-        if result != due:
-            raise StartupError(f"NCCL sums to {result:g} on {self._device} where {due:g} is due. {_REMEDY}")
+        expected = self.world_size * (self.world_size + 1) / 2
+        if result != expected:
+            raise StartupError(f"NCCL sums to {result:g} on {self._device} instead of {expected:g}. {_REMEDY}")
         return group
 
     def _sum_in_place(self, group: Any, tensor: Tensor) -> None:
         options = dist.AllreduceOptions()
-        options.asyncOp = False  # on the current stream, to which it need not come back from another
-        group.allreduce([tensor], options)  # returns no work to wait for
+        options.asyncOp = False  # run on the current stream, so that no stream need wait for another stream
+        group.allreduce([tensor], options)  # with asyncOp=False the result need not be waited for
 
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
         options = AllgatherOptions()
@@ -173,10 +174,10 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     @contextlib.contextmanager
     def _queueing(self, kind: int) -> Iterator[None]:
-        """Around a collective that is queued: no abort begins before NCCL has it.
+        """Guard the queueing of a collective, so that no abort begins before the call of NCCL returns.
 
         Args:
-            kind: a number that tells it from others.
+            kind: number that identifies the collective and its size, for the trace.
 
         Raises:
             CollectiveAbortedError: an abort may have begun.
@@ -188,7 +189,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
             self._note(kind)
             yield
         except BaseException:
-            self._trace = -1 - self.rank  # like no other rank's
+            self._trace = -1 - self.rank  # no other rank has this value
             raise
         finally:
             self._entering.release()
@@ -203,9 +204,10 @@ class NcclCommunicator(ProcessGroupCommunicator):
                 super()._abort_group()
 
     def _watch(self) -> None:
+        """Abort the process group if the abort word is set, until the communicator is closed."""
         while not self._closed.wait(WATCH_SECONDS):
             if self._arena.aborted and self._ended is not self._group:
-                # Who looked at the word before it was set is past torch's lock after this, or waits for a peer there.
+                # A thread that read the abort word too early has now either passed torch's lock or waits for a rank.
                 if self._entering.acquire(timeout=ENTRY_SECONDS):
                     self._entering.release()
                 self._abort_group()

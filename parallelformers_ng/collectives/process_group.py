@@ -1,7 +1,7 @@
-"""Communicators on top of torch.distributed: what they share, and gloo, for the CPU if shared memory cannot be used.
+"""Defines the base class of communicators over torch.distributed, and the gloo communicator for CPU ranks.
 
-They make a process group object of their own: the default group, the environment variables and the ports stay free
-for the program. The ranks meet through a file.
+Each communicator creates its own process group object. So the program can still use torch's default group, its
+environment variables and its ports. The ranks meet through a file.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from parallelformers_ng.errors import CollectiveAbortedError
 
 
 def create_rendezvous() -> int:
-    """Return a descriptor of an empty anonymous file for the ranks to meet in: it has no name, so nobody else finds
-    it, and nothing is left on disk however the processes end. The caller closes it, and passes it to every rank."""
+    """Return the descriptor of a new empty anonymous file, through which the ranks meet.
+
+    The file has no name, so other programs cannot find the file, and a crash leaves no file on disk. The caller must
+    close the descriptor when the group ends.
+    """
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
 
 
 def rendezvous_path(fd: int) -> str:
-    """Return the path under which this process, and its user's others, open a rendezvous as long as `fd` is open
-    here."""
+    """Return a path of the rendezvous file `fd`, for processes of the same user, valid while `fd` is open here."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 class ProcessGroupCommunicator(ArenaCommunicator):
-    """A communicator on a c10d process group.
+    """A communicator over a c10d process group of torch.
 
     Args:
-        rank, world_size: number of this rank, and of all ranks.
-        store: meeting point of the ranks.
-        timeout: how long a rank waits for a peer, in seconds.
-        arena: carries the abort and cancel words.
+        store: store through which the ranks meet.
+        timeout: seconds that a rank waits for another rank.
+        arena: memory with the abort and cancel words.
         place: same as in ArenaCommunicator.
     """
 
@@ -60,14 +61,14 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     @abstractmethod
     def _new_group(self, store: dist.Store) -> Any:
-        """Return a process group whose ranks meet at `store`."""
+        """Return a new process group whose ranks meet through `store`."""
 
     @abstractmethod
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
-        """Writes every rank's `own`, bytes, into `whole`, in rank order; as far as the backend waits for it."""
+        """Write every rank's bytes `own` to `whole`, in rank order. On CUDA the data may arrive after the call."""
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
-        """Return the first arguments of the communicator within a stage."""
+        """Return the constructor arguments of the communicator for this rank's stage of `width` ranks."""
         store = dist.PrefixStore(f"stage {self.rank // width} of {width}", self._store)
         return self.rank % width, width, store, self._timeout, self._arena, self.rank
 
@@ -78,8 +79,10 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         return self._new_group(dist.PrefixStore(str(self._generation), self._store))
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        """Return all ranks' tensors, equal in shape and dtype, `[world_size, *shape]`. They travel as bytes: no
-        backend knows every dtype."""
+        """Return all ranks' tensors as `[world_size, *shape]`; shape and dtype must be equal on all ranks.
+
+        The tensors are sent as bytes, because no backend supports every dtype.
+        """
         self._check_aborted()
         own = tensor.detach().contiguous()
         whole = own.new_empty((self.world_size, *own.shape))
@@ -89,14 +92,14 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         longest = max(sizes)
-        if tensor.shape[dim] < longest:  # the backends want equal parts
+        if tensor.shape[dim] < longest:  # the backends need equal sizes
             shape = list(tensor.shape)
             shape[dim] = longest
             padded = tensor.new_zeros(shape)
             padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor.detach())
             tensor = padded
         parts = self._gather(tensor)
-        if dim == 0 and min(sizes) == longest:  # they lie one behind the other
+        if dim == 0 and min(sizes) == longest:  # the parts are adjacent in memory
             return parts.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
@@ -124,25 +127,25 @@ class ProcessGroupCommunicator(ArenaCommunicator):
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
-    """CPU collectives over loopback sockets. Slow on small tensors (10 to 50 times shared memory)."""
+    """A communicator for CPU ranks over loopback sockets. On small tensors shared memory is 10 to 50 times faster."""
 
     def _part(self, width: int) -> GlooCommunicator:
         return GlooCommunicator(*self._of_part(width))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        # Gloo sums in an order of its own; gathered parts are summed in rank order, with the bits of shared memory.
+        # Gloo's own sum uses another order. Summing gathered parts in rank order gives the same bits as shared memory.
         out = summable_in_place(tensor)
         return sum_in_rank_order(self._gather(out).unbind(), out=out)
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from the stub
-        # The device named here spares the environment a GLOO_SOCKET_IFNAME.
+        # This device replaces the environment variable GLOO_SOCKET_IFNAME.
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=self._timeout)
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
-        """Waits on the host, with an eye on the abort word."""
+        """Gather into `whole`, and wait until the gather ends, the group is aborted or the timeout passes."""
         work, start = self._group._allgather_base(whole, own), time.monotonic()
         while not work.is_completed():
             self._check_aborted()
@@ -152,7 +155,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             give_way(waited)
         try:
             work.wait()
-        except RuntimeError as error:  # a peer's connection broke
+        except RuntimeError as error:  # the connection to another rank broke
             self._give_up(f"rank {self._place}: a gather over gloo failed: {error}", error)
 
     def _give_up(self, reason: str, cause: Exception | None = None) -> None:

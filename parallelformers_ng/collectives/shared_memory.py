@@ -1,4 +1,4 @@
-"""Collectives between processes of one machine, through memory that they share."""
+"""Runs collectives between processes of one machine through shared memory."""
 
 from __future__ import annotations
 
@@ -20,50 +20,51 @@ from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, Pro
 
 try:
     from parallelformers_ng.collectives import _kernel
-except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
+except ImportError as error:  # installed without a C compiler, or imported from a clone without the built kernel
     _kernel = None  # type: ignore[assignment]
-    logging.getLogger("parallelformers_ng").debug("no collectives in shared memory: %s", error)
+    logging.getLogger("parallelformers_ng").debug("collectives in shared memory are not available: %s", error)
 
 DONE, ABORTED, TIMED_OUT = 0, 1, 2
-"""What the kernel says of a collective; else the ranks have diverged."""
+"""Status that the kernel returns for a collective. Any other status means that the ranks have diverged."""
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""The dtypes that the kernel sums, by the number under which it knows them."""
+"""Dtype that the kernel can sum → the kernel's number for the dtype."""
 
 
 def is_built() -> bool:
-    """Return whether the collectives in C were built where this was installed."""
+    """Return whether the C kernel of the collectives was built when this library was installed."""
     return _kernel is not None
 
 
 class SharedMemoryCommunicator(ArenaCommunicator):
-    """A rank that meets its peers in an arena. Sums are taken in rank order, so that all ranks hold the same bits.
+    """A communicator through an arena. Sums are computed in rank order, so that all ranks get the same bits.
 
-    The algorithms are those of DeepSpeed's shared-memory all-reduce (one-shot for small messages, reduce-scatter and
-    gather for large ones), see `_kernel.c`.
+    The algorithms are those of DeepSpeed's shared-memory all-reduce: one-shot for small messages, reduce-scatter and
+    gather for large messages; see `_kernel.c`.
 
     Args:
-        arena: the ranks' memory, mapped into this process. It belongs to the communicator, which closes it.
-        rank: this rank.
-        timeout: how long a rank waits for a peer before it gives up, in seconds.
-        width: ranks that meet, of every so many beside each other; by default all.
+        arena: shared memory of the ranks, mapped into this process. The communicator closes the arena.
+        rank: number of this rank.
+        timeout: seconds that a rank waits for another rank.
+        width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 
     Attributes:
-        kernel: with which other C sums by itself (`_kernel_api.h`); `check` what such sums return.
+        kernel: object of the C kernel. Other C code also calls the kernel (`_kernel_api.h`), and `check` takes the
+            returned status.
     """
 
     def __init__(self, arena: Arena, rank: int, timeout: float, width: int | None = None) -> None:
-        own = rank if width is None else rank % width
-        super().__init__(own, width or arena.world_size, arena, None if width is None else rank)
+        own_rank = rank if width is None else rank % width
+        super().__init__(own_rank, width or arena.world_size, arena, None if width is None else rank)
         self._timeout = timeout
-        self._first = 0 if width is None else arena.world_size + rank - own
-        self.kernel: Any = _kernel.Kernel(arena.memory, own, self.world_size, timeout, self._first)
+        self._first = 0 if width is None else arena.world_size + rank - own_rank
+        self.kernel: Any = _kernel.Kernel(arena.memory, own_rank, self.world_size, timeout, self._first)
         self._sum = self.kernel.all_reduce
 
     def _part(self, width: int) -> Communicator:
         return SharedMemoryCommunicator(self._arena, self.rank, self._timeout, width)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        # Called twice per layer and token: one look at the tensor, one call.
+        # Called twice for each layer and token, so this method does as little as possible.
         kind = KINDS.get(tensor.dtype)
         if kind is None or tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
             return self._sum_any(tensor)
@@ -93,7 +94,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         return out
 
     def reset(self) -> None:
-        # The counter in the arena is the only one, and `Arena.reset` has zeroed it.
+        # This class has no counter of its own: `Arena.reset` has set the counter in the arena to zero.
         if self._arena.counter(self._first + self.rank):
             raise ProtocolError(f"rank {self._place}: reset() was called before the parent's Arena.reset()")
         super().reset()
@@ -103,7 +104,16 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raise the error of a kernel's status. If this rank is the first to know, tell its peers."""
+        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks.
+
+        Args:
+            status: status that the kernel returned.
+            operation: name of the collective, for the message.
+
+        Raises:
+            CollectiveAbortedError: a rank or the parent aborted, or a rank did not come within the timeout.
+            DivergedError: another rank is in another collective, or in this collective with another size or dtype.
+        """
         if status == DONE:
             return
         if status == ABORTED:
@@ -116,19 +126,19 @@ class SharedMemoryCommunicator(ArenaCommunicator):
             reason = f"{who}: ranks {late} did not come within {self._timeout:g} s"
             self.abort(reason)
             raise CollectiveAbortedError(reason)
-        reason = f"{who}: the peers are in another collective, or in this one with another size or dtype"
+        reason = f"{who}: another rank is in another collective, or in this one with another size or dtype"
         self.abort(reason)
         raise DivergedError(reason)
 
 
 class StagedCommunicator(Communicator):
-    """Copies each tensor to the host, exchanges it there, and copies the result back.
+    """A communicator for CUDA tensors, which copies tensors to the host, exchanges the copies, and copies results back.
 
-    For several ranks on one device, which NCCL refuses by design, so that the CUDA path can be checked with a single
-    GPU; and for ranks of several hosts between which NCCL cannot or must not connect. Never run on a GPU: unmeasured.
+    NCCL refuses several ranks on one device; this class allows such ranks, for example to check the CUDA path with a
+    single GPU. It also serves hosts between which NCCL cannot or must not connect. Unmeasured: never run on a GPU.
 
     Args:
-        host: the communicator that exchanges host tensors.
+        host: communicator for tensors in host memory.
     """
 
     def __init__(self, host: Communicator) -> None:

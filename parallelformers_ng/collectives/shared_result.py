@@ -1,4 +1,4 @@
-"""One rank's result on every rank: tensors in whatever structure."""
+"""Sends one rank's result, tensors in any nested structure, to every rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from parallelformers_ng.collectives.communicator import Communicator
 T = TypeVar("T")
 
 FIRST_BYTES = 32 * 1024
-"""What crosses before the other ranks know how large the result is: that of a decode step, whole."""
+"""Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits."""
 _WORD, _LINE = 8, 64
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
-    """Return the result of `compute` on rank `source` to every rank. All ranks call this together. If `compute` raises,
-    the caller aborts, as in any collective.
+    """Return the result of `compute` on rank `source` on every rank. All ranks must call this function together.
+
+    If `compute` raises an exception, the caller must abort the communicator, as for any collective.
 
     Args:
-        source: the rank whose result counts.
-        compute: makes it; None on a rank that only takes it. Others may compute too, and keep what they have.
+        source: number of the rank that sends its result.
+        compute: function that returns the result; None on a rank that receives the result. A rank other than `source`
+            with a function keeps its own result.
         device: device of the communicator's tensors.
     """
     result: Any = None if compute is None else compute()
@@ -51,8 +53,10 @@ def _broadcast(communicator: Communicator, source: int, data: Tensor | None, dev
 
 
 def _packed(value: Any, device: torch.device) -> Tensor:
-    """Total size and size of the pickle, the pickle, then the tensors, each on a line of its own; at least as long as
-    what crosses first."""
+    """Return a value as bytes: total size, size of the pickle, the pickle, then each tensor at a multiple of 64 bytes.
+
+    The result is a uint8 tensor of at least `FIRST_BYTES`.
+    """
     tensors: list[Tensor] = []
     buffer = io.BytesIO()
     _TensorPickler(buffer, tensors).dump(value)
@@ -93,7 +97,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Its tensors lie one behind another in `data`, from `place` on."""
+    """An unpickler that reads tensors from `data`, one after another, from byte `place` on."""
 
     def __init__(self, buffer: io.BytesIO, data: Tensor, place: int) -> None:
         super().__init__(buffer)

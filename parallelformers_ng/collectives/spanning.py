@@ -1,4 +1,4 @@
-"""NCCL between ranks of several hosts, and the interface that it is kept to."""
+"""Runs collectives over NCCL between ranks of several hosts, on one network interface."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _INTERFACES_6 = "/proc/net/if_inet6"
 
 
 class HandedOver(dist.Store):
-    """The store in which ranks of several hosts meet: what `source` sets, the others get, by a gather of all ranks.
+    """A store through which NCCL ranks of several hosts meet. All ranks gather the value that rank `source` sets.
 
-    It is no more than NCCL needs, whose first rank sets a unique id that the others get, when a group is connected. So
-    the id goes over connections that are signed.
+    When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
+    The id is sent over signed connections.
 
     Args:
-        between: all ranks, by way of their hosts' memory and the links.
-        source: the rank, among them, that sets.
+        between: communicator of all ranks, over shared memory and links.
+        source: number of the rank that sets values.
     """
 
     def __init__(self, between: Communicator, source: int) -> None:
@@ -40,7 +40,7 @@ class HandedOver(dist.Store):
         self._source = source
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes, its stub says str
-        # Others are signals of torch's own watch to that of other ranks, whom an abort tells.
+        # Other keys are signals between torch's watchdogs, which are not needed here: `abort` reaches all ranks.
         if "/" in key and ":" not in key:
             self._exchange(value)
 
@@ -48,7 +48,7 @@ class HandedOver(dist.Store):
         return self._exchange(b"")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether other ranks have signalled."""
+        """Return False, because this store transports no signals of torch's watchdogs."""
         return False
 
     def _exchange(self, own: bytes) -> bytes:
@@ -59,17 +59,17 @@ class HandedOver(dist.Store):
 
 
 class SpanningNcclCommunicator(NcclCommunicator):
-    """CUDA ranks of several hosts: one NCCL communicator of all. Never run on a GPU: unmeasured.
+    """A communicator over NCCL for the CUDA ranks of several hosts. Unmeasured: never run on a GPU.
 
     Args:
-        between: the same ranks, for what NCCL needs in order to connect. It belongs to this communicator.
-        place: this rank's among those of its host.
-        arena: arena of its host.
-        address: at which this host is known to the others. NCCL is kept to its interface.
+        between: communicator of the same ranks without NCCL, for connecting NCCL; `close` closes `between`, too.
+        place: number of this rank on its host.
+        arena: arena of this host.
+        address: address at which other hosts reach this host. NCCL uses only the interface with this address.
         timeout, device: same as in NcclCommunicator.
 
     Raises:
-        StartupError: see NcclCommunicator; also if no interface has the address.
+        StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no interface has the address.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
-        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # with fewer, several ranks would set an id
+        os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # so that only one rank sets an id
         store = HandedOver(between, 0)
         super().__init__(between.rank, between.world_size, store, timeout, arena, place, device=device)
 
@@ -102,7 +102,7 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def _abort_for_failure(self) -> Iterator[None]:
-        """If NCCL fails, a peer on another host has often aborted first: its error is the cause."""
+        """Abort the group if NCCL raises an error, which is often a consequence of another host's abort."""
         try:
             yield
         except dist.DistBackendError as error:
@@ -120,17 +120,17 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface of this machine that has an address.
+    """Return the name of this machine's network interface that has the given address.
 
     Raises:
-        StartupError: none has it.
+        StartupError: no interface has the address.
     """
     find = _find_6 if ":" in address else _find_4
     interface = find(address)
     if interface is None:
         raise StartupError(
-            f"no interface of this machine has {address} as its own address, so NCCL cannot be kept to it; set"
-            " NCCL_SOCKET_IFNAME to the one at which the other hosts reach this machine"
+            f"no network interface of this machine has the address {address}, which NCCL should use; set"
+            " NCCL_SOCKET_IFNAME to the interface at which the other hosts reach this machine"
         )
     return interface
 
@@ -140,7 +140,7 @@ def _find_4(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has no address
+            except OSError:  # the interface has no address
                 continue
             if answer[20:24] == socket.inet_aton(address):
                 return name
@@ -148,6 +148,6 @@ def _find_4(address: str) -> str | None:
 
 
 def _find_6(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with open(_INTERFACES_6) as lines:
-        return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
+        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for proving a plan on a tiny model without starting a worker."""
+"""Runs ranks as threads of one process, to prove a plan on a tiny model without starting workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """The meeting point of ranks that are threads: every rank puts a tensor down, waits for all, and reads them."""
+    """The meeting point of ranks that are threads: every rank stores a tensor, waits for all ranks, and reads all."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -27,14 +27,14 @@ class _Meeting:
         self._stages: dict[int, list[_Meeting]] = {}
 
     def stage(self, number: int, width: int) -> _Meeting:
-        """Return the meeting points of stages of `width` ranks each."""
+        """Return the meeting point of stage `number`, with `width` ranks in each stage."""
         with self._lock:
             if width not in self._stages:
                 self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
             return self._stages[width][number]
 
     def end(self) -> None:
-        """Note that a rank will not come again: the ranks that wait for it raise."""
+        """Record that a rank has ended. Ranks that wait for the ended rank raise CollectiveAbortedError."""
         self.ended = True
         if self.barrier.n_waiting:
             self.barrier.abort()
@@ -45,16 +45,16 @@ class _Meeting:
         try:
             self.left[rank] = item
             self.barrier.wait()
-            seen = list(self.left)
+            items = list(self.left)
             self.barrier.wait()
         except threading.BrokenBarrierError:
-            reason = "ended without it" if self.ended else "raised, or did not come within the timeout"
-            raise CollectiveAbortedError(f"rank {rank}: waited for a collective, and another rank {reason}") from None
-        return seen
+            reason = "ended without it" if self.ended else "raised an error or did not come within the timeout"
+            raise CollectiveAbortedError(f"rank {rank}: waited for a collective, but another rank {reason}") from None
+        return items
 
 
 class ThreadCommunicator(Communicator):
-    """Collectives between threads. Sums are taken in rank order, as in every backend."""
+    """A communicator between threads. Sums are computed in rank order, as on every CPU backend."""
 
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
         super().__init__(rank, world_size)
@@ -81,13 +81,13 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
-    """Run `body(communicator)` on `world_size` ranks, each a thread, and return their results in rank order.
+    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order.
 
     Args:
-        timeout: seconds that a rank waits for the others in a collective.
+        timeout: seconds that a rank waits in a collective for the other ranks.
 
     Raises:
-        Exception: the first exception of a rank that was not merely left waiting by another's.
+        Exception: the first rank's exception that is not a consequence of another rank's exception.
     """
     meeting = _Meeting(world_size, timeout)
 

@@ -1,4 +1,4 @@
-"""Collectives of ranks on several hosts: within each host as on one, then between one rank of each, then back."""
+"""Runs collectives of ranks on several hosts: first within each host, then between leaders, then within each host."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from parallelformers_ng.collectives.links import Links
 
 
 class TwoStageCommunicator(Communicator):
-    """A rank on one of several hosts. The first rank of each host is its leader, and the only one that has `links`.
+    """A communicator of ranks on several hosts. The first rank of each host is its leader, the only rank with links.
 
-    A sum is taken over the ranks of each host, and of those sums in the order of the hosts: so every rank holds the
-    same bits.
+    Each host sums its own ranks, and the leaders sum these sums in the order of the hosts. So every rank gets the same
+    bits.
 
     Args:
-        host: the communicator of this host's ranks.
+        host: communicator of this host's ranks.
         number: number of this host.
-        counts: ranks of each host. Ranks are numbered host after host.
-        links: the leader's; None on the others.
+        counts: number of ranks of each host. Ranks are numbered host after host.
+        links: connections of the leader to other leaders; None on other ranks.
     """
 
     def __init__(self, host: Communicator, number: int, counts: Sequence[int], links: Links | None) -> None:
@@ -37,8 +37,8 @@ class TwoStageCommunicator(Communicator):
 
     def _part(self, width: int) -> Communicator:
         if any(count % width for count in self._counts):
-            raise ValueError(f"stages of {width} ranks do not lie within hosts of {self._counts}")
-        return self._within.within(width)  # which is reset and closed with the host's own
+            raise ValueError(f"hosts of {self._counts} ranks cannot be divided into stages of {width} ranks")
+        return self._within.within(width)  # the host's communicator resets and closes this stage
 
     def sum(self, tensor: Tensor) -> Tensor:
         out = self._within.sum(summable_in_place(tensor))
@@ -51,23 +51,23 @@ class TwoStageCommunicator(Communicator):
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         ends = list(itertools.accumulate(self._counts, initial=0))
-        of_hosts = [sizes[start:end] for start, end in itertools.pairwise(ends)]
-        here = self._within.gather(tensor, dim, of_hosts[self._number])
-        shape = list(here.shape)
+        host_sizes = [sizes[start:end] for start, end in itertools.pairwise(ends)]
+        own = self._within.gather(tensor, dim, host_sizes[self._number])
+        shape = list(own.shape)
         unit = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-        lengths = [sum(of_host) for of_host in of_hosts]
+        lengths = [sum(of_host) for of_host in host_sizes]
         shape[dim] = sum(lengths)
-        out = torch.empty(shape, dtype=here.dtype)
+        out = torch.empty(shape, dtype=own.dtype)
         if not out.numel():
             return out
         if self._links is not None:
-            parts = self._exchanged(self._links, here, [length * unit for length in lengths])
+            parts = self._exchanged(self._links, own, [length * unit for length in lengths])
             shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
             torch.cat([part.view(of_host) for part, of_host in zip(parts, shapes, strict=True)], dim, out=out)
         return self._spread(out)
 
     def abort(self, reason: str) -> None:
-        self._within.abort(reason)  # the agents of the hosts tell each other
+        self._within.abort(reason)  # the agents of the hosts abort the other hosts
 
     def reset(self) -> None:
         self._within.reset()
@@ -80,11 +80,11 @@ class TwoStageCommunicator(Communicator):
         self._within.close()
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Send the leader's tensor to all ranks of this host."""
+        """Return the leader's tensor on all ranks of this host."""
         return tensor if self._within.world_size == 1 else self._within.broadcast(tensor)
 
     def _exchanged(self, links: Links, own: Tensor, counts: list[int]) -> list[Tensor]:
-        """Return the tensors of all leaders, flat, of so many elements each."""
+        """Return the tensors of all leaders, each of shape `[count]` for its host's count."""
         size = own.element_size()
         try:
             parts = links.exchange(_bytes(own), [count * size for count in counts])

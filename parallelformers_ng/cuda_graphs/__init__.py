@@ -1,1 +1,1 @@
-"""Decode steps that are compiled, or recorded and played again, and the static caches that these need."""
+"""Speeds up decode steps: compiles steps or records steps as CUDA graphs, over static caches."""

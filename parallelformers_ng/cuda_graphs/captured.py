@@ -1,15 +1,16 @@
-"""`parallelize(decode="cuda_graphs")`: a decode step is recorded once and then only run again, without its Python.
+"""Implements `parallelize(decode="cuda_graphs")`: records a decode step once, and replays the recording without Python.
 
-The prompt's pass runs plainly. Of the following steps of equal argument shapes, the first runs plainly and is watched.
-The second is recorded, and the recording serves from then on, also in later calls. It reads and writes memory that
-stays: arguments in buffers, keys and values in a cache whose memory is reused.
+The prefill is not recorded. Among later steps with equal argument shapes, the first step runs normally and is checked
+for operators that cannot be recorded. The second step is recorded, and the recording is used from then on, also in
+later calls. A recording uses fixed memory: buffers for arguments, and a cache whose memory is reused.
 
-Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache is made for its bucket, and a call with fewer rows works
-on the first of them: the prompt's pass and the reordering of beams see a view of just those, while the recorded step
-takes all. The rows of a step do not mix, so what the others compute is never looked at.
+Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
+rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
+step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
 
-No recording is trusted unseen. It freezes more than shapes: a position counted in Python, for example, and that would
-show at another position. So its first two steps run both ways from the same state, and the logits must agree.
+Every recording is tested. A recording may freeze more than shapes, for example a position that Python code counts, and
+then gives wrong logits at another position. The first two steps of a recording therefore run twice from the same state:
+from the recording and normally. The logits must agree.
 """
 
 from __future__ import annotations
@@ -31,27 +32,32 @@ from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
 Forward = Callable[..., Any]
-"""The forward of a model."""
+"""Type of a model's `forward`."""
 
 PROOFS = 2
-"""Number of steps that compare a recording with the plain step."""
+"""Number of steps that run from a recording and normally, to compare their logits."""
 
 MOST_KINDS_OF_STEP = 64
-"""Recordings of one cache; a model that needs more gives its steps a number that changes from one to the next."""
+"""Maximum number of recordings of one cache. A model that needs more recordings passes a different
+number to each step."""
 
 
 class CapturedStep:
-    """A recorded step, and the buffers that it reads.
+    """A recorded decode step and its argument buffers.
 
     Args:
-        run: the model's forward.
+        run: `forward` of the model.
         arguments: arguments of the step, with the cache.
-        reusable: the cache among them.
-        width: rows that the recording computes.
-        communicator: the ranks, whose exchanges are in the recording.
+        reusable: the cache of the step.
+        width: number of rows that the recording computes.
+        recorder: recorder of the step.
+        communicator: communicator of the ranks, whose collectives are part of the recording.
+
+    Attributes:
+        proofs_left: number of steps that still have to compare the recording with the normal step.
 
     Raises:
-        Exception: something in the step cannot be recorded.
+        Exception: an operation of the step cannot be recorded.
     """
 
     def __init__(
@@ -82,20 +88,23 @@ class CapturedStep:
         self._names = tuple(output.keys())
 
     def destroy(self) -> None:
-        """Give up the recording, and what it keeps on the device, whoever refers to this step."""
+        """Destroy the recording and free its device memory, even if other objects refer to this step."""
         self._recorder.destroy(self._graph)
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """Return the step's output, from the recording."""
+        """Replay the recording, and return the step's output: logits `[rows, tokens, vocabulary]` and the cache."""
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
         return self._kind(**{name: values[name] for name in self._names})
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
-        """Return the step both ways. Returns the output of the one that runs as it is; and how the other differs, ""
-        where it does not."""
+        """Run a step from the recording and normally, and compare the logits.
+
+        Returns:
+            (output of the normal step, difference): the difference is a text, "" if the logits agree.
+        """
         before = self._cache.snapshot()
         result = self._compute(arguments)
         for tensor, saved in before:
@@ -111,10 +120,10 @@ class CapturedStep:
         self._feed(arguments)
         with self._communicator.launching():
             self._graph.replay()
-        return self._logits[: arguments.rows].clone()  # the next run writes over them
+        return self._logits[: arguments.rows].clone()  # the next replay overwrites the logits
 
     def _feed(self, arguments: StepArguments) -> None:
-        """Put the arguments into the buffers; rows beyond theirs keep what they were made with."""
+        """Copy the arguments into the buffers; unused rows of a buffer keep their initial values."""
         for buffer, tensor in zip(self._buffers, arguments.tensors, strict=True):
             (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)
 
@@ -124,22 +133,22 @@ class CapturedSteps:
 
     Args:
         recorder: recorder of the steps.
-        communicator: the ranks, which record and give up together.
+        communicator: communicator of the ranks; either all ranks use a recording, or no rank does.
 
     Attributes:
-        reason: why the last call ran steps as they are, "" if it did not.
+        reason: reason why steps of the last call ran without a recording; "" if recordings were used.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
         self.reason = ""
         self._recorder = recorder
         self._communicator = communicator
-        self._caches: dict[int, ReusableCache] = {}  # by their rows
+        self._caches: dict[int, ReusableCache] = {}  # bucket of rows → cache
         self._current: ReusableCache | None = None
         communicator.before_reset(self.forget)
 
     def forget(self) -> None:
-        """Let go of all recordings and caches: what they were made with has changed."""
+        """Destroy all recordings and caches, because the collectives or modules of the recordings have changed."""
         for cache in self._caches.values():
             cache.release()
         self._caches.clear()
@@ -147,7 +156,7 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Within it, `model.generate` over a static cache has its steps captured if possible."""
+        """Record and replay decode steps of `model.generate` over a static cache inside the `with` block."""
         self.reason = _model_obstacle(model)
         if self.reason:
             yield
@@ -165,7 +174,7 @@ class CapturedSteps:
             return self._step(reusable, forward, args, kwargs)
 
         model._prepare_static_cache, model.forward = prepare_reusable, forward_captured
-        self.reason = "no static cache was made for this model"  # but for a part of it, say
+        self.reason = "no static cache was made for this model"  # for example, only a submodule got a cache
         try:
             yield
         finally:
@@ -173,21 +182,23 @@ class CapturedSteps:
             self._current = None
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
-        """Return the cache for so many rows, or a few more.
+        """Return a reusable cache for a number of rows; make a new cache if no existing cache is large enough.
 
         Args:
-            tokens: least room, in tokens.
-            length: tokens of one that has to be made, by `make`.
+            rows: number of rows; the cache has room for the next power of two.
+            tokens: minimum number of tokens for which the cache must have room.
+            length: number of tokens of the cache that `make` makes.
+            make: function that returns a new static cache.
 
         Returns:
-            None, and a `reason`, if the model's cache has no reusable form.
+            The cache; None if the model's cache has no reusable form, with the cause in `reason`.
         """
         self.reason = ""
         bucket = bucket_of(rows)
         reusable = self._caches.get(bucket)
         if reusable is None or reusable.length < tokens:
             if reusable is not None:
-                self._caches.pop(bucket).release()  # its memory is needed
+                self._caches.pop(bucket).release()  # free its memory for the new cache
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
@@ -196,7 +207,7 @@ class CapturedSteps:
         return reusable
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """Return a step over a cache of `cache`, from its recording if there is one."""
+        """Run one step over a cache of the method `cache`, from a recording if possible, and return the output."""
         self.reason = _model_obstacle(model)
         if self.reason:
             return model(**arguments)
@@ -204,12 +215,12 @@ class CapturedSteps:
         return self._step(reusable, model.forward, (), arguments)
 
     def _prepare_cache(self, model: Any, prepare: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Return a reusable static cache. transformers asks for one once a call, when all lengths are known."""
+        """Return a reusable static cache. transformers requests a cache once per call, when all lengths are known."""
         tokens = options["max_cache_len"]
         length = -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
         def make() -> Any:
-            model._previous_max_cache_length = -1  # else it were as long as the longest of any batch size
+            model._previous_max_cache_length = -1  # otherwise the cache gets the length of the longest earlier cache
             return prepare(**{**options, "max_cache_len": length})
 
         reusable = self.cache(options["batch_size"], tokens, length, make)
@@ -222,9 +233,9 @@ class CapturedSteps:
         steps: dict[Any, CapturedStep | str | None] = reusable.steps
         try:
             if args or not _is_step(kwargs):
-                raise Uncapturable("a step is given more than a token")
+                raise Uncapturable("a step has more than one token per row")
             if not reusable.is_filled:
-                raise Uncapturable("a layer of its cache stays empty")
+                raise Uncapturable("a layer of the cache stays empty")
             arguments = StepArguments(kwargs, reusable.cache)
         except Uncapturable as error:
             self.reason = str(error)
@@ -262,9 +273,9 @@ class CapturedSteps:
             step = CapturedStep(forward, arguments, reusable, width, self._recorder, self._communicator)
         except GroupError:
             raise
-        except Exception as last:  # whatever a device says about what it cannot record
+        except Exception as last:  # devices raise many types of errors while recording
             error: BaseException = last
-            while error.__context__ is not None:  # the end of a capture that failed has an error of its own
+            while error.__context__ is not None:  # ending a failed capture raises an error of its own
                 error = error.__context__
             failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         failure = self._agreed(failure)
@@ -272,12 +283,12 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return this rank's failure, or that another has one: the ranks go on in the same way."""
+        """Return this rank's failure, or a text about another rank's failure, so that all ranks decide alike."""
         if self._communicator.world_size == 1:
             return failure
-        mine = torch.tensor([bool(failure)], device=self._device())
-        others = self._communicator.all_gather(mine).tolist()
-        return failure or ("another rank cannot record its part" if any(others) else "")
+        has_failed = torch.tensor([bool(failure)], device=self._device())
+        failed = self._communicator.all_gather(has_failed).tolist()
+        return failure or ("another rank cannot record its part" if any(failed) else "")
 
     def _device(self) -> torch.device:
         assert self._current is not None
@@ -285,8 +296,8 @@ class CapturedSteps:
 
 
 def odd_output(output: Any, cache: Any) -> str:
-    """Name the outputs of a step besides logits and cache; a recording gives only these two. "" if there are
-    no more."""
+    """Return a text that names the outputs of a step besides logits and cache, which a recording cannot return; "" if
+    the step has no further outputs."""
     more = sorted(set(output.keys()) - {"logits", CACHE})
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")
@@ -303,6 +314,7 @@ def _model_obstacle(model: Any) -> str:
         return "the model's forward was replaced"
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not getattr(hook, "__module__", "").startswith("transformers."):  # its own only note what is asked for
+            # Hooks of transformers only record requested outputs.
+            if not getattr(hook, "__module__", "").startswith("transformers."):
                 return f"{type(module).__name__} has a forward hook"
     return ""

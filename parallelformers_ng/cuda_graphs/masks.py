@@ -1,8 +1,8 @@
-"""Attention masks of a recorded step, converted once for all its layers.
+"""Converts the boolean attention mask of a recorded step to numbers once, instead of once per layer.
 
-`scaled_dot_product_attention` takes a mask of booleans, and makes numbers of it that are added to the scores: two
-kernels in each layer (`convert_boolean_attn_mask_` in torch's `native/transformers/attention.cpp`). All layers of a
-step have the same mask.
+`scaled_dot_product_attention` converts a boolean mask to numbers that it adds to the scores, with two kernels in each
+layer (`convert_boolean_attn_mask_` in torch's `native/transformers/attention.cpp`). All layers of a step have the same
+mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class _OfStep(threading.local):
-    """Masks and what they were converted to, by type. A mask that is held here cannot give its place to another."""
+    """The masks of one thread with their numbers. While a mask is kept here, no other mask can have its identity."""
 
     converted: list[tuple[Tensor, Tensor]] | None = None
 
@@ -26,7 +26,8 @@ _of_step = _OfStep()
 
 @contextlib.contextmanager
 def masks_converted_once() -> Iterator[None]:
-    """Within it, which is one pass through a model, `added` converts each mask once. Nothing may write to a mask."""
+    """Make `added` convert each mask only once inside the `with` block, which is one forward pass. The pass must not
+    change a mask."""
     _of_step.converted = []
     try:
         yield
@@ -35,15 +36,19 @@ def masks_converted_once() -> Iterator[None]:
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as `scaled_dot_product_attention` takes it. A hidden position gets the least finite number: cuDNN's
-    kernels do not take infinities (`convert_boolean_attn_mask_cudnn`), and beside a score that counts both give 0.
+    """Return a mask as numbers that `scaled_dot_product_attention` adds to the scores, or the mask itself.
+
+    A hidden position gets the lowest finite number, because cuDNN's kernels do not accept infinities
+    (`convert_boolean_attn_mask_cudnn`). The softmax still gives a hidden position the weight 0 if its row has a visible
+    position.
 
     Args:
-        mask: mask of booleans, or of numbers to add to the scores; any shape.
+        mask: boolean mask, or mask of numbers to add to the scores; any shape.
         dtype: data type of the queries.
 
     Returns:
-        Numbers of that type if the mask has been converted in this step or can be for all of it, else the mask itself.
+        Tensor with the shape of `mask` and the type `dtype`, for a boolean mask inside of `masks_converted_once`;
+        otherwise `mask` itself.
     """
     if mask.dtype is not torch.bool or _of_step.converted is None:
         return mask

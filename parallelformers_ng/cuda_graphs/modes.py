@@ -1,9 +1,10 @@
-"""`parallelize(decode="compile")` and `"cuda_graphs"`: decode steps over caches of a fixed size.
+"""Chooses how `parallelize(decode=…)` runs decode steps: compiled, as CUDA graphs, or unchanged.
 
-transformers compiles the forward of a decode step if the cache is static; the prompt's pass stays plain. This file asks
-for that if it is possible, and says so if it is not. Steps that become CUDA graphs need the same cache and no compiler;
-`captured.py` does the rest, on the workers. On CUDA devices that is the default, for calls that would not notice, until
-a device shows that it cannot.
+transformers compiles the forward pass of a decode step if the cache is static; the prefill is not compiled. This module
+sets the arguments of `generate` for compiled steps if a call supports them, and otherwise returns the reason. Steps
+that become CUDA graphs also need a static cache but no compiler; `captured.py` records the steps on the workers. On
+CUDA devices CUDA graphs are the default for calls whose kind of result stays the same, until a device fails to record a
+step.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from parallelformers_ng.sharding.cache_names import CACHES
 Decode: TypeAlias = Literal["auto", "eager", "compile", "cuda_graphs"] | CompileConfig
 NO_DEVICE = "there is no CUDA device to capture on"
 MOST_POSITIONS = 1 << 14
-"""Of a cache that nobody asked for. For 8 billion parameters it is an eighth of what a step reads of weights."""
+"""Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
+eighth as many bytes of such a cache as of weights."""
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
 
 @dataclass(frozen=True)
 class StaticSteps:
-    """How the decode steps of `generate` are made faster.
+    """A mode that makes the decode steps of `generate` faster.
 
     Attributes:
-        options: arguments of `generate` that ask for it.
-        without: message for a call that cannot have it.
-        captured: whether they become CUDA graphs.
-        by_default: whether the mode is a default. A call then uses it only if its answer is of the same
-            kind without it, and no call uses it after a failure.
+        options: arguments of `generate` that turn on the mode.
+        without: log message for a call that cannot use the mode.
+        captured: whether decode steps become CUDA graphs.
+        by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does
+            not change the types of the answer, and no call uses a default mode after a failure.
     """
 
     options: Mapping[str, Any]
@@ -46,19 +48,20 @@ class StaticSteps:
 
 
 def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSteps | None, str]:
-    """Return the decode mode of `parallelize`.
+    """Return the decode mode for the argument `decode` of `parallelize`.
 
     Args:
-        decode: its argument.
+        decode: argument `decode` of `parallelize`.
         device: "cpu" or "cuda".
-        world_size: number of ranks. A compiled step of one rank becomes a CUDA graph; that of several has collectives
-            in it, and is compiled in pieces around them.
+        world_size: number of ranks. With one rank, a compiled step becomes a CUDA graph. With several ranks, a step has
+            collectives, and is compiled in pieces between the collectives.
 
     Returns:
-        How decode steps run, None for as they are; and why that is not as asked, "" if it is.
+        (mode, reason): mode of decode steps, None for ordinary decode steps; and the reason why the requested
+        mode is not used, "" if the mode is used.
 
     Raises:
-        ParallelError: `decode` is something else, or has each of several ranks make CUDA graphs of what it compiles.
+        ParallelError: `decode` is not a valid value, or the compiler would make CUDA graphs on several ranks.
     """
     if decode == "cuda_graphs":
         return (CAPTURED, "") if device == "cuda" else (None, NO_DEVICE)
@@ -74,19 +77,20 @@ def static_steps(decode: Decode, device: str, world_size: int) -> tuple[StaticSt
         raise ParallelError(
             f"decode is {decode!r}; it takes 'auto', 'eager', 'compile', 'cuda_graphs' or a transformers CompileConfig"
         )
-    config._compile_all_devices = True  # transformers by itself compiles on accelerators alone
+    config._compile_all_devices = True  # by default transformers compiles only on accelerators
     return StaticSteps({"compile_config": config}, "generate runs without compiled steps"), ""
 
 
 def _refuse_graphs(config: Any, world_size: int) -> None:
-    """A compiler that makes CUDA graphs of a step takes the exchanges between ranks in it for nothing of its own."""
+    """Raise ParallelError if the compiler would make CUDA graphs on several ranks: the compiler does not support
+    collectives in CUDA graphs."""
     options = getattr(config, "options", None) or {}
     makes_graphs = getattr(config, "mode", None) in _WITH_GRAPHS or options.get("triton.cudagraphs")
     if world_size > 1 and makes_graphs:
         raise ParallelError(
-            f"the compiler is asked for mode {config.mode!r}, which makes CUDA graphs of compiled steps; that works on"
-            f" one rank, and there are {world_size}. Pass mode='default', or decode='cuda_graphs', whose graphs have"
-            " NCCL's exchanges in them"
+            f"the compiler's mode is {config.mode!r}, which makes CUDA graphs of compiled steps; this mode supports one"
+            f" rank, but the model has {world_size} ranks. Pass mode='default', or decode='cuda_graphs', whose graphs"
+            " support collectives"
         )
 
 
@@ -97,10 +101,16 @@ CAPTURED_BY_DEFAULT = replace(CAPTURED, by_default=True)
 def static_generation(
     model: PreTrainedModel, arguments: Mapping[str, Any], steps: StaticSteps
 ) -> tuple[dict[str, Any], str]:
-    """Return the arguments of a call of `generate` with what makes its steps go as asked.
+    """Add to the arguments of a `generate` call the arguments that turn on a decode mode.
+
+    Args:
+        model: the model.
+        arguments: arguments of `generate`, by name.
+        steps: the decode mode.
 
     Returns:
-        The arguments; and why they are as they were, "" if they are not.
+        (arguments, reason): new arguments; and the reason why the mode cannot be used and the arguments are unchanged,
+        "" if the mode can be used.
     """
     static = {**arguments}
     if reason := _obstacle(model, static, steps):
@@ -111,32 +121,41 @@ def static_generation(
 
 
 def check_compiler(model: PreTrainedModel, arguments: Mapping[str, Any], world_size: int) -> None:
-    """See that a call of `generate` on CUDA devices may be compiled as its caller says, if he does.
+    """Check the `compile_config` of a `generate` call on CUDA devices, if the call has one.
+
+    Args:
+        model: the model.
+        arguments: arguments of `generate`, by name.
+        world_size: number of ranks.
 
     Raises:
-        ParallelError: each of several ranks would make CUDA graphs of what it compiles.
+        ParallelError: the compiler would make CUDA graphs on several ranks.
     """
     config = arguments.get("generation_config") or model.generation_config
     _refuse_graphs(arguments.get("compile_config", getattr(config, "compile_config", None)), world_size)
 
 
 def eager_generation(model: PreTrainedModel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `generate` whose steps are to run as they are, on CUDA devices.
+    """Return arguments of a `generate` call on CUDA devices that keep decode steps from being compiled by default.
 
     On accelerators transformers compiles steps over a static cache by default, in a mode that records CUDA graphs. With
-    several ranks, each would record the others' exchanges. If the caller says how to compile, that holds.
+    several ranks, each graph would contain collectives. Compile settings of the caller are kept.
+
+    Args:
+        model: the model.
+        arguments: arguments of `generate`, by name.
     """
     eager = {**arguments}
     config = eager.get("generation_config") or model.generation_config
-    said = any(eager.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
+    has_settings = any(eager.get(name, getattr(config, name, None)) for name in ("compile_config", "disable_compile"))
     fixed = eager.get("cache_implementation", getattr(config, "cache_implementation", None))
-    if not said and (fixed is not None or any(eager.get(name) is not None for name in CACHES)):
+    if not has_settings and (fixed is not None or any(eager.get(name) is not None for name in CACHES)):
         eager["disable_compile"] = True
     return eager
 
 
 def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> int:
-    """Return rows × tokens that the cache of a call must have room for."""
+    """Return the size of the cache that a call needs, in rows × tokens."""
     inputs = (arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     rows, tokens = next((prompt.shape[:2] for prompt in inputs if prompt is not None), (1, 1))
     new = setting("max_new_tokens")
@@ -145,38 +164,38 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
 
 
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
-    """Return why the steps of this call cannot be compiled or captured, in words; "" if they can."""
+    """Return the reason why decode steps of a call cannot be compiled or captured, as text; "" without a reason."""
     generation_config = arguments.get("generation_config") or model.generation_config
 
     def setting(name: str) -> Any:
         return arguments[name] if name in arguments else getattr(generation_config, name, None)
 
     if not model._can_compile_fullgraph:
-        return f"transformers does not compile {type(model).__name__}, whose steps are no single graph"
+        return f"transformers cannot compile a step of {type(model).__name__} as a single graph"
     if any(arguments.get(name) is not None for name in CACHES):
         return "the caller's cache is used"
     if setting("cache_implementation") not in (None, "static"):
-        return f"cache_implementation={setting('cache_implementation')!r} was asked for"
+        return f"cache_implementation={setting('cache_implementation')!r} is set"
     if setting("use_cache") is False:
         return "use_cache is False"
     if setting("disable_compile") and not steps.captured:
-        return "disable_compile was asked for"
+        return "disable_compile is set"
     if setting("compile_config") is not None and steps.captured:
-        return "compile_config was asked for"
+        return "compile_config is set"
     if setting("prefill_chunk_size") is not None and steps.captured:
-        return "prefill_chunk_size was asked for"
+        return "prefill_chunk_size is set"
     if steps.captured and model.training:
         return "the model is in training mode"
     if steps.captured and torch.is_autocast_enabled():
         return "torch.autocast is on"
     if setting("return_dict_in_generate") and steps.by_default:
-        return "the cache, which could not grow, may be handed out"
+        return "return_dict_in_generate would return a cache that cannot grow"
     if steps.by_default and (positions := _positions(arguments, setting)) > MOST_POSITIONS:
-        return f"each step would read a cache of {positions} positions, empty ones too; {MOST_POSITIONS} at most"
+        return f"each step would read a cache of {positions} positions, also empty ones; the limit is {MOST_POSITIONS}"
     if any(setting(name) is not None for name in _ASSISTED):
         return "assisted decoding crops its cache"
     if model.config.model_type == "falcon" and model.config.alibi:
-        return "Falcon's alibi takes a mask of two dimensions"  # and transformers gives it one of four
+        return "Falcon's alibi needs a mask of two dimensions"  # over a static cache, transformers makes a mask of four
     if steps.captured and model.config.is_encoder_decoder:
-        return "an encoder-decoder keeps two caches"
+        return "an encoder-decoder model has two caches"
     return ""

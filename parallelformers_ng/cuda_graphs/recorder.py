@@ -1,5 +1,4 @@
-"""Records a decode step as a CUDA graph and runs it again; also the arguments of a step, and the parts that cannot
-be recorded."""
+"""Records decode steps as CUDA graphs, manages the arguments of a step, and finds operators that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -13,31 +12,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
-"""Arguments whose first dimension is the rows, with their number of dimensions."""
+"""Name of an argument whose first dimension is the rows → its number of dimensions."""
 
 
 class CudaRecorder:
-    """CUDA graphs in one memory pool: addresses and control flow are frozen, so that a step runs again on the same
-    memory, without any Python. Never run on a GPU: unmeasured.
+    """A recorder of CUDA graphs that share one memory pool. Never run on a GPU: unmeasured.
 
-    A graph reads buffers outside the pool and its outputs are copied before the next one runs, so that graphs may share
-    their intermediate memory in whatever order they run.
+    A graph has fixed addresses and control flow, so a replay uses the same memory and runs no Python.
 
-    A pool without graphs takes no more of them as long as anything of it is in use (`create_or_incref_pool` of torch's
-    CUDACachingAllocator.cpp), so that each time the last graph goes, so does the pool.
+    A graph reads buffers outside the pool, and the outputs of a graph are copied before the next graph runs. The graphs
+    of a pool can therefore share intermediate memory and run in any order.
+
+    A pool whose graphs were all destroyed accepts no new graph while any of its memory is in use
+    (`create_or_incref_pool` of torch's CUDACachingAllocator.cpp). A new pool therefore replaces a pool whose
+    last graph was destroyed.
 
     Args:
-        device: with its index.
+        device: CUDA device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs = 0  # of that pool
+        self._graphs = 0  # number of graphs in the pool
 
     def warm_up(self, step: Callable[[], Any]) -> Any:
-        """Run a step where it will be recorded, so that libraries make ready what they need there."""
+        """Run a step on the stream of recording, so that libraries initialize themselves; return the step's output."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -46,18 +47,19 @@ class CudaRecorder:
         return output
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Record a step. Nothing is computed yet.
+        """Record a step without computing it.
 
         Returns:
-            What the step returned, whose tensors each replay writes; and the graph, which is to be given to `destroy`.
+            (output of the step, graph): each replay of the graph writes to the tensors of the output; the caller must
+            pass the graph to `destroy`.
 
         Raises:
-            Exception: something in the step cannot be recorded.
+            Exception: an operation of the step cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # Only this thread is bound by the rules of capture: NCCL's watchdog asks for events in another. The outer
-            # context goes back to the caller's stream even if a failed capture does not.
+            # "thread_local" applies the rules of capture only to this thread, because NCCL's watchdog queries events in
+            # another thread. The outer context restores the caller's stream even if a failed capture does not.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -65,42 +67,43 @@ class CudaRecorder:
                 output = step()
         except BaseException:
             graph.reset()
-            self._start_afresh()
+            self._clean_up_after_failure()
             raise
         self._graphs += 1
         return output, graph
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a graph now, whoever refers to it: NCCL waits for that, and its memory is kept for it until then."""
+        """Destroy a graph and free its memory at once, even if objects refer to the graph. NCCL waits for this."""
         graph.reset()
         self._graphs -= 1
         if self._graphs == 0:
             self._pool = torch.cuda.graph_pool_handle()
 
-    def _start_afresh(self) -> None:
-        """A capture that failed leaves its pool and the device's generator as if it still went on."""
+    def _clean_up_after_failure(self) -> None:
+        """Replace the pool and reset the device's generator, which a failed capture leaves in capture mode."""
         self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[self._device.index]
         generator.graphsafe_set_state(generator.clone_state())
 
 
 class Uncapturable(Exception):
-    """Why a step is not recorded, in words."""
+    """Raised with the reason if a step cannot be recorded."""
 
 
 class StepArguments:
     """The keyword arguments of one step.
 
     Args:
-        arguments: `input_ids` `[rows, 1]` among them; tensors may lie in dictionaries.
-        cache: the cache among them.
+        arguments: keyword arguments, with `input_ids` `[rows, 1]`; a value may be a dictionary of tensors.
+        cache: the cache, which is also one of the arguments.
 
     Attributes:
-        tensors: all tensors, in order.
-        rows: sequences in the batch.
+        given: argument `arguments`.
+        tensors: all tensors of the arguments, in order.
+        rows: number of rows of the batch.
 
     Raises:
-        Uncapturable: there is an argument that is neither a tensor nor a plain value.
+        Uncapturable: an argument is neither a tensor nor a plain value.
     """
 
     def __init__(self, arguments: dict[str, Any], cache: Any) -> None:
@@ -117,26 +120,26 @@ class StepArguments:
                 elif item is cache or item is None or isinstance(item, (bool, int, float, str)):
                     item = "cache" if item is cache else item
                 else:
-                    raise Uncapturable(f"a step is given {name}, a {type(item).__name__}")
+                    raise Uncapturable(f"the argument {name} of a step is a {type(item).__name__}")
                 self._constants.append((name, key, None if isinstance(item, Tensor) else item))
 
     @cached_property
     def can_be_padded(self) -> bool:
-        """Whether it is known of every tensor which of its dimensions is that of the rows."""
+        """Whether the rows are the known first dimension of every tensor, so that rows can be added."""
         return all(
             tensor.ndim == _DIMENSIONS.get(name) and len(tensor) in (1, self.rows)
             for name, tensor in zip(self._names, self.tensors, strict=True)
         )
 
     def key(self, width: int) -> tuple[Any, ...]:
-        """Equal for two steps that one recording of `width` rows can serve."""
+        """Return a key that is equal for all steps that one recording of `width` rows can run."""
         shapes = (self._shape(tensor, width) for tensor in self.tensors)
         kinds = ((tensor.dtype, tensor.device) for tensor in self.tensors)
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return the tensors of `width` rows for these arguments. What is added to theirs is the first row: valid,
-        whoever reads it."""
+        """Return new tensors with `width` rows for a recording; added rows are copies of the first row, which are valid
+        values."""
         buffers = []
         for tensor in self.tensors:
             shape = self._shape(tensor, width)
@@ -145,14 +148,14 @@ class StepArguments:
         return buffers
 
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the arguments with other tensors in the places of these."""
-        rest = iter(tensors)
+        """Return the keyword arguments with `tensors` instead of the original tensors, in the same order."""
+        remaining = iter(tensors)
 
-        def placed(item: Any) -> Any:
-            return next(rest) if isinstance(item, Tensor) else item
+        def replaced(item: Any) -> Any:
+            return next(remaining) if isinstance(item, Tensor) else item
 
         return {
-            name: {key: placed(item) for key, item in value.items()} if isinstance(value, dict) else placed(value)
+            name: {key: replaced(item) for key, item in value.items()} if isinstance(value, dict) else replaced(value)
             for name, value in self.given.items()
         }
 
@@ -162,10 +165,10 @@ class StepArguments:
 
 
 class KeptAlive(TorchDispatchMode):
-    """Keeps the tensors that the operators within it are given and did not make: a graph has their addresses alone.
+    """A mode that keeps the input tensors of a step alive, because a graph only has their addresses.
 
     Attributes:
-        tensors: storage → one of the tensors that lie in it.
+        tensors: id of a storage → a tensor in the storage, for each operand that no operator of the step made.
     """
 
     def __init__(self) -> None:
@@ -191,13 +194,13 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class CaptureCheck(TorchDispatchMode):
-    """Looks at the operators of a step for one that waits for the device, or takes numbers from the host.
+    """A mode that finds operators that no capture allows: operators that wait for the device or copy from the host.
 
-    A capture would fail there, and a failed capture may leave the device's allocator and generator in disorder, so it
-    is better not tried.
+    A capture with such an operator fails, and a failed capture may damage the state of the device's allocator and
+    generator. The check therefore runs before any capture.
 
     Attributes:
-        found: the first such operator, in words; "" if there is none.
+        found: description of the first such operator; "" if the step has no such operator.
     """
 
     def __init__(self) -> None:
@@ -208,7 +211,7 @@ class CaptureCheck(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # in inference mode, operators made of others come as they are
+        with self:  # in inference mode, composite operators arrive undecomposed
             output = func.decompose(*args, **kwargs)
         if output is not NotImplemented:
             return output
@@ -234,11 +237,11 @@ def _obstacle(func: Any, args: Sequence[Any], output: Any) -> str:
     if any(item.dtype in (torch.bool, torch.uint8) for item in indices):
         return f"{packet} by a mask waits for the device"
     if any(item.device != args[0].device for item in indices):
-        return f"{packet} by a tensor of the host has it copied to the device"
+        return f"{packet} by a tensor on the host copies the tensor to the device"
     if packet is _ops.lift_fresh and (output.ndim or output.device.type != "cpu"):
-        # a single number on the host is an argument like any other; all else has to be copied to the device
+        # A single number on the host is passed as an argument; any other tensor has to be copied to the device.
         return "a tensor is made of Python numbers"
     tensors = [item for item in (*args, output) if isinstance(item, torch.Tensor)]
     if packet in (_ops._to_copy, _ops.copy_) and len({tensor.device.type for tensor in tensors}) > 1:
-        return f"{packet} goes from host to device or back"
+        return f"{packet} copies between host and device"
     return ""

@@ -1,4 +1,4 @@
-"""Static caches whose memory stays where it is from one call of `generate` to the next, as a captured step needs it."""
+"""Defines static caches that keep their memory between calls of `generate`, which captured steps need."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 LENGTH_STEP = 128
-"""Tokens by which a cache grows, so that calls a little longer than the last find it long enough."""
+"""Lengths of caches are rounded up to multiples of this number of tokens, so that slightly longer calls fit."""
 
 
 def bucket_of(rows: int) -> int:
-    """Return the rows that memory is taken for: the next power of two, 1, 2, 4, 8, …."""
+    """Return the number of rows of a cache's memory: `rows` rounded up to a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 class ReusableLayer(StaticLayer):
-    """A layer with memory for a bucket of rows. A call uses the first few.
+    """A static cache layer with memory for a bucket of rows; a call uses the first rows.
 
-    `keys` and `values`, `[rows, heads, tokens, width]`, are views of it, so that whatever transformers does with a
-    layer it does as in one of its own. `renew` makes it look as it did before its first use.
+    `keys` and `values` are views of the memory of all rows, so that transformers can use the layer as its own static
+    layer. `renew` resets the layer to its state before the first use.
 
     Attributes:
-        whole: keys and values of all rows of the bucket, None before the first use.
-        on_move: called when that memory is taken anew.
+        keys: keys of the call's rows, `[rows, heads, tokens, width]`.
+        values: values of the call's rows, `[rows, heads, tokens, width]`.
+        whole: (keys, values) of all rows of the bucket; None before the first use.
+        on_move: function that is called after the layer has allocated new memory.
     """
 
     keys: Any
@@ -38,6 +40,7 @@ class ReusableLayer(StaticLayer):
     on_move: Callable[[], None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`."""
         rows = key_states.shape[0]
         if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
             shape = (bucket_of(rows), -1, -1, -1)
@@ -46,7 +49,7 @@ class ReusableLayer(StaticLayer):
             self.on_move()
         else:
             for memory in self.whole:
-                memory.zero_()  # a masked position counts for nothing only where it holds a finite number
+                memory.zero_()  # masked positions must have finite numbers
         self.batch_size = rows
         self.narrow(rows)
         self.is_initialized = True
@@ -57,8 +60,8 @@ class ReusableLayer(StaticLayer):
         return self._place(key_states, value_states)
 
     def _place(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold one more token, `[rows, heads, 1, width]`. The tensor that counts the tokens is its position;
-        transformers makes another one of it, two kernels in each layer."""
+        """Add one token, `[rows, heads, 1, width]`, at the position `cumulative_length`. transformers' own layer makes
+        a new tensor for the position, with two kernels in each layer."""
         position = self.cumulative_length.view(1)
         self.keys.index_copy_(2, position, key_states)
         self.values.index_copy_(2, position, value_states)
@@ -66,17 +69,17 @@ class ReusableLayer(StaticLayer):
         return self.keys, self.values
 
     def release(self) -> None:
-        """Give up the memory, whoever refers to this layer."""
+        """Free the memory, even if other objects refer to this layer."""
         self.whole = self.keys = self.values = None
         self.is_initialized = False
 
     def renew(self) -> None:
-        """Forget what is held, but not the memory."""
+        """Remove all tokens, but keep the memory."""
         self.is_initialized = False
         self.cumulative_length.zero_()
 
     def narrow(self, rows: int) -> None:
-        """Let `keys` and `values` be the first rows."""
+        """Make `keys` and `values` views of the first `rows` rows."""
         assert self.whole is not None
         self.keys, self.values = (memory[:rows] for memory in self.whole)
 
@@ -86,7 +89,7 @@ class ReusableLayer(StaticLayer):
 
 
 class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
-    """The same for a layer that keeps the last tokens only. It counts them in Python as well."""
+    """A reusable layer that keeps only the last tokens; the layer also counts the tokens in Python."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key_states.shape[-2] > 1 or not self.is_initialized or not (self.is_full or _tokens_are_placed_alike()):
@@ -94,14 +97,14 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
         self.cumulative_length_int += 1
         if self.cumulative_length_int <= self.max_cache_len:
             return self._place(key_states, value_states)
-        # transformers makes an index out of Python numbers here, which no capture admits
+        # transformers makes an index out of Python numbers here, which cannot be captured
         for states, new in ((self.keys, key_states), (self.values, value_states)):
             states.copy_(torch.cat((states[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 
     @property
     def is_full(self) -> bool:
-        """Whether the next token pushes the oldest one out."""
+        """Whether the next token removes the oldest token."""
         return self.is_initialized and self.cumulative_length_int >= self.max_cache_len
 
     def renew(self) -> None:
@@ -111,30 +114,32 @@ class ReusableWindowLayer(ReusableLayer, StaticSlidingWindowLayer):
 
 @functools.cache
 def _tokens_are_placed_alike() -> bool:
-    """Return whether the installed transformers puts a token where `ReusableLayer._place` does, and counts it alike."""
+    """Return whether the installed transformers stores and counts a token in the same way as `ReusableLayer._place`."""
     with torch.inference_mode(), torch.device("cpu"):
         states = torch.arange(1.0, 9.0).view(2, 1, 2, 2)
         one = states[:, :, :1]
-        for mine, theirs in (
+        for own_layer, stock_layer in (
             (ReusableLayer(4), StaticLayer(4)),
             (ReusableWindowLayer(4, 4), StaticSlidingWindowLayer(4, 4)),
         ):
-            mine.whole, mine.on_move = None, lambda: None
-            for layer in (mine, theirs):
+            own_layer.whole, own_layer.on_move = None, lambda: None
+            for layer in (own_layer, stock_layer):
                 layer.update(states, -states)
-            placed, usual = mine._place(one, -one), theirs.update(one, -one)
-            if not all(map(torch.equal, (*placed, mine.cumulative_length), (*usual, theirs.cumulative_length))):
+            placed, usual = own_layer._place(one, -one), stock_layer.update(one, -one)
+            if not all(
+                map(torch.equal, (*placed, own_layer.cumulative_length), (*usual, stock_layer.cumulative_length))
+            ):
                 return False
     return True
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-_EMPTY = "DummyLayer"  # which holds nothing, and which not every transformers has
+_EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
 def unsupported_layer(cache: Cache) -> str:
-    """Return the kind of cache, or of a layer in it, that has no reusable form; "" if all have."""
+    """Return the class name of a cache or layer that has no reusable form; "" if the cache and all layers have one."""
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
@@ -143,23 +148,25 @@ def unsupported_layer(cache: Cache) -> str:
 
 @runtime_checkable
 class Recording(Protocol):
-    """A recorded step."""
+    """Interface of a recorded step."""
 
     def destroy(self) -> None:
-        """Give up the recording, and what it keeps on the device."""
+        """Destroy the recording and free its device memory."""
 
 
 class ReusableCache:
-    """A static cache of transformers whose memory serves one call after another.
+    """A static cache of transformers whose memory is used by one call after another.
 
     Args:
-        cache: new, not used yet; see `unsupported_layer`.
-        length: tokens that it has room for.
+        cache: a new, unused cache without any `unsupported_layer`.
+        length: number of tokens for which the cache has room.
 
     Attributes:
-        layers: layers that hold something.
-        steps: recordings of the steps that write to it: None for a step seen once, a reason for a step that is
-            not recorded. A layer that moves to other memory forgets them.
+        cache: argument `cache`, with reusable layers.
+        length: argument `length`.
+        layers: layers with keys and values.
+        steps: key of a step → its recording; None after the first step of a kind, or the reason (text) why the step is
+            not recorded. The recordings are destroyed if a layer allocates new memory.
     """
 
     def __init__(self, cache: StaticCache, length: int) -> None:
@@ -172,79 +179,88 @@ class ReusableCache:
             layer.whole, layer.on_move = None, self.forget_steps
         self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
-        _tokens_are_placed_alike()  # once, and not in the midst of a step
+        _tokens_are_placed_alike()  # run the check now, not during a step
 
     def forget_steps(self) -> None:
-        """Destroy what was recorded. A recording and its cache refer to each other, so that nothing else would."""
+        """Destroy all recordings. A recording and its cache refer to each other, so both would stay in memory."""
         for step in self.steps.values():
             if isinstance(step, Recording):
                 step.destroy()
         self.steps.clear()
 
     def release(self) -> None:
-        """Destroy what was recorded, and give up the memory, whoever refers to this cache."""
+        """Destroy all recordings and free the memory, even if other objects refer to this cache."""
         self.forget_steps()
         self._lent = []
         for layer in self.layers:
             layer.release()
 
     def renew(self) -> StaticCache:
-        """Return the cache as if it were new."""
+        """Remove all tokens, and return the cache for a new call."""
         for layer in self.layers:
             layer.renew()
         return self.cache
 
     def take(self, growing: Cache, columns: int) -> None:
-        """Hold what a cache that grows does, of `columns` tokens, with as many rows.
+        """Copy the keys and values of a growing cache; do nothing if the growing cache still has the views from `lend`.
 
-        Nothing is copied where that is what `lend` gave it, whatever was written there since.
+        Args:
+            growing: cache with `columns` tokens, whose rows fit into this cache.
+            columns: number of tokens.
         """
         tensors = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
         if len(tensors) == len(self._lent) and all(
-            mine.is_set_to(its) for mine, its in zip(self._lent, tensors, strict=True)
+            lent.is_set_to(tensor) for lent, tensor in zip(self._lent, tensors, strict=True)
         ):
             return
-        for layer, its in zip(self.layers, growing.layers, strict=True):
+        for layer, source in zip(self.layers, growing.layers, strict=True):
             layer.renew()
-            layer.lazy_initialization(its.keys, its.values)
-            layer.keys[:, :, :columns].copy_(its.keys)
-            layer.values[:, :, :columns].copy_(its.values)
+            layer.lazy_initialization(source.keys, source.values)
+            layer.keys[:, :, :columns].copy_(source.keys)
+            layer.values[:, :, :columns].copy_(source.values)
             layer.cumulative_length.fill_(columns)
 
     def lend(self, growing: Cache, columns: int) -> None:
-        """Let the other cache be the first `columns` tokens of this one. What it adds or leaves out, it copies."""
-        for layer, its in zip(self.layers, growing.layers, strict=True):
-            its.keys, its.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
+        """Make the layers of a growing cache views of the first `columns` tokens of this cache, without copying.
+
+        The growing cache copies the tensors when its tokens or rows change.
+
+        Args:
+            growing: cache whose keys and values are replaced.
+            columns: number of tokens.
+        """
+        for layer, target in zip(self.layers, growing.layers, strict=True):
+            target.keys, target.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
         self._lent = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
 
     @property
     def is_begun(self) -> bool:
-        """Whether the prompt has been through the model."""
+        """Whether any layer has tokens: the prefill has begun."""
         return any(layer.is_initialized for layer in self.layers)
 
     @property
     def is_filled(self) -> bool:
-        """Whether every layer holds the prompt."""
+        """Whether every layer has tokens."""
         return all(layer.is_initialized for layer in self.layers)
 
     @property
     def rows(self) -> int:
-        """Rows that there is memory for, after the first use."""
+        """Number of rows for which memory was allocated; available after the first use."""
         return self.layers[0].whole[0].shape[0]
 
     @property
     def phase(self) -> tuple[bool, ...]:
-        """Return the state that a step depends on besides tensors: which windows are full."""
+        """For each window layer, whether the window is full: state besides tensors on which a step depends."""
         return tuple(layer.is_full for layer in self._windows)
 
     def advance(self) -> None:
-        """Count the token of a step that ran without Python."""
+        """Count one token in the window layers, after a replay, which runs no Python."""
         for layer in self._windows:
             layer.cumulative_length_int += 1
 
     @contextlib.contextmanager
     def widened(self, rows: int) -> Iterator[None]:
-        """Within it, a step works on the first `rows` rows, and what it counts in Python is forgotten afterwards."""
+        """Make a step use the first `rows` rows inside the `with` block; restore rows and counts afterwards."""
         before = self.layers[0].keys.shape[0]
         counted = [layer.cumulative_length_int for layer in self._windows]
         for layer in self.layers:
@@ -258,13 +274,16 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Return every tensor of the cache with a copy of what it holds now."""
+        """Return (tensor, copy of the tensor) for every tensor of the cache."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]
 
 
 def handed_out(cache: Cache) -> Cache:
-    """Return the cache itself, or, of one that the next call writes over, a copy of transformers' own kind."""
+    """Return a copy of a reusable cache with transformers' own layers; return a cache of another kind unchanged.
+
+    The copy is needed because the next call overwrites a reusable cache.
+    """
     if not any(isinstance(layer, ReusableLayer) for layer in getattr(cache, "layers", ())):
         return cache
     copied = copy.copy(cache)
@@ -276,7 +295,7 @@ def _copied(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:
-        return tensor.to("cpu")  # slow, but only for as long as a recording is compared
+        return tensor.to("cpu")  # slow, but only used while a recording is compared
 
 
 def _plain_copy(layer: Any) -> StaticLayer:
@@ -290,7 +309,7 @@ def _plain_copy(layer: Any) -> StaticLayer:
 
 
 def _fits(memory: Tensor, states: Tensor) -> bool:
-    """Return whether the memory has room for these rows of `[rows, heads, new tokens, width]`."""
+    """Return whether the memory has room for the rows of `states`, `[rows, heads, new tokens, width]`."""
     same = memory.dtype == states.dtype and memory.device == states.device
     shapes_fit = memory.shape[1] == states.shape[1] and memory.shape[3] == states.shape[3]
     return same and shapes_fit and states.shape[0] <= memory.shape[0]

@@ -1,1 +1,1 @@
-"""Both sides of a `generate`: caches and their handles, processors that come back changed, streams."""
+"""Supports `generate` on workers: caches and their handles, changed logits processors, and streamed tokens."""

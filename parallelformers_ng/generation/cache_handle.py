@@ -1,4 +1,4 @@
-"""The caller's end of a cache that lives in the workers."""
+"""Handles: objects in the caller's process that stand for key/value caches on the workers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
 
 
 class Registry(Protocol):
-    """The registry of a handle: it knows the workers that hold the cache, and asks them."""
+    """The registry of a handle, which sends requests about the cache to the workers."""
 
     @property
     def incarnation(self) -> int | None:
-        """How often the workers were started again; None if they are gone for good."""
+        """Number of restarts of the workers; None if the workers were stopped."""
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether every rank still holds the cache as it was when the caller last heard of it."""
+        """Return whether the cache on every rank still matches the handle's `info`."""
 
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
@@ -32,47 +32,46 @@ class Registry(Protocol):
 
 
 class CacheHandle(Cache):
-    """Stands for a cache of the workers. It is also an instance of that cache's class.
+    """The caller's stand-in for a cache on the workers, and also an instance of that cache's class.
 
-    Lengths and properties are answered here; what changes or reads the contents (`crop`, `reorder_cache`, `reset`, a
-    copy) runs on the workers. When the handle goes, so does the cache. After a restart of the workers it is gone, and
-    every use of the handle raises `StaleCacheError`. So it does after a request that failed while it was writing to the
-    cache, since each rank may then hold another length.
+    The handle itself knows lengths and properties. Methods that read or change the contents (`crop`,
+    `reorder_cache`, `reset`, copies) run on the workers. The workers free the cache when the handle is
+    garbage-collected. A use of the handle raises `StaleCacheError` after a restart of the workers. A use also raises
+    `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths.
     """
 
     number: int
     incarnation: int
     info: CacheInfo
     unverified = False
-    """A request that had it failed; the ranks are asked before the next use."""
+    """Whether a request with this cache failed; the ranks' caches are then compared before the next use."""
     inconsistent = False
-    """Ranks may hold different lengths of it."""
+    """Whether ranks may have different lengths of the cache."""
     _registry: weakref.ref[Registry]
 
     def check(self) -> Registry:
-        """Return the registry that it is entered in.
+        """Return the registry of the handle.
 
         Raises:
-            StaleCacheError: the workers that held the cache are gone, or their parts of it differ.
+            StaleCacheError: the workers with the cache are gone, or ranks may have different lengths of the cache.
         """
         registry = self._registry()
         if registry is None or registry.incarnation != self.incarnation:
             raise StaleCacheError(
-                f"this {type(self).__name__} was held by workers that are gone (restarted or stopped);"
-                " run the prompt again"
+                f"this {type(self).__name__} was lost when its workers restarted or stopped; run the prompt again"
             )
         if self.unverified:
             self.inconsistent = not registry.is_unchanged(self)
             self.unverified = False
         if self.inconsistent:
             raise StaleCacheError(
-                f"a request failed or was interrupted while it wrote to this {type(self).__name__}, so the ranks may"
-                " hold different lengths of it; run the prompt again"
+                f"a request failed or was interrupted while it wrote to this {type(self).__name__}, so its length may"
+                " differ between ranks; run the prompt again"
             )
         return registry
 
     def place(self) -> tuple[CacheHandle, str]:
-        """Return the handle that has a number of the workers', and which of its subcaches this is, "" for the whole."""
+        """Return the handle of the whole cache, and the name of the subcache; "" if this handle is the whole cache."""
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -81,14 +80,13 @@ class CacheHandle(Cache):
     @property
     def layers(self) -> Any:
         raise ParallelError(
-            f"the tensors of this {type(self).__name__} are with the workers, each holding its own heads;"
-            " get_seq_length, crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset and copy"
-            " work on it as a whole"
+            f"the tensors of this {type(self).__name__} are on the workers, each of which has some of the heads;"
+            " use get_seq_length, crop, reorder_cache, batch_select_indices, batch_repeat_interleave, reset or copy"
         )
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise ParallelError(
-            f"this {type(self).__name__} is with the workers of a parallelized model, and a model in this process"
+            f"this {type(self).__name__} is on the workers of a parallelized model, and a model in this process"
             " cannot write to it; pass it to the model that returned it, or run the prompt again"
         )
 
@@ -105,7 +103,7 @@ class CacheHandle(Cache):
         return self._remote("copy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ParallelError(f"a {type(self).__name__} cannot be pickled: its tensors are with the workers")
+        raise ParallelError(f"a {type(self).__name__} cannot be pickled: its tensors are on the workers")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         self.check()
@@ -123,11 +121,11 @@ class CacheHandle(Cache):
 
 
 class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
-    """A handle for an encoder-decoder cache. Its subcaches have handles of their own, which last as long as it does."""
+    """A handle for an encoder-decoder cache. Each of the two subcaches has its own handle."""
 
     @property
     def is_updated(self) -> dict[int, bool]:
-        """Whether each layer's cross-attention is filled."""
+        """Layer index → whether the cross-attention cache of that layer is filled."""
         return self._remote("__getattribute__", "is_updated")
 
     @property
@@ -146,8 +144,10 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
 
 class SubcacheHandle(CacheHandle):
-    """A handle for one subcache of an encoder-decoder cache. It has no state but that of the whole, which changes with
-    it; two handles of one subcache are equal."""
+    """A handle for one subcache of an encoder-decoder cache.
+
+    Its state is the state of the whole cache's handle. Two handles of the same subcache are equal.
+    """
 
     _whole: EncoderDecoderCacheHandle
     _name: str
@@ -166,7 +166,7 @@ class SubcacheHandle(CacheHandle):
         info = self._whole.info
         if self._name == "self_attention_cache":
             return info
-        # The whole counts its self-attention; of the cross-attention the workers are asked.
+        # The whole cache's info has the lengths of the self-attention; -1 makes the workers answer for cross-attention.
         return replace(info, lengths=[-1] * len(info.lengths), flags={})
 
     def check(self) -> Registry:
@@ -183,8 +183,7 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """Return a handle for cache `number` of the workers of `incarnation`. If the caller already holds an object for
-    it, that object becomes the handle."""
+    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -199,8 +198,7 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """Return a class that is both a `CacheHandle` and a `cls`, with every public method of `cls` answered or
-    forwarded."""
+    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info."""
     if issubclass(cls, CacheHandle):
         return cls
     base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else base
@@ -243,12 +241,11 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 
 def is_empty(cache: Cache) -> bool:
-    """Return whether a cache that the caller made holds nothing yet, so that the workers can fill it."""
+    """Return whether a cache of the caller has no keys and values yet, so that the workers can fill the cache."""
     parts = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return not any(_is_filled(layer) for part in parts for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return whether a layer has its tensors, `[batch, …]` with two or three more dimensions, from a first update.
-    Counters may be there before."""
+    """Return whether a layer has a state tensor of 3 or more dimensions; counters of an empty layer have fewer."""
     return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

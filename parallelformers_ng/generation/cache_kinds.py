@@ -1,4 +1,4 @@
-"""How a rank keeps the keys and values of the caches that a model makes: as they are, in int8, or in host memory."""
+"""Sets how a rank stores the keys and values of new caches: as tensors on the device, in int8, or in host memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _kind: str | None = None
 
 
 def keep_caches(kind: str | None) -> None:
-    """From now on every dynamic cache that this process makes is of a kind; None is what transformers makes of it."""
+    """Set the kind of every dynamic cache that this process makes from now on.
+
+    Args:
+        kind: "int8", "offload" (host memory), or None for transformers' usual caches.
+    """
     global _kind
     _kind = kind
     plain = getattr(DynamicCache.__init__, "__wrapped__", DynamicCache.__init__)
-    DynamicCache.__init__ = (
-        plain if kind is None else _of_the_kind(plain)
-    )  # the next model's caches are none the slower
+    DynamicCache.__init__ = plain if kind is None else _of_the_kind(plain)  # no overhead for kind None
 
 
 def _of_the_kind(make: Any) -> Any:
@@ -39,8 +41,11 @@ def _of_the_kind(make: Any) -> Any:
 
 
 def order_prefetches() -> None:
-    """Have caches in host memory bring keys and values back no sooner than they have left, from now on. For CUDA
-    ranks: transformers 5.17 does not wait for prefetches, and the host no longer waits in each step."""
+    """Make a prefetch of keys and values from host memory wait for their offload, from now on. For CUDA ranks.
+
+    transformers 5.17 does not order prefetches after offloads. Here that order is needed, because the host does not
+    wait for the device in each step.
+    """
     if not hasattr(Cache.prefetch, "__wrapped__"):
         Cache.prefetch = _after_offloads(Cache.prefetch)
 
@@ -55,7 +60,7 @@ def _after_offloads(usual: Any) -> Any:
 
 
 def take_kind(cache: Cache) -> Cache:
-    """Give an empty cache, maybe the caller's, the kind in which caches are kept. It is changed, and returned."""
+    """Change the layers of an empty cache to the kind of `keep_caches`, in place, and return the cache."""
     for part in _parts(cache) if _kind == "int8" else ():
         if part.layer_class_to_replicate is DynamicLayer:
             part.layer_class_to_replicate = Int8Layer
@@ -64,7 +69,7 @@ def take_kind(cache: Cache) -> Cache:
 
 
 def _parts(cache: Cache) -> Iterator[DynamicCache]:
-    """Yield the dynamic caches that a cache is or has."""
+    """Yield the dynamic caches among a cache, or among the two subcaches of an encoder-decoder cache."""
     caches = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
     return (part for part in caches if isinstance(part, DynamicCache))
 
@@ -74,44 +79,44 @@ def _is_plain(layer: Any) -> bool:
 
 
 def check_kind(kind: str | None, device: str, decode: Any) -> None:
-    """See that ranks on a device, "cpu" or "cuda", can keep caches so with that `decode=` of `parallelize`.
+    """Check that a kind of cache works on a device ("cpu" or "cuda") and with an argument `decode=` of `parallelize`.
 
     Raises:
-        ParallelError: they cannot; it says why.
+        ParallelError: the kind does not work with the device or with `decode`; the message says why.
     """
     if kind is not None and decode not in ("auto", "eager"):
         raise ParallelError(
-            f"fit: cache={kind!r} is for caches that grow, and decode={decode!r} has caches of a fixed size; leave one"
-            " of them out"
+            f"fit: cache={kind!r} needs caches that grow, and decode={decode!r} has caches of a fixed size; leave out"
+            " cache or decode"
         )
     if kind == "offload" and device == "cpu":
         raise ParallelError(
-            "fit: cache='offload' keeps keys and values in host memory, where those of CPU ranks are; leave it out, or"
-            " take cache='int8'"
+            "fit: cache='offload' moves keys and values to host memory, and CPU ranks already keep them there; leave"
+            " cache out, or pass cache='int8'"
         )
 
 
 def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
-    """Return `kind` if a model's caches can be kept so.
+    """Return `kind` if a model's caches can have that kind.
 
     Raises:
-        ParallelError: they cannot; it says why.
+        ParallelError: the model's caches cannot have that kind; the message says why.
     """
     if kind is None:
         return None
     name = type(model).__name__
     if CACHE not in inspect.signature(model.forward).parameters:
-        raise ParallelError(f"fit: cache is {kind!r}, and {name} takes no cache of keys and values; leave it out")
+        raise ParallelError(f"fit: cache is {kind!r}, and {name} takes no cache of keys and values; leave cache out")
     if kind == "offload" and model.config.is_encoder_decoder:
         raise ParallelError(
-            f"fit: cache='offload' brings back the keys and values that a layer adds to, and {name} only reads those of"
-            " its encoder; take cache='int8'"
+            f"fit: cache='offload' does not bring back keys and values that no step changes, and {name} has such keys"
+            " and values of its encoder; pass cache='int8'"
         )
     layers = DynamicCache(config=model.config).layers
     if layers and not any(type(layer) in (DynamicLayer, Int8Layer) for layer in layers):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ParallelError(
-            f"fit: cache={kind!r} is for layers that keep keys and values of all tokens, and those of {name} are"
-            f" {kinds}; leave it out"
+            f"fit: cache={kind!r} needs cache layers with keys and values of all tokens, and the cache layers of {name}"
+            f" are {kinds}; leave cache out"
         )
     return kind

@@ -1,4 +1,4 @@
-"""The caller's side of the caches that live in the workers: their numbers, their handles, what is to be freed."""
+"""Keeps track, in the caller's process, of the caches on the workers: numbers, handles, and caches to free."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.frame import Handle
 
 _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
-"""Errors of requests of which no rank has heard."""
+"""Errors that are raised before a request reaches any rank."""
 
 
 class Workers(Protocol):
-    """The holder of a group of workers, which replaces a group that died."""
+    """Owner of a group of workers; starts a new group if the group dies."""
 
     @property
     def incarnation(self) -> int:
-        """How often the workers were started again."""
+        """Number of restarts of the workers."""
 
     def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
         """Return the group to send requests to, and its incarnation."""
@@ -35,7 +35,7 @@ class Workers(Protocol):
 
 
 class _Entry(weakref.ref[CacheHandle]):
-    """A handle, as long as it lasts, and where its cache is."""
+    """Weak reference to a handle, with the incarnation and the number of its cache."""
 
     __slots__ = ("incarnation", "number")
 
@@ -44,34 +44,35 @@ class _Entry(weakref.ref[CacheHandle]):
 
 
 class CacheRegistry:
-    """The caches of one model's workers.
+    """The caches on the workers of one model.
 
     Args:
-        workers: whose caches these are. It does not keep them.
+        workers: owner of the workers; the registry keeps only a weak reference.
     """
 
     def __init__(self, workers: Workers) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
-        """Caches that nobody holds any more: entries whose handles are gone, incarnations and numbers."""
-        self._numbers = itertools.count(-1, -1)  # of caches that the caller made; the workers' are positive
+        """Caches to free on the workers: entries of handles that no longer exist, and (incarnation, number) pairs."""
+        self._numbers = itertools.count(-1, -1)  # for caches that the caller made
         self.blocks = itertools.count(CACHE_BLOCK, CACHE_BLOCK)
-        """Numbers for the caches that one request makes, the same on every rank whatever became of other requests."""
+        """First number of each request's block of numbers, so that all ranks give a new cache the same number."""
 
     @property
     def incarnation(self) -> int | None:
-        """How often the workers were started again; None if they are gone for good."""
+        """Number of restarts of the workers; None if the workers were stopped."""
         workers = self._workers()
         return None if workers is None else workers.incarnation
 
     # -- with requests -------------------------------------------------------------------------------------------
 
     def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
-        """Return the value that stands for a cache in a message; note the cache in `in_flight` by its number.
+        """Return the value that stands for a cache in a message, and add the cache to `in_flight` by its number.
 
         Raises:
-            ParallelError: it is another model's, or was filled in this process.
+            ParallelError: the cache belongs to another model, or was filled in this process.
+            StaleCacheError: see `CacheHandle.check`.
         """
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
@@ -81,15 +82,15 @@ class CacheRegistry:
             return Handle("cache", (whole.number, subcache))
         if not is_empty(cache):
             raise ParallelError(
-                f"this {type(cache).__name__} was filled outside the parallelized model, whose workers hold their own"
-                " heads; pass an empty cache, or one that this model returned"
+                f"this {type(cache).__name__} was filled outside the parallelized model; pass an empty cache, or a"
+                " cache that this model returned"
             )
         number = next(self._numbers)
         in_flight[number] = cache
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
-        """Note what became of a cache that was sent; one of the caller's own becomes a handle."""
+        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle."""
         if isinstance(cache, CacheHandle):
             cache.info = info
         elif cache is not None:
@@ -106,7 +107,7 @@ class CacheRegistry:
         return getattr(known, subcache) if subcache else known
 
     def take_freed(self) -> list[int]:
-        """Return numbers to free with the request that is about to be sent."""
+        """Return the numbers of the caches that the next request must free on the workers."""
         present, freed = self.incarnation, []
         while self.unwanted:
             item = self.unwanted.popleft()
@@ -122,13 +123,12 @@ class CacheRegistry:
     def free_after_failure(
         self, incarnation: int, numbers: list[int], in_flight: Mapping[int, Cache] | None = None
     ) -> None:
-        """Free the caches that a failed request should have freed, or has made.
+        """After a failed request, free the caches that the request made, and the caches that the request had to free.
 
         Args:
-            incarnation: incarnation of the request's workers.
-            numbers: numbers of caches and blocks.
-            in_flight: caches that went with the request, by number. Handles among them are verified with the ranks
-                before their next use; the caller's own empty caches are dropped on the ranks.
+            numbers: numbers of caches and of blocks to free.
+            in_flight: number → cache, for the caches of the request. A handle is compared with the ranks' caches before
+                its next use. A cache that the caller made is freed on the ranks.
         """
         for number, cache in (in_flight or {}).items():
             if isinstance(cache, CacheHandle):
@@ -147,7 +147,7 @@ class CacheRegistry:
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)
         group, incarnation = workers.ready(deadline)
-        handle.check()  # after the group was chosen: of an older one, it is stale
+        handle.check()  # a handle of an older group is stale
         block = next(self.blocks)
         try:
             result, info = group.call(
@@ -165,7 +165,7 @@ class CacheRegistry:
             raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether every rank still holds the cache as it was when the caller last heard of it."""
+        """Return whether the cache on every rank still matches the handle's `info`."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)
@@ -177,7 +177,7 @@ class CacheRegistry:
         return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
-        # What is called when a handle goes is no Python code: Ctrl-C would strike in it, and be lost.
+        # The callback of the weak reference is a C function: in a Python callback, Ctrl-C would be lost.
         entry = self._entries[handle.number] = _Entry(handle, self.unwanted.append)
         entry.incarnation, entry.number = handle.incarnation, handle.number
         return handle

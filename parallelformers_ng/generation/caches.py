@@ -1,4 +1,4 @@
-"""Key/value caches that stay in the worker: each rank keeps its own heads, the caller holds a handle."""
+"""Table of a rank's key/value caches: the caches stay on the worker, and the caller gets handles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from parallelformers_ng.wire.frame import Handle
 
 @dataclass
 class CacheInfo:
-    """Facts about a cache, which a handle answers by itself.
+    """Facts about a cache that a handle knows without a request to the workers.
 
     Attributes:
-        module, name: place and name of the cache's class.
-        lengths: tokens held by each layer, -1 for a layer that does not count them.
-        batch_size: rows, -1 before the first update.
-        flags: boolean or list-valued properties by name (`is_compileable`, `is_sliding`, …).
-        subcaches: module and name of the classes of an encoder-decoder cache's subcaches.
+        module, name: module and name of the cache's class.
+        lengths: number of tokens in each layer; -1 for a layer that does not count tokens.
+        batch_size: number of sequences; -1 before the first update.
+        flags: name → value of boolean or list-valued properties (`is_compileable`, `is_sliding`, …).
+        subcaches: name of a subcache of an encoder-decoder cache → module and name of its class.
     """
 
     module: str
@@ -46,7 +46,7 @@ _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_
 
 
 def info_of(cache: Cache) -> CacheInfo:
-    """Look at a cache. Lengths do not depend on the rank: each holds all positions of its own heads."""
+    """Return the facts about a cache, which are the same on all ranks: each rank has all tokens of its heads."""
     counted, subcaches = cache, {}
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
@@ -65,81 +65,87 @@ _COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, St
 
 
 def shows_every_write(cache: Cache) -> bool:
-    """Return whether no forward can write to the cache without its lengths telling. The states of linear attention
-    and the cross-attention of an encoder-decoder change and have no length."""
+    """Return whether every write to the cache changes its lengths.
+
+    Linear-attention states and the cross-attention of an encoder-decoder cache change without a change of length.
+    """
     return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
 CACHE_BLOCK = 1 << 16
-"""Numbers that a request has for the caches it makes."""
+"""Size of the block of numbers that each request has for its new caches."""
 
 
 class CacheTable:
-    """The caches of one rank by number. The caller gives each request a block of numbers, so the ranks agree on them
-    even after a request in which one rank made a cache and another raised. Caches that the caller made have negative
-    numbers."""
+    """The caches of one rank, by number.
+
+    The caller gives each request a block of numbers for its new caches. So all ranks use the same numbers, even after
+    an earlier request made a cache on only some ranks. Caches that the caller made have negative numbers.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[int, Cache] = {}
+        self._caches: dict[int, Cache] = {}
         self._ids: dict[int, int] = {}
         self.last_number = 0
-        """A request begins with the number of its block."""
+        """Number of the newest cache; set to the number of the block when a request begins."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._caches)
 
     def get(self, number: int, subcache: str = "") -> Cache:
-        """Return a cache that is held, or one of its subcaches."""
-        cache = self._held[number]
+        """Return the cache of a number, or its subcache of a name."""
+        cache = self._caches[number]
         return getattr(cache, subcache) if subcache else cache
 
     def info(self, number: int) -> CacheInfo:
-        """Return the facts about a cache as it is now."""
-        return info_of(self._held[number])
+        """Return the current facts about a cache."""
+        return info_of(self._caches[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """Return the same; None if the cache may have been written to in a way that its lengths do not show."""
-        return self.info(number) if shows_every_write(self._held[number]) else None
+        """Return the current facts about a cache; None if a write to the cache may leave its lengths unchanged."""
+        return self.info(number) if shows_every_write(self._caches[number]) else None
 
     def put(self, cache: Cache) -> int:
-        """Return the id of `cache`, a new one on first sight."""
+        """Return the number of a cache; a cache that is not in the table is added under the next number."""
         number = self._ids.get(id(cache))
         if number is None:
             number = self.last_number = self.last_number + 1
-            self._held[number] = cache
+            self._caches[number] = cache
             self._ids[id(cache)] = number
         return number
 
     def adopt(self, number: int, cache: Cache) -> None:
-        """Hold a cache that the caller made under the caller's number for it."""
-        self._held[number] = cache
+        """Add a cache that the caller made, under the caller's number."""
+        self._caches[number] = cache
         self._ids[id(cache)] = number
 
     def free(self, numbers: Sequence[int]) -> None:
-        """Let caches go. The number of a block stands for all caches of that request."""
+        """Remove caches from the table. The number of a block stands for all caches of that request."""
         blocks = {number for number in numbers if number > 0 and number % CACHE_BLOCK == 0}
-        made_then = [number for number in self._held if number > 0 and number - number % CACHE_BLOCK in blocks]
-        for number in (*numbers, *made_then):
-            cache = self._held.pop(number, None)
+        numbers_in_blocks = [
+            number for number in self._caches if number > 0 and number - number % CACHE_BLOCK in blocks
+        ]
+        for number in (*numbers, *numbers_in_blocks):
+            cache = self._caches.pop(number, None)
             if cache is not None:
                 del self._ids[id(cache)]
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """Return the caller's handle for a cache.
+        """Return the value that stands for a cache in an answer to the caller.
 
         Args:
-            cache: one that is held, or will be from now on.
-            known: numbers of caches whose info reaches the caller anyway.
+            cache: the cache; a new cache is added to the table.
+            known: numbers of caches whose info the answer contains already.
         """
         number, subcache = self._whole_of(cache)
         if not subcache:
             number = self.put(cache)
-        info = None if number in known else info_of(self._held[number])
+        info = None if number in known else info_of(self._caches[number])
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Return the number of the cache that this one is a subcache of, and which. (0, "") if it is none."""
-        for number, kept in self._held.items():
+        """Return the number of the whole cache of a subcache, and the subcache's name; (0, "") for other caches."""
+        for number, kept in self._caches.items():
             if isinstance(kept, EncoderDecoderCache):
                 for name in SUBCACHES:
                     if getattr(kept, name) is cache:
@@ -147,27 +153,27 @@ class CacheTable:
         return 0, ""
 
     def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = "") -> Any:
-        """Call a method of a cache or subcache, or copy it. Returns what it returned, a handle for a new cache."""
+        """Call a method of a cache or of a subcache ("copy" copies it). A result that is a cache becomes a handle."""
         cache = self.get(number, subcache)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
         return self.handle(result) if isinstance(result, Cache) else result
 
 
 def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
-    """`value` with every cache in it replaced; containers and model outputs keep their types."""
+    """Return a value with each cache inside replaced. Containers and model outputs keep their types."""
     return mapped(value, Cache, change, in_place=False)
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """Return the same for handles in a value that nobody else holds, so that its mappings may be changed in place."""
+    """Return a value with each handle inside replaced. Mappings are changed in place."""
     return mapped(value, Handle, change, in_place=True)
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any], in_place: bool) -> Any:
-    """`value` with all objects of a kind in it replaced.
+    """Return a value with all objects of a kind inside replaced. Containers and model outputs keep their types.
 
     Args:
-        in_place: nobody else holds the value, so its mappings may be changed; to copy a model output is slow.
+        in_place: whether to change mappings in place, for a value without other users; copies of outputs are slow.
     """
     if isinstance(value, kind):
         return change(value)
@@ -178,7 +184,7 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
         if all(new is old for new, old in zip(changed, value, strict=True)):
             return value
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if isinstance(value, dict):  # ModelOutput is one; it sets its attributes along with its items
+    if isinstance(value, dict):  # a ModelOutput is a dict that also sets its attributes
         changes = {k: new for k, item in value.items() if (new := mapped(item, kind, change, in_place)) is not item}
         if not changes:
             return value
@@ -190,4 +196,4 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
 
 
 PLAIN = (torch.Tensor, str, bytes, int, float, type(None))
-"""Values that hold no others."""
+"""Classes of values that contain no other values."""

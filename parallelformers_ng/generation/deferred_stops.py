@@ -1,8 +1,9 @@
-"""The end of a generation on a device, told one step late.
+"""Lets `generate` check for the end of a generation one step late, so that the host never waits for a CUDA device.
 
-After each token the host asks whether all sequences have ended, and waits for the device, which then waits for the
-host to bring the next step. transformers can ask a step late: the host brings a step while the device computes the one
-before, and a step too many is undone. It does so on one kind of device (MPS); here it does on CUDA devices.
+After each token, `generate` reads from the device whether all sequences have ended. The host waits for that answer, and
+the device then waits for the host to queue the next step. transformers can read the answer one step later: the host
+queues a step while the device computes the step before. One extra step may run; its result is thrown away. transformers
+checks late only on MPS devices; this module enables late checks on CUDA devices.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
 _allowed = False
-"""Whether a step too many goes unnoticed in the request that runs."""
+"""Whether the current request may run an extra step that nobody can observe."""
 
 
 def defer_stops() -> None:
-    """Have generations of this process within `deferring` end a step late, from now on. Idempotent.
+    """Let generations of this process end one step late within `deferring(True)`, from now on. Idempotent.
 
-    What the step too many looks up is not held against the request: its position may lie beyond a table.
+    Ids that the extra step looks up raise no error, although the position of that step may be out of range.
     """
     check = utils.DeferredStopCheck
     if not hasattr(check.finish, "__wrapped__"):
         check.is_supported = staticmethod(_supported(check.is_supported))
-        check.__call__ = _holding(check.__call__)
-        check.finish = _taking_back(check.finish)
+        check.__call__ = _saving_look_ups(check.__call__)
+        check.finish = _restoring_look_ups(check.finish)
 
 
 def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
@@ -44,7 +45,7 @@ def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
     return is_supported
 
 
-def _holding(usual: Callable[..., bool]) -> Callable[..., bool]:
+def _saving_look_ups(usual: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(usual)
     def call(check: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
         stops = usual(check, unfinished_sequences, tokens, length)
@@ -55,7 +56,7 @@ def _holding(usual: Callable[..., bool]) -> Callable[..., bool]:
     return call
 
 
-def _taking_back(usual: Callable[..., int]) -> Callable[..., int]:
+def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(usual)
     def finish(check: Any) -> int:
         undone = usual(check)
@@ -68,10 +69,10 @@ def _taking_back(usual: Callable[..., int]) -> Callable[..., int]:
 
 @contextlib.contextmanager
 def deferring(allowed: bool) -> Iterator[None]:
-    """Around a request.
+    """Allow or forbid an extra step of `generate` during a request.
 
     Args:
-        allowed: whether a step too many goes unnoticed in it, if its cache is not handed out either.
+        allowed: whether nobody can observe an extra step. A generation that returns its cache never has an extra step.
     """
     global _allowed
     _allowed = allowed

@@ -1,5 +1,7 @@
-"""Key/value caches that grow in place: a step writes its tokens behind those that are held, where transformers copies
-all of them into a longer tensor, layer by layer and token by token."""
+"""Makes key/value caches grow in place: a step writes its tokens into spare memory behind the earlier tokens.
+
+transformers instead copies all keys and values of a layer into a longer tensor at each step.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ LEAST_SPARE_TOKENS = 128
 
 
 class _Room(NamedTuple):
-    """The tensors that a layer made last, and how much room they have. Only this layer may write behind them, and only
-    while it still holds these very objects: what was cropped, reordered, copied or shared is moved once more.
+    """The newest key and value tensors of a layer, and the capacity of their memory.
+
+    Only this layer may write into the spare memory, and only while the layer's keys and values are these very tensors.
+    After a crop, a reorder or a copy, the layer first copies its keys and values to new memory.
 
     Attributes:
         owner: id of the layer.
-        keys, values: `[…, tokens, width]`, weakly held.
-        room: tokens that their memory has room for.
+        keys, values: weak references to tensors `[…, tokens, width]`.
+        room: capacity of the memory in tokens.
     """
 
     owner: int
@@ -30,13 +34,13 @@ class _Room(NamedTuple):
     room: int
 
     def fits(self, layer: Any, end: int) -> bool:
-        """Return whether the layer may write up to token `end` behind what it holds."""
+        """Return whether a layer may write tokens up to `end` (exclusive) into the memory of its keys and values."""
         mine = self.owner == id(layer) and self.keys() is layer.keys and self.values() is layer.values
         return mine and end <= self.room
 
 
 def append_in_place() -> None:
-    """From now on every `DynamicLayer` of this process appends in place. Idempotent."""
+    """Make every `DynamicLayer` of this process append in place, from now on. Idempotent."""
     if not hasattr(DynamicLayer.update, "__wrapped__"):
         DynamicLayer.update = _in_place(DynamicLayer.update)
 
@@ -64,14 +68,15 @@ def _in_place(concatenate: Any) -> Any:
 def extended(
     layer: Any, tokens: int, key_like: Tensor | None = None, value_like: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Lengthen the layer's keys and values by so many tokens; the caller writes them. In inference mode only.
+    """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
 
     Args:
         layer: a `DynamicLayer`.
-        key_like, value_like: needed if it holds nothing yet, to say how wide it becomes.
+        key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
+            empty.
 
     Returns:
-        Its keys and values from now on, `[batch, heads, tokens, width]`.
+        New keys and values of the layer, each `[batch, heads, tokens, width]`.
     """
     keys, values = layer.keys, layer.values
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
@@ -88,7 +93,10 @@ def extended(
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
-    """Return whether both go into one tensor as they are. If not, `torch.cat` promotes them, or says what is wrong."""
+    """Return whether `new` can be appended to `old` without a cast: same data type, same shape except tokens.
+
+    Otherwise `torch.cat` promotes the data types, or raises an error for the shapes.
+    """
     if old.dtype is not new.dtype:
         return False
     mine, its = old.shape, new.shape
@@ -96,13 +104,13 @@ def _follows(old: Tensor, new: Tensor) -> bool:
 
 
 def _moved(old: Tensor, new: Tensor, room: int) -> Tensor:
-    """`old` in memory with room for so many tokens."""
+    """Copy `old` to new memory with a capacity of `room` tokens, and return the copy."""
     *lead, _, width = new.shape
     roomy = new.new_empty((*lead, room, width))
     return roomy.narrow(-2, 0, old.shape[-2]).copy_(old) if old.numel() else roomy
 
 
 def _reaching(old: Tensor, like: Tensor, end: int) -> Tensor:
-    """`old`, whose memory reaches further than its tokens, up to token `end`."""
+    """Return a view of the memory of `old` with `end` tokens; that memory must have the capacity for `end` tokens."""
     *lead, _, width = like.shape
     return old.as_strided((*lead, end, width), old.stride())

@@ -1,7 +1,7 @@
-"""Keys and values in int8. One head's keys of one token, or its values, share a scale: the largest of them over 127.
+"""Stores keys and values in int8, with one scale for the keys, and one for the values, of each token and head.
 
-Attention reads the stored values, even for the tokens of the current forward. So results do not depend on the pieces of
-a prompt, nor on a known beginning.
+The scale is the largest absolute value divided by 127. Attention reads the quantized values, even for the tokens of the
+current forward pass. So results do not depend on how a prompt is split, or on whether its beginning was cached.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from transformers.cache_utils import DynamicLayer
 
 _LARGEST = 127
 _SCALE = torch.bfloat16
-"""Of the range of float32. That it is coarse does no harm: numbers are divided by the scale that is kept."""
+"""Data type of the scales, with the range of float32. Rounding the scales adds no error, because numbers are divided by
+the rounded scale."""
 
 
 class Int8Layer(DynamicLayer):
-    """A layer of a cache, made of two plain ones that grow, are cropped and are reordered alike.
+    """A cache layer with int8 keys and values, stored in two plain layers: one for codes, one for scales.
 
     Attributes:
-        parts: their keys and values are the codes, `[batch, heads, tokens, width]`, int8; and the scales, `[batch,
+        parts: layer of the codes, int8 `[batch, heads, tokens, width]`, and layer of the scales, bfloat16 `[batch,
             heads, tokens, 1]`.
     """
 
@@ -77,7 +78,10 @@ for _name in (
 
 
 def quantized(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode numbers `[…, width]` as codes, int8, and scales. If one number is not finite, all `width` become NaN."""
+    """Quantize numbers `[…, width]` to int8 codes `[…, width]` and bfloat16 scales `[…, 1]`.
+
+    If a number is not finite, all `width` numbers with the same scale become NaN.
+    """
     scales = (states.abs().amax(-1, keepdim=True).float() / _LARGEST).to(_SCALE)
     codes = states / scales.float().clamp_min(torch.finfo(torch.float32).tiny)
     return codes.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales

@@ -1,4 +1,4 @@
-"""Keeps ranks together while they compute: all draw the same numbers, and `generate` stops at the same token on all."""
+"""Keeps ranks in step: all ranks draw the same random numbers, and `generate` stops at the same token on all ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from parallelformers_ng.runtime.cancellation import cancellation_error
 
 
 class AgreedCriteria(StoppingCriteriaList):
-    """All criteria of one generation: its limits of length and time, its end tokens, the caller's own.
+    """Stopping criteria of one generation that give the same result on all ranks.
 
-    After every token the ranks tell each other a fingerprint of the tokens chosen so far, whether they saw a
-    cancellation, and which sequences they would end. A rank may see a cancellation later than another, so all go by
-    what any of them saw; and its clock may run ahead of another's, so all end the sequences that rank 0 ends.
+    After every token each rank sends three values to all ranks: a fingerprint of the tokens so far, whether the rank
+    saw a cancellation, and which sequences the rank would end. A cancellation counts if any rank saw it, because ranks
+    may see a cancellation at different times. All ranks end the sequences that rank 0 ends, because clocks may differ.
 
-    On devices none of this is waited for. There all sequences end where something is amiss, and `check` says what.
+    On CUDA devices the host does not wait for the values of the ranks. If fingerprints differ or a rank saw a
+    cancellation, all sequences end, and `check` then raises the error.
 
-    Unlike devices choose unlike tokens, see `devices_alike`. On these the ranks send each other the tokens themselves,
-    and all go on with those of rank 0.
+    Different devices may choose different tokens; see `devices_alike`. On such devices the ranks send tokens instead of
+    fingerprints, and continue with the tokens of rank 0.
 
     Args:
-        criteria: stopping criteria of this rank.
-        communicator: the ranks.
-        sequence: number of the request, the one that the parent cancels.
-        sends: whether tokens are sent and not compared. They are the last column of what the criteria are given.
+        criteria: stopping criteria of this rank: limits of length and time, end tokens, the caller's criteria.
+        sequence: number of the request, by which the parent cancels it.
+        sends: whether ranks send the newest tokens, the last column of `input_ids`, instead of fingerprints.
     """
 
     def __init__(
@@ -52,9 +52,11 @@ class AgreedCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
 
+        Args:
+            input_ids: tokens of all sequences so far, int64 `[rows, tokens]`.
+
         Raises:
-            RequestCancelledError, DivergedError: see `check`; on CPU ranks, at
-                once.
+            RequestCancelledError, DivergedError: see `check`. With several CUDA ranks, only `check` raises errors.
         """
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
@@ -64,7 +66,7 @@ class AgreedCriteria(StoppingCriteriaList):
             return ended
         rows = len(ended)
         mine = torch.empty(2 + rows * (1 + self._sends), dtype=torch.long, device=input_ids.device)
-        mine[:1] = cancelled  # a slice is filled with it; a single element would be copied from the host
+        mine[:1] = cancelled  # assignment to a slice fills on the device; assignment to an element copies from the host
         mine[1:2] = 0 if self._sends else self._take_in(input_ids)
         mine[2 : 2 + rows] = ended
         if self._sends:
@@ -80,10 +82,10 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._seen[0, 2 : 2 + rows].bool() | amiss
 
     def check(self) -> None:
-        """See that nothing was amiss with the last tokens.
+        """Raise an error if the request was cancelled, or if the ranks chose different tokens.
 
         Raises:
-            RequestCancelledError: the caller wishes no answer.
+            RequestCancelledError: the caller cancelled the request.
             DivergedError: the ranks chose different tokens.
         """
         if self._seen is None:
@@ -95,8 +97,10 @@ class AgreedCriteria(StoppingCriteriaList):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return a number that differs, but for chance, where tokens differ, the newest or earlier ones: at each
-        step 31 times what it was + Σ (row + 1) · 1000003 · token mod 2⁶³."""
+        """Add the newest tokens to the fingerprint of all tokens, and return the fingerprint.
+
+        fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
+        """
         newest = input_ids[:, -1]
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
@@ -105,19 +109,19 @@ class AgreedCriteria(StoppingCriteriaList):
 
 
 _TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Ways to generate whose criteria are given the tokens that the next step reads."""
+"""Generation modes in which the next step reads its tokens from the `input_ids` of the stopping criteria."""
 
 
 @contextlib.contextmanager
 def agreed_criteria(
     models: Sequence[Any], communicator: Communicator, sequence: int, alike: bool = True
 ) -> Iterator[None]:
-    """Within it, a `generate` of any of these models ends as all ranks agree.
+    """Make `generate` of these models use `AgreedCriteria` within the context.
 
     Args:
-        models: models with a `generate`: the model and its parts.
-        communicator, sequence: same as in `AgreedCriteria`.
-        alike: whether the ranks' devices compute alike.
+        models: the model and its parts that have a `generate`.
+        sequence: number of the request, by which the parent cancels it.
+        alike: whether the ranks' devices choose the same tokens; see `devices_alike`.
 
     Raises:
         RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
@@ -129,7 +133,7 @@ def agreed_criteria(
             unchecked.pop().check()
 
     def join(model: Any, *args: Any, **kwargs: Any) -> AgreedCriteria:
-        check()  # of a generation before this one
+        check()  # of the earlier generation of the same request
         criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
         sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
         agreed = AgreedCriteria(criteria, communicator, sequence, sends)
@@ -147,11 +151,11 @@ def agreed_criteria(
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
-    """Return whether the devices of all ranks compute and draw alike. All ranks call it together.
+    """Return whether the devices of all ranks compute and draw the same numbers. All ranks must call this together.
 
-    On CUDA they do not if the devices differ in their multiprocessors, over which a kernel lays out its draws
-    (`calc_execution_policy` in torch's DistributionTemplates.h). Nor if the devices differ in kind, as the kind decides
-    the kernels.
+    CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
+    the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
+    DistributionTemplates.h).
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
@@ -162,15 +166,15 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
 
 
 _DRAWING = ("multinomial", "rand_like")
-"""What of torch the loops of `generate` draw with."""
+"""Functions of torch that `generate` draws random numbers with."""
 
 
 @contextlib.contextmanager
 def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
-    """Within it, ranks whose devices are unlike go on with what rank 0 draws for the choice of tokens.
+    """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently.
 
     Args:
-        alike: see `devices_alike`.
+        alike: result of `devices_alike`; True changes nothing.
     """
     usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}
 
@@ -191,17 +195,19 @@ def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
 
 
 def _begin_stream(host: bytes, device: torch.device) -> torch.Tensor:
-    """Seed the generator of a CUDA device, another algorithm, from the state of the host's. Returns its state."""
+    """Seed the generator of a CUDA device from the state of a CPU generator, and return the CUDA generator's state."""
     torch.cuda.manual_seed(zlib.crc32(host))
     return torch.cuda.get_rng_state(device)
 
 
 class OwnStream:
-    """Within it, what is drawn comes from a stream that nobody else draws from, and goes on where it was left: the one
-    that a call with that seed has alone, see `CallersRandomness`.
+    """Context in which random numbers come from the stream of one call.
+
+    Each `with` block continues the stream where the last block stopped. The stream equals the stream of a call with the
+    same seed that is not batched; see `CallersRandomness`.
 
     Args:
-        seed: start of the stream.
+        seed: seed of the stream.
         device: device of the rank.
     """
 
@@ -224,14 +230,14 @@ class OwnStream:
 
 
 class CallersRandomness:
-    """Within it, every rank draws from the caller's generator. All ranks draw the same.
+    """Context in which every rank draws the same random numbers, from the state of the caller's generator.
 
-    On CPU the state is the caller's own, so sampling gives the tokens of one process. A CUDA generator is another
-    algorithm; there the stream is seeded from the caller's state, and the caller's generator moves on by one draw
-    where the device drew.
+    CPU ranks use the caller's state itself, so sampling chooses the same tokens as in the caller's process. CUDA
+    generators use another algorithm, and are seeded from the caller's state. If a CUDA rank drew a number, the caller's
+    generator advances by one draw.
 
     Args:
-        state: state of the caller's CPU generator, or None to leave all generators alone.
+        state: state of the caller's CPU generator; None to change no generator.
         device: device of the rank.
     """
 
@@ -239,7 +245,7 @@ class CallersRandomness:
         self._before = state
         self._device = device
         self.moved: torch.Tensor | None = None
-        """The generator's state at the end, if anything was drawn."""
+        """State of the CPU generator at the end of the context; None if no number was drawn."""
 
     def __enter__(self) -> CallersRandomness:
         if self._before is not None:
@@ -256,5 +262,5 @@ class CallersRandomness:
         if self._device.type == "cuda" and not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda_before):
             torch.rand(())
         after = torch.get_rng_state()
-        if after.numpy().tobytes() != self._before:  # a tenth of what torch.equal takes
+        if after.numpy().tobytes() != self._before:  # ten times faster than torch.equal
             self.moved = after

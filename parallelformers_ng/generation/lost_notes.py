@@ -1,4 +1,4 @@
-"""Finds functions of the caller's that write to global variables: what they write on the ranks is not brought home."""
+"""Finds functions of the caller that write to global variables; writes on the ranks do not reach the caller."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR
 
 
 def globals_written_by(root: Any) -> list[str]:
-    """List the global variables that a callable and the functions it calls by name write to, in order.
+    """Return the names of the global variables that a callable writes to, directly or through functions that it names.
 
     Args:
         root: a function, a method, or an object with `__call__`.
     """
     names, seen = dict[str, None](), set[types.CodeType]()
-    waiting = [code_of(root)]
-    while waiting:
-        function = waiting.pop()
+    unread_functions = [code_of(root)]
+    while unread_functions:
+        function = unread_functions.pop()
         if not isinstance(function, types.FunctionType) or function.__code__ in seen:
             continue
         if f"{function.__module__}.".startswith(LIBRARIES):
@@ -34,16 +34,16 @@ def globals_written_by(root: Any) -> list[str]:
         seen.add(function.__code__)
         written, read = _names(function.__code__)
         names.update(dict.fromkeys(written))
-        waiting += [function.__globals__.get(name) for name in read]
+        unread_functions += [function.__globals__.get(name) for name in read]
     return list(names)
 
 
 @functools.lru_cache(256)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the global variables that code writes to, and of all that it reads."""
+    """Return the names of the global variables that code writes to, and the names of all that the code reads."""
     written, read = list[str](), dict[str, None]()
     for part in _parts(code):
-        begins: dict[tuple[Any, Any], str] = {}  # line and column → the global variable whose name begins there
+        begins: dict[tuple[Any, Any], str] = {}  # (line, column) → name of the global variable at that position
         for instruction in dis.get_instructions(part):
             place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
             if instruction.opname == "STORE_GLOBAL":
@@ -58,7 +58,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object and those within it."""
+    """Yield a code object and all nested code objects."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,11 +1,11 @@
-"""Lists of one number as indices, `x[..., [-1], :]`, as modelling code has them in steps of decoding.
+"""Replaces indices that are a list of one number, `x[..., [-1], :]`, by slices, which need no copy to the device.
 
-torch makes a tensor of the list and copies it to the device of `x`, each time: the host waits for the copy, and nothing
-that has it can be recorded. A slice selects the same, and needs no copy.
+Model code uses such indices in decode steps. torch makes a tensor of the list, and copies the tensor to the device of
+`x` at each use. The host waits for that copy, and a step with that copy cannot be recorded as a CUDA graph.
 
-A class with a `__getitem__` written in Python is a sequence to C (`sq_item`), for good. `torch.tensor([a, b])` would
-then ask tensors without dimensions for their length, an error; Qwen's vision models make such lists. So these tensors
-become numbers first, as in torch.
+A `Tensor.__getitem__` in Python makes C code see tensors as sequences (`sq_item`) until the process ends. Then
+`torch.tensor([a, b])` raises an error if `a` and `b` are tensors without dimensions, which have no length. Qwen's
+vision models make such lists. So this module makes `torch.tensor` convert tensors in a list to numbers first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _BASIC = {int, slice, type(None), type(...)}
-"""Kinds of index that select alike beside a list and beside a slice."""
+"""Types of indices that mean the same next to a list and next to a slice."""
 
 
 def slice_single_indices() -> None:
-    """Have a list of one number index the tensors of this process as a slice does, from now on. Idempotent."""
+    """Make this process index tensors with a slice instead of a list of one number, from now on. Idempotent."""
     if not hasattr(Tensor.__getitem__, "__wrapped__"):
         Tensor.__getitem__ = _sliced(Tensor.__getitem__)  # type: ignore[method-assign, assignment]
         torch.tensor, torch.as_tensor = _of_numbers(torch.tensor), _of_numbers(torch.as_tensor)
@@ -37,8 +37,7 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
             return usual(tensor, index)
         slices = tuple(map(_slice, items))
         part = usual(tensor, slices) if _BASIC.issuperset(map(type, slices)) else None
-        # It is a copy, as that of a list. If the number is out of range, nothing is selected, and the error of a list
-        # says so.
+        # Indexing with a list makes a copy, so clone. A slice out of range selects nothing; the list then raises.
         return usual(tensor, index) if part is None or not part.numel() else part.clone()
 
     return indexed
@@ -59,7 +58,7 @@ def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _slice(item: Any) -> Any:
-    """Return the slice that selects what a list of one number does; anything else as it is."""
+    """Return the slice that selects the same as a list of one number; return any other index unchanged."""
     if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
         return item
     return slice(item[0], item[0] + 1 or None)

@@ -1,8 +1,8 @@
-"""Attention masks of decode steps on a device, for which it is known whether they hide a token.
+"""Decides once per `generate` whether the attention mask hides a token, so that decode steps do not read the mask.
 
-If a mask hides no token, transformers computes without one. To find out, it reads the mask at every step, and the host
-waits for the device. But chosen tokens are never hidden, so the prompt decides for all steps. A step gets no mask if
-none is needed, and otherwise the mask.
+If a mask hides no token, transformers computes without a mask. transformers reads the mask from the device at every
+step to find out, and the host waits for the device. But a mask never hides a generated token, so the mask of the prompt
+decides for all steps. A step gets no mask if the prompt's mask hides no token, and gets the mask otherwise.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def answer_for_steps() -> None:
-    """Have no decode step of this process ask the device about its mask, from now on, within `known_masks`."""
+    """Make decode steps within `known_masks` run without reading their mask from the device, from now on."""
     for name in _QUESTIONS:
         setattr(masking_utils, name, _answered(getattr(masking_utils, name)))
 
 
 @contextlib.contextmanager
 def known_masks(models: Sequence[Any]) -> Iterator[None]:
-    """Within it, what a `generate` of any of these models knows of its masks counts for its steps.
+    """Make `generate` of these models read each mask only once within the context, and omit masks that hide no token.
 
     Args:
         models: models that have a `generate`.
@@ -51,11 +51,12 @@ def known_masks(models: Sequence[Any]) -> Iterator[None]:
 
 
 class _Loop:
-    """The masks of a model's `generate`, by name, with whether they hide a token. Each is known as an object, so loops
-    and models that make other masks are left alone.
+    """The masks of one model's `generate`, and whether each mask hides a token.
+
+    A mask is recognized by object identity, so masks that other code makes are not changed.
 
     Attributes:
-        in_step: the model computes a token after the prompt.
+        in_step: whether the model is in a decode step after the prompt.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class _Loop:
         self._known: dict[str, tuple[torch.Tensor, bool]] = {}
 
     def prepared(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Return the function that makes the arguments of a step, and, the first time, of the prompt."""
+        """Wrap `prepare_inputs_for_generation`: read the prompt's masks, and omit masks that hide no token in steps."""
 
         @functools.wraps(prepare)
         def prepare_known(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class _Loop:
         return prepare_known
 
     def lengthened(self, update: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Return the function that lengthens the masks by the chosen tokens."""
+        """Wrap `_update_model_kwargs_for_generation`: remember each longer mask that is made from a known mask."""
 
         @functools.wraps(update)
         def update_known(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -97,11 +98,11 @@ class _Loop:
 
 
 _loops: list[_Loop] = []
-"""Those of the request that runs."""
+"""The loops of the current request."""
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:
-    """Return whether the model may compute without a mask: never in a step that is given one."""
+    """Wrap a function that decides whether a model computes without a mask: the answer is no in a step with a mask."""
 
     @functools.wraps(question)
     def answer(padding_mask: torch.Tensor | None, *args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tokens on their way to the caller's streamer while `generate` runs in the workers."""
+"""Streams tokens to the caller's streamer while `generate` runs on the workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class EmittingStreamer(BaseStreamer):
-    """The worker's end: emits to the caller at once all that `generate` puts, and None at the end."""
+    """A streamer on the worker that sends the tokens of each `put` to the caller at once, and None at the end."""
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit
@@ -23,7 +23,7 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """Hand an event to the caller's streamer, in the calling thread."""
+    """Pass an event of an `EmittingStreamer`, tokens or None, to the caller's streamer in the calling thread."""
     if event is None:
         streamer.end()
     else:

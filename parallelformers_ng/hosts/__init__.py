@@ -1,1 +1,1 @@
-"""Groups whose ranks are on several hosts: who starts them there, and how they are steered from here."""
+"""Starts and controls groups whose ranks are on several hosts."""

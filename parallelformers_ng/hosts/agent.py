@@ -1,9 +1,9 @@
-"""The agent: what stands on a host for the caller of a group. It starts the host's ranks, steers them and ends them.
+"""Runs the agent of a host: a process that starts, controls and ends the host's ranks for the caller of a group.
 
-It calls the caller over TCP, connects each rank to the caller, and connects the first rank to the first ranks of other
-hosts. Then it hands these connections over: the ranks' messages do not pass through it. To its ranks it is the caller
-of a single host, so `runtime` works as there: shared memory, the process that forks ranks, and the pipes by which the
-kernel ends them with the agent.
+The agent connects to the caller over TCP, connects each rank to the caller, and connects the host's first rank to the
+first ranks of other hosts. The ranks then use the connections directly, so messages do not pass through the agent.
+For its ranks the agent acts as the caller on a single host: `runtime` uses the same shared memory, fork server and
+lifelines, and the kernel ends the ranks with the agent.
 """
 
 from __future__ import annotations
@@ -27,32 +27,38 @@ from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.worker.preload import warm_up
 
-_WATCH_SECONDS = 0.05  # between two looks at whether a rank has aborted
-_GOODBYE_SECONDS = 2.0
+_WATCH_SECONDS = 0.05  # interval of checking whether a rank has aborted
+_GOODBYE_SECONDS = 2.0  # time that ranks get to exit after the group has ended normally
 
 VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "transformers")}
-"""What must be the same on all hosts: a model's modules cross pickled."""
+"""Versions that must be equal on all hosts, because a model's modules are sent pickled."""
 
 
 def machine() -> str:
-    """Return an id of this machine since its start."""
+    """Return the id of this machine, which changes at each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """Return the purpose of a connection of a group."""
+    """Return the purpose of a connection, as text: kind, number and the group's token.
+
+    Args:
+        what: kind of the connection: "rank" or "leader".
+        number: number of the rank or of the host.
+        token: random bytes of the group.
+    """
     return f"{what} {number} {token.hex()}".encode()
 
 
 def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
-    """Serve one group until it ends, or its caller is gone.
+    """Serve one group until the group or its caller has ended.
 
     Args:
         link: connection to the caller; its purpose is `host NUMBER`.
         address: address at which the caller listens.
-        key: the group's key.
+        key: secret key of the group.
         number: number of this host in the group.
-        name: name of this host in errors; by default, its own name.
+        name: name of this host in error messages; by default its host name.
     """
     connection, session = link
     control = SignedChannel(connection, session)
@@ -71,19 +77,22 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
         with contextlib.closing(_Agent(address, key, number, control, listener, order)) as agent:
             agent.run()
     except (ChannelClosedError, ProtocolError):
-        return  # the group has ended, or its caller is gone
+        return  # the group or its caller has ended
     finally:
         listener.close()
         control.close()
 
 
 class _Agent:
-    """One group's ranks on this host. The arguments are those of `serve`, and
+    """The ranks of one group on this host.
 
     Args:
-        control: to the caller.
+        address: same as in `serve`.
+        key: same as in `serve`.
+        number: same as in `serve`.
+        control: channel to the caller.
         listener: listener for agents of other hosts.
-        order: the caller's order for the start.
+        order: the caller's settings for the start of the ranks.
     """
 
     def __init__(
@@ -105,11 +114,11 @@ class _Agent:
         self._count = self._counts[number]
         self._ended: set[int] = set()
         self._resets = 0
-        self._told_abort = False
+        self._abort_reported = False
         self._processes: Processes | None = None
 
     def run(self) -> None:
-        """Start the ranks, then do as the caller says until it hangs up."""
+        """Start the ranks, then carry out the caller's commands until the caller closes the connection."""
         try:
             processes = self._start()
         except (ParallelError, OSError) as error:
@@ -119,13 +128,13 @@ class _Agent:
         self._watch(processes)
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks of this host."""
         if self._processes is not None:
             self._processes.end(_GOODBYE_SECONDS if len(self._ended) == self._count else 0.0)
 
     def _start(self) -> Processes:
         order, device = self._order, self._order["device"]
-        # The first rank here has the first of the devices that this process sees, and so on.
+        # The ranks of this host use devices 0, 1, 2, … among the devices that this process sees.
         names = [device if device == "cpu" else f"{device}:{index}" for index in range(self._count)]
         deadline = time.monotonic() + order["start_timeout"]
         self._arena = startup.create_arena(self._count)
@@ -135,8 +144,8 @@ class _Agent:
             spans = []
             for index in range(self._count):
                 connection = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
-                own = {"caller": _handed(connection, opened), "links": None if index else links}
-                spans.append({"counts": self._counts, "number": self._number, "address": self._here, **own})
+                connections = {"caller": _for_rank(connection, opened), "links": None if index else links}
+                spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
             wait = startup.launch(
                 processes,
                 self._arena,
@@ -154,23 +163,24 @@ class _Agent:
         return processes
 
     def _links(self, deadline: float, opened: contextlib.ExitStack) -> dict[int, tuple[Any, ...]]:
-        """Connections to the leaders of the other hosts: this one calls those before it and is called by the others."""
+        """Return connections to the first ranks of other hosts: this host connects to hosts with lower numbers, and
+        accepts connections from hosts with higher numbers."""
         links: dict[int, tuple[Any, ...]] = {}
-        mine = purpose("leader", self._number, self._token)
+        own_purpose = purpose("leader", self._number, self._token)
         for other, address in enumerate(self._order["listeners"][: self._number]):
-            links[other] = _handed(call(tuple(address), self._key, mine, deadline), opened)
+            links[other] = _for_rank(call(tuple(address), self._key, own_purpose, deadline), opened)
         due = {purpose("leader", other, self._token): other for other in range(self._number + 1, len(self._counts))}
         while due:
-            said, connection = self._listener.accept(deadline)
-            if said in due:
-                links[due.pop(said)] = _handed(connection, opened)
+            caller, connection = self._listener.accept(deadline)
+            if caller in due:
+                links[due.pop(caller)] = _for_rank(connection, opened)
             else:
                 connection[0].close()
         self._listener.close()
         return links
 
     def _watch(self, processes: Processes) -> None:
-        """Do what the caller says; tell it when a rank ends or aborts."""
+        """Carry out the caller's commands; report to the caller each rank that ends or aborts."""
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         running = {worker.pidfd: worker for worker in processes.workers}
@@ -183,8 +193,8 @@ class _Agent:
                 self._arena.abort(f"rank {worker.rank} ended")
                 self._ended.add(worker.rank)
                 self._control.send(FrameKind.EVENT, 0, ["ended", worker.rank, *worker.exit_status()])
-            if self._arena.aborted and not self._told_abort:
-                self._told_abort = True
+            if self._arena.aborted and not self._abort_reported:
+                self._abort_reported = True
                 if not self._arena.aborted_by_parent:
                     self._control.send(FrameKind.EVENT, 0, ["aborted", self._resets, str(self._arena.abort_error())])
             while self._control.fileno() in ready or self._control.has_more:
@@ -199,16 +209,16 @@ class _Agent:
             self._arena.request_cancel(*values)
         elif word == "reset":
             self._arena.reset()
-            self._resets, self._told_abort = self._resets + 1, False
+            self._resets, self._abort_reported = self._resets + 1, False
             self._control.send(FrameKind.EVENT, 0, ["reset"])
         elif word == "kill":
             processes.kill()
         else:
-            raise ProtocolError(f"the caller said {word!r}, which means nothing here")
+            raise ProtocolError(f"the caller sent the unknown command {word!r}")
 
 
-def _handed(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
-    """Return a connection in a form in which a rank gets it; this process has it open as long as `opened` is."""
+def _for_rank(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
+    """Return a connection in the form in which a rank receives it; `opened` closes this process's copy."""
     connection, session = link
     connection.setblocking(True)
     opened.callback(connection.close)

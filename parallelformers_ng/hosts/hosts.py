@@ -1,4 +1,4 @@
-"""The hosts of a group: started, steered and given back from here."""
+"""Starts and controls the hosts of a group, and releases the hosts at the end of the group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
-_CHECK_SECONDS = 0.2  # seconds between two checks whether missing hosts can still come
+_CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
 
 
 class Launcher(Protocol):
-    """Starts an agent on each host of one group.
+    """Interface of an object that starts an agent on each host of one group.
 
     Attributes:
-        key: the key that the agents know.
-        threads: threads of each rank; None divides the CPUs of each host.
+        key: secret key of the group, which the agents know.
+        threads: CPU threads of each rank; None divides the CPUs of each host among its ranks.
     """
 
     key: bytes
@@ -40,42 +40,43 @@ class Launcher(Protocol):
     def start(
         self, world_size: int, device: str, deadline: float, check: Callable[[], None]
     ) -> tuple[Listener, list[int]]:
-        """Start them. Called in a thread of the group's.
+        """Start the agents. A thread of the group calls this method.
 
         Args:
-            world_size: ranks in all.
-            device: "cpu" or "cuda": what they compute on. An agent on whose host they have devices sees these alone, or
-                first.
-            deadline: when they must have been started, on the clock of `time.monotonic`.
-            check: raises where it is in vain; to be called a few times each second.
+            world_size: number of ranks of the group.
+            device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
+                must be the devices of its ranks.
+            deadline: latest time of the start, in seconds of `time.monotonic`.
+            check: function that raises if waiting is useless; the method must call `check` a few times each second.
 
         Returns:
-            Return the address to call, and the number of ranks of each host.
+            (listener to which the agents connect, number of ranks of each host).
 
         Raises:
-            StartupError: it cannot be done, or was not before the deadline.
+            StartupError: the agents cannot be started, or were not started before the deadline.
         """
 
     def check(self) -> None:
-        """Raise StartupError if an agent that was started will not call any more."""
+        """Raise StartupError if a started agent has ended and so can no longer connect."""
 
     def close(self, patient: bool) -> None:
-        """Give back what was taken for the group, which is over. Idempotent.
+        """Release the resources of the ended group. Idempotent.
 
         Args:
-            patient: all agents have heard it, and may end by themselves.
+            patient: whether to wait until the agents end by themselves; all agents know the end of the group.
         """
 
 
 class Hosts:
-    """The hosts of one group: started together, steered together, given back together. To `Processes` it is the arena,
-    of which each host has one.
+    """The hosts of one group. The class implements `RankStarter`; each host has an arena of its own.
 
     Args:
-        launcher: starts the agents.
+        launcher: launcher of the agents.
 
     Attributes:
-        names, counts: names of the hosts, and number of ranks of each, once they are ready.
+        owner: id of the process that created the object.
+        names: names of the hosts, available after the hosts are ready.
+        counts: number of ranks of each host, available after the hosts are ready.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -84,8 +85,8 @@ class Hosts:
         self._hosts: list[Host] = []
         self._workers: list[RemoteWorker] = []
         self._resets = threading.Semaphore(0)
-        self._generation = 0  # how often the arenas were reset
-        self._steering = threading.Lock()  # of two words to several hosts, each hears the same first
+        self._generation = 0  # number of resets of the arenas
+        self._steering = threading.Lock()  # so that all hosts get commands in the same order
         self._started = threading.Event()
         self._failure: Exception | None = None
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -95,7 +96,7 @@ class Hosts:
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank may have aborted the exchanges. Only the hosts know, so that it is always said."""
+        """Always true: only the hosts know whether a rank has aborted the collectives."""
         return True
 
     @property
@@ -108,7 +109,7 @@ class Hosts:
 
     @property
     def are_here(self) -> bool:
-        """Whether all ranks are on one host, and it is this machine."""
+        """Whether all ranks are on this machine."""
         return [host.machine for host in self._hosts] == [machine()]
 
     def launch(
@@ -120,11 +121,15 @@ class Hosts:
         start_timeout: float,
         **order: Any,
     ) -> Callable[[], None]:
-        """Start the ranks, like `startup.launch`. Each host divides its CPUs among its own ranks.
+        """Start the ranks, and return a function that waits until all ranks are ready. Each host divides its own CPUs.
 
         Args:
-            device_names: names of the devices; those of CUDA ranks are corrected, in place, once their
-                hosts are known.
+            processes: the group's processes, to which the ranks are added.
+            device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
+                with the hosts.
+            among: ignored.
+            start_timeout: maximum time in seconds until all ranks are ready.
+            order: further arguments of `startup.launch`.
         """
         order |= {"start_timeout": start_timeout, "device": device_names[0].partition(":")[0]}
         order["threads"] = order["threads"] or self._launcher.threads
@@ -152,18 +157,18 @@ class Hosts:
         ]
 
     def abort(self, reason: str = "the group is ending") -> None:
-        """End the collectives of all ranks."""
+        """Abort the collectives of all ranks."""
         for host in self._hosts:
             host.say("abort", reason)
 
     def request_cancel(self, sequence: int) -> None:
-        """Have the request with this number cancelled."""
+        """Ask all ranks to cancel the request with this number."""
         for host in self._hosts:
             host.say("cancel", sequence)
 
     def reset(self) -> None:
-        """Reset the arena of every host, like `Arena.reset`; return once all have done it. A lost host is noticed
-        later."""
+        """Reset the arena of every host, the same as `Arena.reset`; return after all resets, or after 10 s. A lost host
+        is noticed later."""
         with self._steering:
             self._generation += 1
             for host in self._hosts:
@@ -173,7 +178,7 @@ class Hosts:
             self._resets.acquire(timeout=max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """Hang up, which ends what is left of the ranks. In a forked child it closes what is open, and ends nothing."""
+        """Close the connections to agents, so that the agents end their ranks; in a forked child, end nothing."""
         if self._closed:
             return
         self._closed = True
@@ -206,18 +211,18 @@ class Hosts:
 
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         listener, counts = self._launcher.start(world_size, order["device"], deadline, self._check)
-        called = self._calls(listener, {b"host %d" % number: number for number in range(len(counts))}, deadline)
-        with contextlib.ExitStack() as unmet:  # who has called and is not wanted shall know it
-            for connection, _ in called.values():
+        connections = self._accept(listener, {b"host %d" % number: number for number in range(len(counts))}, deadline)
+        with contextlib.ExitStack() as unmet:  # on an error, close the connections, so that the agents end
+            for connection, _ in connections.values():
                 unmet.callback(connection.close)
-            self._hosts = [_met(*called[number], deadline) for number in range(len(counts))]
+            self._hosts = [_host_of(*connections[number], deadline) for number in range(len(counts))]
             if order["device"] == "cuda":
                 _check_devices(self._hosts, counts)
             unmet.pop_all()
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
             host.control.send(FrameKind.REQUEST, 0, order, deadline)
-        ranks = self._calls(
+        ranks = self._accept(
             listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
         )
         channels = [SignedChannel(*ranks[rank]) for rank in range(world_size)]
@@ -228,28 +233,34 @@ class Hosts:
                 rank = len(self._workers)
                 self._workers.append(RemoteWorker(rank, host, channels[rank], pid))
 
-    def _calls(
+    def _accept(
         self, listener: Listener, due: Mapping[bytes, int], deadline: float
     ) -> dict[int, tuple[socket.socket, Session]]:
-        """Return the connections of the callers, by the number in their purpose."""
+        """Accept the expected connections, and return number → connection.
+
+        Args:
+            listener: listener to which agents and ranks connect.
+            due: purpose of each expected connection → its number.
+            deadline: latest time of the connections, in seconds of `time.monotonic`.
+        """
         connections: dict[int, tuple[socket.socket, Session]] = {}
         while len(connections) < len(due):
             try:
-                said, connection = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
+                caller, connection = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
             except RequestTimeoutError:
                 if time.monotonic() >= deadline:
-                    missing = [" ".join(said.decode().split()[:2]) for said in due if due[said] not in connections]
-                    raise RequestTimeoutError(f"{', '.join(missing)} did not call in time") from None
+                    missing = [" ".join(name.decode().split()[:2]) for name in due if due[name] not in connections]
+                    raise RequestTimeoutError(f"{', '.join(missing)} did not connect in time") from None
                 self._check()
                 continue
-            if said in due and due[said] not in connections:
-                connections[due[said]] = connection
+            if caller in due and due[caller] not in connections:
+                connections[due[caller]] = connection
             else:
                 connection[0].close()
         return connections
 
     def _check(self) -> None:
-        """Raise StartupError if it is in vain to wait any longer."""
+        """Raise StartupError if the hosts cannot become ready any more."""
         if self._closed:
             raise StartupError("the group was closed while it started")
         self._launcher.check()
@@ -258,7 +269,7 @@ class Hosts:
                 self._is_ready(host, time.monotonic() + STEER_SECONDS)
 
     def _is_ready(self, host: Host, deadline: float) -> bool:
-        """Return whether a host's ranks are ready, waiting a little."""
+        """Wait up to 0.2 s, and return whether the ranks of a host are ready."""
         if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
             if time.monotonic() >= deadline:
                 raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
@@ -273,7 +284,7 @@ class Hosts:
         return True
 
     def _watch(self) -> None:
-        """Hear what the agents tell, until the group is over."""
+        """Receive reports from the agents until the group is closed."""
         poll = select.poll()
         poll.register(self._wakeup, select.POLLIN)
         hosts = {host.control.fileno(): host for host in self._hosts}
@@ -311,26 +322,26 @@ class Hosts:
         self._resets.release()
 
     def _abort_others(self, host: Host, generation: int, reason: str) -> None:
-        """Tell the other hosts of an abort, unless the arenas were reset since."""
+        """Abort the collectives on all hosts except `host`, unless the arenas were reset since `generation`."""
         with self._steering:
             for other in self._hosts if generation == self._generation else ():
                 if other is not host:
                     other.say("abort", reason)
 
 
-def _met(connection: socket.socket, session: Session, deadline: float) -> Host:
-    """Return the host whose agent has called.
+def _host_of(connection: socket.socket, session: Session, deadline: float) -> Host:
+    """Return the host of an agent that has connected.
 
     Raises:
-        StartupError: its libraries are others than those here.
+        StartupError: the host and this process have different versions of a library.
     """
     control = SignedChannel(connection, session)
     _, _, hello = control.recv(deadline)
     for library, version in VERSIONS.items():
         if hello["versions"].get(library) != version:
             raise StartupError(
-                f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process {version};"
-                " install the same on all hosts, for modules cross pickled"
+                f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process has {version};"
+                " install the same version on all hosts, because modules are sent pickled"
             )
     return Host(hello["name"], control, hello["machine"], hello["listens"], hello["devices"])
 
@@ -339,6 +350,6 @@ def _check_devices(hosts: Sequence[Host], counts: Sequence[int]) -> None:
     for host, count in zip(hosts, counts, strict=True):
         if host.devices < count:
             raise StartupError(
-                f"host {host.name} has {host.devices} CUDA devices, and {count} ranks are to run there; ask for fewer"
-                " ranks there, or see what CUDA_VISIBLE_DEVICES hides, or pass workers={'device': 'cpu'}"
+                f"host {host.name} has {host.devices} CUDA devices for {count} ranks; use fewer ranks per host, check"
+                " whether CUDA_VISIBLE_DEVICES hides devices, or pass workers={'device': 'cpu'}"
             )

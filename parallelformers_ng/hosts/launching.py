@@ -16,13 +16,14 @@ from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions, re
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The ranks that a launcher starts, not this process.
+    """Facts about ranks that a launcher starts instead of this process.
 
     Attributes:
-        make: makes the launcher of one group, from the number of adjacent ranks that share a host.
-        count: how many they are to be, None if nobody has said so.
-        devices: how many CUDA devices there are, as far as it decides between these and the CPU.
-        each: how many each host will have of so many ranks on "cpu" or "cuda". Asked where stages lie within hosts.
+        make: function from the number of adjacent ranks that must share a host to the `Hosts` of one group.
+        count: number of ranks; None if the caller did not set the number.
+        devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if the number is unknown.
+        each: function from the number of ranks and "cpu" or "cuda" to the number of ranks of each host; used for
+            stages, which do not span hosts.
     """
 
     make: Callable[[int], Hosts]
@@ -32,39 +33,41 @@ class Elsewhere:
 
 
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
-    """Return how the ranks of a group are started if this process does not do it; None if it does.
+    """Return how a launcher starts the ranks of a group; None if this process starts the ranks.
 
-    In a torchrun job it does not return but in the process of rank 0: the others serve.
+    In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
 
     Args:
-        num_gpus: argument of `parallelize`.
-        options: say which launcher.
-        fit: says which ranks are to be on one host.
+        num_gpus: number of ranks of each replica, or None.
+        options: options of the workers, with the launcher.
+        fit: fit options, with the stages; all ranks of a stage are on one host.
 
     Raises:
-        PlacementError: the launcher cannot start so many.
-        ParallelError, StartupError: see `Connection`.
+        PlacementError: the launcher cannot start this number of ranks.
+        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
+        StartupError: the Ray cluster cannot be reached.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)
         devices = torch.cuda.device_count() if options.device != "cpu" else 0
         if devices and options.replicas > 1:
             raise PlacementError(
-                f"replicas is {options.replicas}, and each process of a torchrun job has one device; leave it out, or"
-                " start a job for each replica"
+                f"replicas is {options.replicas}, but each process of a torchrun job has only one device; leave"
+                " replicas out, or start one job per replica"
             )
         torchrun.serve_unless_caller()
         return Elsewhere(lambda _: Hosts(torchrun.Torchrun()), count, devices, lambda *_: torchrun.ranks_of_each())
     if options.launcher != "ray":
         return None
-    wanted = read_options(RayOptions, options.ray, "ray")
-    early = [Connection(wanted)] if options.device == "auto" or fit.is_open else []  # the cluster says what there is
-    nodes = early[0].nodes() if early else []
+    ray_options = read_options(RayOptions, options.ray, "ray")
+    needs_resources = options.device == "auto" or fit.is_open  # the choice depends on the cluster's resources
+    connections = [Connection(ray_options)] if needs_resources else []
+    nodes = connections[0].nodes() if connections else []
 
     def make(width: int) -> Hosts:
-        return Hosts(RayHosts(wanted, early.pop() if early else Connection(wanted), width))
+        return Hosts(RayHosts(ray_options, connections.pop() if connections else Connection(ray_options), width))
 
     def each(world_size: int, device: str) -> int:
-        return ranks_of_each(world_size, bundle_of(wanted, device, 1), nodes)
+        return ranks_of_each(world_size, bundle_of(ray_options, device, 1), nodes)
 
     return Elsewhere(make, num_gpus, int(sum(node.get("GPU", 0) for node in nodes)), each)

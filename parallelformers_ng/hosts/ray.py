@@ -1,7 +1,7 @@
-"""Ranks on the hosts of a Ray cluster, in a placement group: on as few hosts as have room, a bundle for each rank.
+"""Starts ranks on as few hosts of a Ray cluster as possible, in a placement group with one bundle per rank or stage.
 
-On each host an actor in the first of its bundles is the agent, whose children the ranks are. The other bundles have no
-actor: what Ray reserves in them the ranks take, and they end with the agent.
+On each host, an actor in the host's first bundle is the agent, and the ranks are children of the agent. Other bundles
+have no actor: their ranks use the resources that Ray reserves for these bundles, and end with the agent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
 
-_WAIT_SECONDS = 0.2
-_GOODBYE_SECONDS = 5.0
+_WAIT_SECONDS = 0.2  # interval of checking whether Ray is ready
+_GOODBYE_SECONDS = 5.0  # time that agents get to end by themselves
 
 
 def _ray() -> Any:
@@ -29,21 +29,23 @@ def _ray() -> Any:
         import ray.util.scheduling_strategies
     except ImportError:
         raise ParallelError(
-            "launcher is 'ray', and Ray is not installed; pip install 'parallelformers-ng[ray]', on all hosts"
+            "launcher is 'ray', but Ray is not installed; run pip install 'parallelformers-ng[ray]' on all hosts"
         ) from None
     return ray
 
 
 class Connection:
-    """This process's connection to a cluster. One that was there is used; one that is made for a launcher ends with the
-    last that uses it, by `close` or by dropping it.
+    """A use of this process's connection to a Ray cluster.
+
+    A connection that exists already is used. A connection that this class has opened is closed with its last user,
+    after `close` or after the object is garbage-collected.
 
     Args:
         options: options of the cluster.
 
     Raises:
         ParallelError: Ray is not installed, or this process is connected to another cluster.
-        StartupError: there is no such cluster.
+        StartupError: no cluster can be reached at the address.
     """
 
     _lock = threading.Lock()
@@ -57,21 +59,21 @@ class Connection:
                 at = ray.get_runtime_context().gcs_address
                 if options.address not in (None, "auto", "local", at):
                     raise ParallelError(
-                        f"ray: address is {options.address!r}, and this process is connected to {at}; leave it out, or"
-                        " call ray.shutdown() first"
+                        f"ray: address is {options.address!r}, but this process is connected to {at}; leave address"
+                        " out, or call ray.shutdown() first"
                     )
             else:
                 try:
                     ray.init(address=options.address, logging_level=logging.WARNING)
                 except (ConnectionError, ValueError, RuntimeError) as error:
-                    raise StartupError(f"ray: there is no cluster at {options.address!r}: {error}") from error
+                    raise StartupError(f"ray: no cluster can be reached at {options.address!r}: {error}") from error
                 Connection._is_ours = True
             Connection._users += 1
         self.close = weakref.finalize(self, Connection._leave)  # idempotent
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """Return the resources of each node of the cluster."""
+        """Return resource name → amount, for each running node of the cluster."""
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod
@@ -84,12 +86,16 @@ class Connection:
 
 
 class RayHosts:
-    """A `Launcher`: a placement group, and an agent on each of its hosts.
+    """A `Launcher` that uses a placement group of a Ray cluster, with one agent on each host.
 
     Args:
-        options: options of the user.
-        connection: to the cluster, which it closes.
-        width: ranks of each bundle.
+        options: options of the cluster.
+        connection: connection to the cluster; `RayHosts.close` closes it.
+        width: number of ranks of each bundle.
+
+    Attributes:
+        key: secret key of the group.
+        threads: CPU threads of each rank.
     """
 
     def __init__(self, options: RayOptions, connection: Connection, width: int = 1) -> None:
@@ -100,7 +106,7 @@ class RayHosts:
         self._connection = connection
         self._listener: Listener | None = None
         self._placed: Any = None
-        self._serving: dict[Any, str] = {}  # what an agent's call will return → the name of its host
+        self._serving: dict[Any, str] = {}  # future of an agent's `serve` → name of its host
         self._agents: list[Any] = []
 
     def start(
@@ -123,7 +129,7 @@ class RayHosts:
         return self._listener, [self._width * len(bundles) for bundles in bundles_on.values()]
 
     def _place(self, world_size: int, device: str, deadline: float, check: Callable[[], None]) -> dict[int, str]:
-        """Reserve what the ranks take. Returns the node of each bundle."""
+        """Reserve the resources of the ranks, and return bundle index → node id."""
         ray = _ray()
         bundle = bundle_of(self._options, device, self._width)
         self._placed = ray.util.placement_group([bundle] * (world_size // self._width), strategy="PACK")
@@ -132,15 +138,14 @@ class RayHosts:
             if time.monotonic() >= deadline:
                 raise StartupError(
                     f"the Ray cluster had no room in time for {world_size // self._width} times {bundle}, which"
-                    f" {world_size} ranks on {device} take: of"
-                    f" {ray.cluster_resources()} it has {ray.available_resources()} left. Ask for fewer ranks, or"
-                    " allow more time with start_timeout="
+                    f" {world_size} ranks on {device} need: of {ray.cluster_resources()},"
+                    f" {ray.available_resources()} is free. Use fewer ranks, or allow more time with start_timeout="
                 )
         return ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
-        """Return the devices that Ray has reserved in each bundle. What runs in a bundle is told; they stay the
-        bundle's."""
+        """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
+        the bundle's devices; after the task has ended, the devices stay reserved."""
         ray = _ray()
         pending = {
             bundle: ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
@@ -149,11 +154,11 @@ class RayHosts:
         while len(ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
             check()
             if time.monotonic() >= deadline:
-                raise StartupError("the Ray cluster did not say in time which devices it has reserved for the ranks")
+                raise StartupError("the Ray cluster did not report reserved devices in time; raise start_timeout=")
         return {bundle: ray.get(answer) for bundle, answer in pending.items()}
 
     def _in_bundle(self, bundle: int, devices: int = 0) -> dict[str, Any]:
-        """Return the options of a task or actor in a bundle, with so many of its devices."""
+        """Return the options of a task or actor that runs in a bundle and uses `devices` GPUs of the bundle."""
         place = _ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return {
             "num_cpus": self._options.cpus,
@@ -170,13 +175,13 @@ class RayHosts:
         for ended in ray.wait(list(self._serving), timeout=0)[0]:
             try:
                 ray.get(ended)
-            except Exception as error:  # of its process, its environment, its host
+            except Exception as error:  # from its process, environment or host
                 raise StartupError(f"the agent on {self._serving[ended]} ended: {error}") from error
 
     def close(self, patient: bool) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._placed is not None and _ray().is_initialized():  # at the end of the interpreter Ray may have ended
+        if self._placed is not None and _ray().is_initialized():  # Ray may have ended before, at interpreter exit
             if patient:
                 self._await_agents()
             _ray().util.remove_placement_group(self._placed)
@@ -184,25 +189,31 @@ class RayHosts:
         self._connection.close()
 
     def _await_agents(self) -> None:
-        """Let the agents end, which have heard that the group is over: an actor that is ended says so in the log."""
+        """Wait until the agents have ended by themselves, because Ray logs a message for each killed actor."""
         serving, self._serving = list(self._serving), {}
         if serving:
             _ray().wait(serving, num_returns=len(serving), timeout=_GOODBYE_SECONDS)
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
-    """Return the resources to reserve for the ranks of a stage, on one node; without stages, for a rank."""
+    """Return the resources of one bundle, resource name → amount.
+
+    Args:
+        options: options of the cluster, with the resources of one rank.
+        device: "cpu" or "cuda".
+        width: number of ranks of the bundle: the ranks of a stage, or 1 without stages.
+    """
     each = {"CPU": options.cpus, **({"GPU": 1} if device == "cuda" else {}), **options.resources}
     return {name: amount * width for name, amount in each.items()}
 
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return how many ranks each host has, where all are to have equally many and no more hosts are to be taken than
-    need be. 1 if there is no room for all of them.
+    """Return the largest equal number of ranks per host for which the cluster has room; 1 without enough room.
 
     Args:
-        bundle: resources of one bundle.
-        nodes: resources of each node.
+        world_size: number of ranks.
+        bundle: resource name → amount, of one rank.
+        nodes: resource name → amount, for each node.
     """
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]

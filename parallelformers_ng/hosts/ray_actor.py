@@ -1,4 +1,4 @@
-"""The actor that is the agent of its host in a Ray cluster. Importing this file imports nothing that takes long."""
+"""Defines the Ray actor that is the agent of its host. This module does not import torch, so its import is fast."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ from parallelformers_ng.worker.preload import warm_up
 
 
 def reserved_devices() -> list[str]:
-    """Return the devices of this bundle, from CUDA_VISIBLE_DEVICES."""
+    """Return the ids of the GPUs that Ray has assigned to this task, in the form of CUDA_VISIBLE_DEVICES."""
     import ray
 
     return [str(device) for device in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
 class Agent:
-    """The agent of its host, for one group."""
+    """A Ray actor that is the agent of its host for one group."""
 
     def serve(
         self, address: tuple[str, int], key: bytes, number: int, name: str, seconds: float, devices: Sequence[str]
     ) -> None:
-        """Call the caller, who listens at `address`, within so many seconds; then as `agent.serve`.
+        """Connect to the caller, then serve the group as `agent.serve` does.
 
         Args:
-            devices: devices of its ranks for CUDA_VISIBLE_DEVICES; none on the CPU.
+            address: address at which the caller listens.
+            key: secret key of the group.
+            number: number of this host in the group.
+            name: name of this host in error messages.
+            seconds: maximum time in seconds until the connection to the caller.
+            devices: GPUs of the ranks, for CUDA_VISIBLE_DEVICES; empty on CPU.
         """
         begin = time.monotonic()
-        if devices:  # Ray has set it to those of this actor, which has none
+        if devices:  # Ray has set CUDA_VISIBLE_DEVICES for this actor, which has no GPU
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        warm_up()  # it imports torch beside this process, not after it
+        warm_up()  # start the fork server's imports in parallel with the imports below
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 

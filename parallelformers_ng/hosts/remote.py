@@ -1,4 +1,4 @@
-"""Ranks on other hosts as the caller sees them, where those of this one are processes."""
+"""Represents hosts, and ranks on other hosts, in the caller's process."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from parallelformers_ng.wire.meeting import LOST_SECONDS
 from parallelformers_ng.wire.signed import SignedChannel
 from parallelformers_ng.wire.transport import Channel
 
-STEER_SECONDS = 10.0  # for a word to an agent, which reads nothing else
+STEER_SECONDS = 10.0  # maximum time for an agent to receive a command
 
 
 def on_host(name: str) -> str:
-    """Return the suffix of a device's name, if several hosts have devices."""
+    """Return the suffix of a device name for a group over several hosts."""
     return f" on {name}"
 
 
 @dataclass(eq=False)
 class Host:
-    """A host of the group.
+    """A host of a group.
 
     Attributes:
-        name: for errors.
-        control: to its agent.
+        name: name of the host in error messages.
+        control: channel to the host's agent.
         machine: id of the machine.
-        listens: address at which its agent listens.
-        devices: how many CUDA devices it sees.
-        pids: process ids of its ranks, once they are ready.
-        is_lost: its agent hung up, or cannot be reached.
+        listens: address at which the agent listens.
+        devices: number of CUDA devices that the agent sees.
+        pids: process ids of the host's ranks; empty until the ranks are ready.
+        is_lost: whether the agent closed the connection or cannot be reached.
+        sending: lock for sending on `control`.
     """
 
     name: str
@@ -51,17 +52,24 @@ class Host:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def say(self, *words: Any) -> None:
-        """Tell the agent to do something. One that is gone has done it all."""
+        """Send a command to the agent; do nothing if the agent cannot be reached."""
         with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
             if not self.is_lost:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
 
 
 class RemoteWorker:
-    """A rank on another host, with the attributes and methods of `WorkerProcess` that a running group uses.
+    """A rank that an agent has started; the class implements `Worker`.
+
+    Args:
+        rank: the rank.
+        host: host of the rank.
+        channel: channel for messages to the rank.
+        pid: process id of the rank on its host.
 
     Attributes:
-        pidfd: readable once the rank has ended, or its host is lost.
+        rank, host, channel, pid: the arguments of the same names.
+        pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
     """
 
     def __init__(self, rank: int, host: Host, channel: Channel, pid: int) -> None:
@@ -73,7 +81,12 @@ class RemoteWorker:
         self._status: tuple[int | None, int | None] = (None, None)
 
     def note_end(self, number: int | None = None, code: int | None = None) -> None:
-        """It has ended, by a signal or with an exit code; with neither, its host is lost."""
+        """Record that the rank has ended.
+
+        Args:
+            number: signal that ended the rank, or None.
+            code: exit code of the rank, or None. If `number` and `code` are None, the host is lost.
+        """
         if not self.has_ended():
             self._status = number, code
             os.eventfd_write(self.pidfd, 1)
@@ -86,7 +99,7 @@ class RemoteWorker:
         self.host.say("kill")
 
     def reap(self) -> None:
-        """Wait until it has ended."""
+        """Wait up to 5 s until the rank has ended."""
         self.has_ended(REAP_SECONDS)
 
     def exit_status(self) -> tuple[int | None, int | None]:
@@ -99,13 +112,13 @@ class RemoteWorker:
         number, code = self.exit_status()
         host = self.host.name
         if number is None and code is None:
-            manner = f"the host is gone, or its agent, or was silent for {LOST_SECONDS} s"
+            manner = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
         else:
             manner = manner_of_end(number, code)
         text = (
             f"the worker of rank {self.rank} (pid {self.pid}, {device_name.removesuffix(on_host(host))}) on host {host}"
             f" died: {manner};"
-            " the ranks of a group live and die together, so its group has ended"
+            " a group needs all its ranks, so the group has ended"
         )
         return functools.partial(WorkerDiedError, text, self.rank, number, code, host)
 

@@ -1,8 +1,8 @@
-"""Ranks on the nodes of a `torchrun` job. The process of rank 0 is the caller and goes on with the program; the others
-come to the same line of it, start no model, and end there when the caller has ended.
+"""Starts ranks on the nodes of a `torchrun` job. The process of rank 0 is the caller and continues with the program.
+Every other process stops at the same line of the program, loads no model, and ends after the caller has ended.
 
-The first process of each other node is the agent of its node; that of the caller's node is a thread of the caller.
-Ranks are children of the agents, as they are the caller's on one host.
+The first process of each other node is the agent of its node; the agent of the caller's node is a thread of the caller.
+Ranks are children of the agents.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from parallelformers_ng.worker.preload import warm_up
 log = logging.getLogger("parallelformers_ng")
 
 KEY = "PARALLELFORMERS_NG_KEY"
-"""The environment variable with what only the nodes of a job know."""
+"""Name of the environment variable with the secret key of a job."""
 
 INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
-"""The environment variable with the address of the caller's node, if it is not MASTER_ADDR."""
+"""Name of the environment variable with the address of the caller's node; by default MASTER_ADDR is used."""
 
 _KEY_LENGTH = 32
 _POLL_SECONDS = 60.0
@@ -45,45 +45,47 @@ def is_running() -> bool:
 
 
 def world_size(num_gpus: int | None) -> int:
-    """Return how many ranks there are: one for each process that torchrun has started.
+    """Return the number of ranks: one rank per process that torchrun has started.
 
     Raises:
-        PlacementError: another number was asked for, or this is no torchrun job.
+        PlacementError: `num_gpus` is another number, or torchrun has not started this process.
     """
     if not is_running():
-        raise PlacementError("launcher is 'torchrun', and torchrun has not started this process")
+        raise PlacementError("launcher is 'torchrun', but torchrun has not started this process")
     nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if nodes * each != processes:
-        raise PlacementError(f"torchrun has started {processes} processes on {nodes} nodes; start equally many on each")
+        raise PlacementError(
+            f"torchrun has started {processes} processes on {nodes} nodes; start the same number of processes on each"
+        )
     if num_gpus not in (None, processes):
         raise PlacementError(
-            f"num_gpus is {num_gpus}, and torchrun has started {processes} processes, a rank each; leave num_gpus out,"
-            " or pass workers={'launcher': 'local'} for workers of each process alone"
+            f"num_gpus is {num_gpus}, but torchrun has started {processes} processes, one rank each; leave num_gpus"
+            " out, or pass workers={'launcher': 'local'}, so that each process starts workers of its own"
         )
     return processes
 
 
 def ranks_of_each() -> int:
-    """Return how many ranks each node has."""
+    """Return the number of ranks of each node."""
     return _number("LOCAL_WORLD_SIZE")
 
 
 def serve_unless_caller() -> None:
-    """On the process of rank 0 it returns at once. On any other it serves, and ends the process with the caller's."""
+    """Return at once in the process of rank 0; other processes serve until the caller has ended, then exit."""
     if _number("RANK") == 0:
         return
     if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
-        sys.exit(0)  # the agent of this node has its rank
+        sys.exit(0)  # the agent of this node starts this process's rank
     _serve()
 
 
 def _serve() -> NoReturn:
     key, node = _key(), _number("GROUP_RANK")
     warm_up()
-    address = _announced()
+    address = _caller_address()
     groups: list[threading.Thread] = []
     try:
-        while True:  # one connection waits until the caller starts a group, and again
+        while True:  # each connection waits until the caller starts a group
             connection = call(address, key, b"host %d" % node, float("inf"))
             groups.append(threading.Thread(target=agent.serve, args=(connection, address, key, node), daemon=True))
             groups[-1].start()
@@ -95,19 +97,19 @@ def _serve() -> NoReturn:
     sys.exit(0)
 
 
-def _announced() -> Address:
-    """Publish the address at which the caller listens."""
+def _caller_address() -> Address:
+    """Wait until the caller has published the address at which it listens, and return the address."""
     store = _store()
     while True:
-        with contextlib.suppress(dist.DistStoreError):  # not yet
+        with contextlib.suppress(dist.DistStoreError):  # the address is not published yet
             store.wait([_WHERE], timedelta(seconds=_POLL_SECONDS))
             host, _, port = store.get(_WHERE).decode().rpartition(" ")
             return host, int(port)
 
 
 def _store() -> dist.Store:
-    """Return the store of torchrun, through which the processes of the job find each other. Anybody who reaches it
-    can read and write it: so no secret goes through it, and its content is not trusted."""
+    """Return torchrun's store, in which processes of the job exchange addresses. The store has no access control, so no
+    secret may be written to the store, and data from the store is not trusted."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise StartupError("torchrun shares no store with its processes; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
     store = dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), is_master=False)
@@ -115,13 +117,13 @@ def _store() -> dist.Store:
 
 
 def _key() -> bytes:
-    """Return the key that all nodes know; with one node, a random key."""
+    """Return the job's secret key, 32 bytes; for a job with one node, a random key."""
     if _number("GROUP_WORLD_SIZE") == 1:
         return secrets.token_bytes(_KEY_LENGTH)
     text = os.environ.get(KEY, "")
     if len(text) < _KEY_LENGTH:
         raise StartupError(
-            f"{KEY} has {len(text)} characters; set it to the same {_KEY_LENGTH} or more, which nobody else knows, on"
+            f"{KEY} has {len(text)} characters; set it to the same secret text of at least {_KEY_LENGTH} characters on"
             f" all nodes: export {KEY}=$(openssl rand -hex 32), once, in the script that starts the job"
         )
     return hashlib.sha256(text.encode()).digest()
@@ -132,10 +134,10 @@ def _number(name: str) -> int:
 
 
 class Torchrun:
-    """A `Launcher`: the agents of a job are there, and each waits for the next group."""
+    """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group."""
 
     threads = None
-    _meeting: tuple[bytes, Listener] | None = None  # of this process, for all its groups
+    _meeting: tuple[bytes, Listener] | None = None  # key and listener of this process, for all its groups
     _lock = threading.Lock()
 
     def __init__(self) -> None:
@@ -157,10 +159,10 @@ class Torchrun:
         return self._listener, [world_size // nodes] * nodes
 
     def check(self) -> None:
-        """Do nothing: the agents end with this process, and if one dies, torchrun ends the job."""
+        """Do nothing: the agents end with this process, and if an agent dies, torchrun ends the job."""
 
     def close(self, patient: bool) -> None:
-        """Leave the agents waiting for the next group."""
+        """Do nothing: the agents wait for the next group."""
 
 
 def _open() -> tuple[bytes, Listener]:
@@ -172,8 +174,8 @@ def _open() -> tuple[bytes, Listener]:
         listener = Listener(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]), key)
     except OSError as error:
         raise StartupError(
-            f"{name} is no address of this machine ({error.strerror}); set {INTERFACE} to that at which the other nodes"
-            " reach it"
+            f"{name} is not an address of this machine ({error.strerror}); set {INTERFACE} to the address at which"
+            " other nodes reach this machine"
         ) from None
     host, port = listener.address
     _store().set(_WHERE, f"{host} {port}")

@@ -313,7 +313,11 @@ class Step:
             spans[:, 2], spans[:, 3], spans[:, 4] = queries, spans[:, 0] * queries, queries
             self._spans = spans
             return True
-        if mask.shape[0] in (1, sequences) and mask.shape[2] == queries and spans_of(mask.expand(sequences, -1, -1, -1), spans):
+        if (
+            mask.shape[0] in (1, sequences)
+            and mask.shape[2] == queries
+            and spans_of(mask.expand(sequences, -1, -1, -1), spans)
+        ):
             self._spans = spans
             return True
         return queries == 1 and fits_mask(mask, dtype, sequences, heads, mask.shape[-1])

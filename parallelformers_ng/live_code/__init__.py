@@ -1,1 +1,1 @@
-"""The code that a model runs: which it is, whether a program has changed it, and how changes reach the ranks."""
+"""Finds the code that a model runs, detects the program's changes to that code, and sends the changes to the ranks."""

@@ -1,4 +1,4 @@
-"""Code that differs between the caller and a rank: found by digests, and put in its place there."""
+"""Finds code that differs between the caller and a rank, and applies the caller's changes on the rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, valu
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""
-"""The digest of a place that holds nothing."""
+"""Digest of a place that has no value."""
 _NOTHING = object()
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
-"""transformers 5.17 notes the classes of all models of a process there, and a rank builds other models."""
+"""Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry."""
 
 
 def attentions_of(model: nn.Module) -> set[str]:
@@ -32,34 +32,33 @@ def attentions_of(model: nn.Module) -> set[str]:
 
 
 def classes_of(model: nn.Module) -> set[type]:
-    """Return the classes of a model's modules, without those that torch makes of a class to parametrize a weight."""
+    """Return the classes of a model's modules; a parametrized module counts with its class before parametrization."""
     return {parametrize.type_before_parametrizations(module) for module in model.modules()}
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Place → digest of what it holds, in modules that a rank may import by name."""
+    """Return name of a place → digest of its value, for places in modules that a rank can import."""
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {place: digest(slot.value) for place, slot in slots.items() if module_of(place) not in by_value}
 
 
 def differences(digests: Digests) -> Digests:
-    """Compare with the code of this process.
+    """Compare digests of another process with the code of this process.
 
     Returns:
-        Place → digest of what it holds here, for those that differ; `ABSENT` if there is nothing.
+        Name of a place → digest of its value in this process, or `ABSENT` without a value, for places that differ.
     """
-    unlike: Digests = {}
-    for place, theirs in digests.items():
+    own_digests: Digests = {}
+    for place, other_digest in digests.items():
         value = _look_up(place)
-        mine = ABSENT if value is _NOTHING else digest(value)
-        if mine != theirs:
-            unlike[place] = mine
-    return unlike
+        own_digest = ABSENT if value is _NOTHING else digest(value)
+        if own_digest != other_digest:
+            own_digests[place] = own_digest
+    return own_digests
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Return whether a place differs only because transformers keeps there what it has imported or worked out at
-    first use."""
+    """Return whether a place differs from a rank's digest `here` only because transformers fills it at first use."""
     if slot.place == _BUILT:
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -69,28 +68,31 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
 
 
 class AppliedChanges:
-    """The changes that a rank has made to code that it imported."""
+    """The changes that a rank has made to imported code.
+
+    Attributes:
+        of_step: names of the changed places that a forward pass reaches.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Any, str, Any]] = {}
         self.of_step: set[str] = set()
 
     def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
-        """Put values in their places.
+        """Set the new values at their places, and restore the places that have the imported value again.
 
         Args:
-            changes: the values.
-            model: the model that the rank runs; None before it has one.
+            model: the model of the rank; None before the model is built.
         """
         for place in changes.restored:
             self._restore(place)
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         scopes = scopes_of(classes, values.values()) if changes.by_value else {}
-        mine = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
+        named_classes = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
         for place, value in values.items():
             if module_of(place) in changes.by_value:
-                _put_by_value(place, value, mine, scopes)
+                _put_by_value(place, value, named_classes, scopes)
                 continue
             holder, key = _holder_of(place)
             self._before.setdefault(place, (holder, key, value_in(holder, key, _NOTHING)))
@@ -99,12 +101,12 @@ class AppliedChanges:
             self.of_step |= values.keys()
 
     def undo(self) -> None:
-        """Have all places hold what they held before."""
+        """Restore the imported value of every changed place."""
         for place in [*self._before]:
             self._restore(place)
 
     def _imported(self, place: str) -> Any:
-        """Give the value that this rank imported at a place, also if it holds another now."""
+        """Return the value that this rank imported at a place, even if the place was changed."""
         return self._before[place][2] if place in self._before else _look_up(place)
 
     def _restore(self, place: str) -> None:
@@ -121,12 +123,12 @@ class AppliedChanges:
 
 
 def module_of(place: str) -> str:
-    """Return the name of the module that a place belongs to."""
+    """Return the name of the module of a place."""
     return place.partition(":")[0]
 
 
 def is_by_value(name: str) -> bool:
-    """Return whether the code of a module travels by value: a rank that imports the name would not find this code."""
+    """Return whether the code of a module must be pickled by value, because a rank cannot import the same code."""
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
         return True
@@ -137,13 +139,13 @@ def is_by_value(name: str) -> bool:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError, OSError):
         return True
-    if spec is not None and spec is getattr(module, "__spec__", None):  # find_spec answers with what is loaded
+    if spec is not None and spec is getattr(module, "__spec__", None):  # find_spec returned the loaded module's spec
         spec = _found_on_path(name)
     return spec is None or (file is not None and spec.origin != file)
 
 
 def _found_on_path(name: str) -> Any:
-    """Find what an import of a module by name would read if the module were not loaded."""
+    """Return the spec that an import of a module would use if the module were not loaded; None if no file is found."""
     parent, _, _ = name.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     for finder in sys.meta_path:
@@ -162,11 +164,15 @@ def _look_up(place: str) -> Any:
 
 
 def _holder_of(place: str) -> tuple[Any, str]:
-    """Find the class, globals or registry of a place in this process, and the key of its value there."""
+    """Return the class, the globals or the registry of a place in this process, and the key of the place's value.
+
+    Args:
+        place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
+    """
     name, _, path = place.partition(":")
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # importing a module runs it, and it may raise anything
+    except Exception as error:  # an import runs the module's code, which may raise any error
         raise ImportError(f"{name} cannot be imported here: {error}") from error
     if path.endswith("]"):
         path, _, key = path[:-1].partition("[")
@@ -189,7 +195,7 @@ def _put(holder: Any, key: str, value: Any) -> None:
 def _put_by_value(
     place: str, value: Any, classes: Mapping[str, type], scopes: Mapping[str, list[dict[str, Any]]]
 ) -> None:
-    """Put a value where code that came by value looks it up."""
+    """Set the value of a place in the classes and globals of code that was pickled by value."""
     owner, _, key = place.rpartition(".")
     if ":" in owner:
         if owner in classes:

@@ -1,4 +1,4 @@
-"""Digests of code: equal in two processes if the code is, whatever objects it is made of there."""
+"""Computes digests of code that are equal in two processes if the code is equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dt
 
 
 def digest(value: Any) -> bytes:
-    """Eight bytes that stand for what a value does when it is called or read.
+    """Return an 8-byte digest of a value.
 
-    Functions count by their instructions, constants, defaults, module and what their closures hold; classes, modules
-    and built-in functions by name; numbers, strings, tensors and containers of these by value; other objects by their
-    class.
+    The digest of a function covers its instructions, constants, defaults, module name and closure values. The digest of
+    a class, a module or a built-in function covers its name. Numbers, strings, containers, and CPU tensors of at most
+    1 MiB are digested by value. The digest of any other object covers only the name of its class.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())
@@ -27,7 +27,7 @@ def digest(value: Any) -> bytes:
 
 
 def original(value: Any) -> Any:
-    """Unwrap a function that a rank has wrapped to compute it faster; give any other value as it is."""
+    """Return the original of a function that this package has wrapped; return any other value unchanged."""
     while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         if not value.__globals__.get("__name__", "").startswith("parallelformers_ng."):
             break
@@ -36,6 +36,7 @@ def original(value: Any) -> Any:
 
 
 def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
+    """Add a value to a hash; `seen` has the ids of the values that contain this value."""
     value = original(value)
     if id(value) in seen:
         return hasher.update(b"again")
@@ -44,7 +45,9 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     hasher.update(kind.encode())
     if isinstance(value, types.FunctionType):
         hasher.update(_instructions(value.__code__))
-        hasher.update(str(value.__globals__.get("__name__")).encode())  # equal code may name other globals
+        hasher.update(
+            str(value.__globals__.get("__name__")).encode()
+        )  # equal code in another module uses other globals
         cells = [_contents(cell) for cell in value.__closure__ or ()]
         for part in (value.__defaults__, value.__kwdefaults__, *cells):
             _feed(hasher, part, inner)
@@ -83,14 +86,15 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 
 @functools.cache
 def _instructions(code: types.CodeType) -> bytes:
-    """Return a piece of code as bytes, the same in every process that has read the same file. (Version 2 of the
-    format has no references, which depend on how often an object is used.)"""
+    """Return a code object as bytes that are equal in every process that has read the same file.
+
+    The bytes are in version 2 of the marshal format. Later versions have references, which depend on reference counts.
+    """
     return marshal.dumps(_without_origin(code), 2)
 
 
 def _without_origin(code: types.CodeType) -> types.CodeType:
-    """Return the code without the names of its file and class, in which pieces of code that compare equal may
-    differ."""
+    """Return a code object without the names of its file and class, which may differ between equal code objects."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     return code.replace(co_filename="", co_qualname="", co_consts=constants)
 

@@ -1,4 +1,4 @@
-"""Values for places of code, as they travel to the ranks: pickled by value."""
+"""Pickles changed code by value, for the ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import Slot
 
 Digests = dict[str, bytes]
-"""Place → digest of what it holds."""
+"""Name of a place → digest of its value."""
 
 
 @dataclass(frozen=True)
 class CodeChanges:
-    """Values for places of code, as they travel to the ranks.
+    """Changes of code that are sent to the ranks.
 
     Attributes:
-        data: a pickle of place → value.
-        restored: places that hold again what a rank imports by itself.
-        of_step: whether a forward pass reaches one of them.
-        by_value: modules whose code came to the ranks by value, as no import finds it.
+        data: pickle of a mapping: name of a place → new value.
+        restored: names of places that have the imported value again.
+        of_step: whether a forward pass reaches a changed place.
+        by_value: names of modules whose code was pickled by value, because ranks cannot import that code.
     """
 
     data: bytes
@@ -37,7 +37,7 @@ class CodeChanges:
     by_value: frozenset[str] = frozenset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With this it travels as a pickle, which is signed: `data` is code."""
+        """Restore the attributes. A class with this method is sent as a signed pickle, because `data` contains code."""
         vars(self).update(state)
 
 
@@ -47,16 +47,16 @@ def pack(
     restored: Iterable[str] = (),
     modules: Collection[str] = frozenset(),
 ) -> CodeChanges:
-    """Take values of places to the wire.
+    """Pickle the values of changed places.
 
     Args:
-        slots: the places and their values.
-        imported: place → digest of what a rank imports there by itself.
-        restored: places that hold again what a rank imports by itself.
-        modules: names of the modules whose code travels by value.
+        slots: name of a changed place → the place and its value.
+        imported: name of a place → digest of the value that a rank imports.
+        restored: names of places that have the imported value again.
+        modules: names of the modules whose code is pickled by value.
 
     Raises:
-        NotPortableError: one cannot cross; the message names its place.
+        NotPortableError: a value cannot be pickled; the message names its place.
     """
     values = {place: slot.value for place, slot in slots.items()}
     try:
@@ -66,14 +66,14 @@ def pack(
         place = next((place for place, value in values.items() if not _is_portable(place, value, imported)), "")
         raise NotPortableError(
             f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
-            f" {error}. Have it hold nothing that cannot be copied (a lock, an open file)"
+            f" {error}. Remove everything from it that cannot be copied (a lock, an open file)"
         ) from error
     return CodeChanges(data, tuple(restored), any(slot.of_step for slot in slots.values()), frozenset(modules))
 
 
 @contextlib.contextmanager
 def by_value(names: Iterable[str]) -> Iterator[None]:
-    """Within it, what these modules define is pickled by value."""
+    """Pickle functions and classes of these modules by value within the context."""
     known = cloudpickle.list_registry_pickle_by_value()
     modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
     for module in modules:
@@ -86,8 +86,11 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
 
 
 class _CodePickler(cloudpickle.Pickler):
-    """Takes the functions of some places by value, even under the name of the place: `functools.wraps` names a
-    function after the one it replaces. It often calls the original: that travels as the name of the place."""
+    """Pickles functions that are named after a changed place by value, and the original function as the place's name.
+
+    `functools.wraps` gives a replacement the name of the replaced function. A replacement often calls the original
+    function, which a rank can find by the name of the place.
+    """
 
     def __init__(self, buffer: io.BytesIO, places: Collection[str], imported: Digests) -> None:
         super().__init__(buffer, protocol=5)
@@ -105,7 +108,7 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _place_named(function: types.FunctionType) -> str:
-    """Return the place that a function is named after."""
+    """Return the name of the place that a function is named after: `module:qualified name`."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
@@ -118,6 +121,6 @@ def _pickled(values: Mapping[str, Any], imported: Digests) -> bytes:
 def _is_portable(place: str, value: Any, imported: Digests) -> bool:
     try:
         _pickled({place: value}, imported)
-    except Exception:  # see `pack`
+    except Exception:  # reducers are foreign code and raise anything
         return False
     return True

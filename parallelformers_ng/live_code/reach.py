@@ -1,4 +1,4 @@
-"""Lists the code that the forward of a model can reach: functions of its classes, and the globals that these name."""
+"""Lists the code that a model can run: functions of its classes, and the global variables that the functions name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
 
 STEP = frozenset({"forward", "__call__"})
-"""Names of the methods that a forward pass starts in."""
+"""Names of the methods with which a forward pass starts."""
 LIBRARIES = frozenset({
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "numpy", "einops", "parallelformers_ng",
     "huggingface_hub", "safetensors", "tokenizers", "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2",
     "httpx", "requests", "triton", "scipy", "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
 }) | sys.stdlib_module_names  # fmt: skip
-"""Packages that transformers and its models use: their code is taken for stock, if it is in its own place."""
+"""Packages that transformers and its models use. Code of these packages is foreign only if it replaces other code."""
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
 _NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
@@ -35,7 +35,7 @@ _NOT_COMPUTING = tuple(
         "utils.quantization_config",
     )
 )  # fmt: skip
-"""Modules of transformers that load, write, describe or train, and are not followed."""
+"""Modules of transformers for loading, writing, describing or training; their code is not followed."""
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
@@ -43,14 +43,14 @@ _MOST_ENTRIES = 200
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in which code is looked up by name.
+    """A place where code is looked up by name, and its value.
 
     Attributes:
-        place: its name, `module:Class.attribute`, `module:global` or `module:registry[key]`.
-        holder: the class, the globals of the module or the registry that holds the value.
-        key: the name under which `holder` has it.
-        value: its value when it was looked at.
-        of_step: whether a forward pass reaches it; else only `generate` and other methods do.
+        place: name of the place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
+        holder: class, module globals or registry that contains the value.
+        key: name of the value in `holder`.
+        value: value of the place when the slot was made.
+        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach it.
     """
 
     place: str
@@ -63,22 +63,22 @@ class Slot:
 def reach(
     classes: Iterable[type], functions: Iterable[Any] = (), attentions: Collection[str] | None = None
 ) -> dict[str, Slot]:
-    """List the places of the code that methods of these classes can reach.
+    """List the places of the code that methods of these classes can run.
 
-    A method is reached if code that is reached names it, whatever the object. Globals are followed within transformers
-    and the packages of the classes and functions themselves. Into torch they are not; of its layers, the functions that
-    they name are listed.
+    A method is listed if listed code contains the name of the method, for an object of any class. Global variables are
+    followed into transformers, and into the packages of the classes and functions. torch's code is not followed, but
+    the functions that torch's layers name are listed.
 
     Args:
         classes: classes of a model's modules.
-        functions: further functions that the modules hold.
-        attentions: names of the attention functions whose code is followed; None for all that are registered.
+        functions: further functions that modules have as attributes.
+        attentions: names of the attention functions whose code is followed; None for all registered functions.
 
     Returns:
-        Place → slot, those of a forward pass first.
+        Name of a place → slot. Places that a forward pass reaches come first.
     """
     walk = _Walk([*classes], [*functions], attentions)
-    walk.follow(STEP | {"__init__"}, of_step=True)  # that of caches, which name their layers there
+    walk.follow(STEP | {"__init__"}, of_step=True)  # __init__ of caches, which names the classes of cache layers
     own = {base for cls in walk.classes for base in cls.__mro__ if base not in _GENERAL}
     public = {name for base in own for name in vars(base) if not name.startswith("_")}
     walk.follow(public | {"generate"}, of_step=False)
@@ -86,15 +86,17 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """Collect the globals in which code that `reach` follows looks up names: name of the module → dictionaries. Code
-    that came by value has globals of its own, and no import finds them."""
+    """Return name of a module → list of the globals dictionaries of its functions, for the code that `reach` follows.
+
+    Functions that were pickled by value have their own globals, which an import of the module does not find.
+    """
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
     return {name: [*scopes.values()] for name, scopes in walk.scopes.items()}
 
 
 class _Walk:
-    """A walk over code, from names to the functions of that name and to the names in these."""
+    """A search through code: from a name to all functions of that name, and from a function to all names in it."""
 
     def __init__(self, classes: list[type], functions: list[Any], attentions: Collection[str] | None) -> None:
         self._attentions = attentions
@@ -108,20 +110,20 @@ class _Walk:
         self._methods: dict[str, list[type]] = {}
         self._known: set[int] = set()
         self._known_classes: set[type] = set()
-        self._waiting: list[tuple[type | None, str, Any]] = []
+        self._pending: list[tuple[type | None, str, Any]] = []
         self._of_step = True
         for cls in self.classes:
             self._add(cls)
         for function in functions:
-            self._waiting.append((None, "", function))
+            self._pending.append((None, "", function))
 
     def follow(self, names: Iterable[str], of_step: bool) -> None:
-        """Add what methods of these names reach."""
+        """Add the places that methods of these names reach."""
         self._of_step = of_step
         for name in names:
             self._name(name)
-        while self._waiting:
-            owner, name, value = self._waiting.pop()
+        while self._pending:
+            owner, name, value = self._pending.pop()
             if owner is not None:
                 self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, value)
             for function in functions_in(value):
@@ -130,7 +132,7 @@ class _Walk:
                     self._read(function)
 
     def _add(self, cls: type) -> None:
-        """Have the methods of a class found by their names."""
+        """Register the methods of a class by name."""
         for base in cls.__mro__:
             followed = package_of(base) in self._packages or (
                 package_of(base) == "torch" and issubclass(base, nn.Module)
@@ -145,12 +147,12 @@ class _Walk:
                     continue
                 self._methods.setdefault(name, []).append(base)
                 if name in self._named:
-                    self._waiting.append((base, name, value))
+                    self._pending.append((base, name, value))
 
     def _name(self, name: str) -> None:
         if name not in self._named:
             self._named.add(name)
-            self._waiting.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
+            self._pending.extend((owner, name, vars(owner)[name]) for owner in self._methods.get(name, ()))
 
     def _read(self, function: types.FunctionType) -> None:
         scope = function.__globals__
@@ -178,17 +180,17 @@ class _Walk:
             elif isinstance(value, (GeneralInterface, dict)):
                 self._read_registry(f"{module}:{name}", value)
             else:
-                self._waiting.append((None, name, value))
+                self._pending.append((None, name, value))
 
     def _read_method_of_tensors(self, name: str) -> None:
-        """Note a method that a program has put on all tensors."""
+        """Record a method that the program has added to `torch.Tensor`."""
         method = vars(torch.Tensor).get(name)
         if isinstance(method, types.FunctionType) and package_of(method) != "torch":
             self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
-            self._waiting.append((None, name, method))
+            self._pending.append((None, name, method))
 
     def _read_layer(self, function: types.FunctionType) -> None:
-        """Note what a layer of torch names of `torch.nn.functional`."""
+        """Record the functions of `torch.nn.functional` that a torch layer names."""
         functional = function.__globals__.get("F")
         if isinstance(functional, types.ModuleType):
             self._read_module(functional, names_in(function.__code__))
@@ -196,7 +198,7 @@ class _Walk:
     def _read_module(
         self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
     ) -> None:
-        """Note the functions of a module that code names beside it: `nn.functional.silu`."""
+        """Record the functions of a module that code names, for example `silu` for the code `nn.functional.silu`."""
         if module in above or package_of(module) not in self._packages | {"torch"}:
             return
         for name in names & vars(module).keys():
@@ -205,10 +207,10 @@ class _Walk:
                 self._read_module(value, names, above | {module})
             elif callable(value) and not isinstance(value, type):
                 self._note(f"{module.__name__}:{name}", vars(module), name, value)
-                self._waiting.append((None, name, value))
+                self._pending.append((None, name, value))
 
     def _read_registry(self, place: str, registry: Any) -> None:
-        """Note the functions of a registry, such as transformers' attention functions."""
+        """Record the functions of a registry, for example transformers' attention functions."""
         if id(registry) in self._known or len(registry) > _MOST_ENTRIES:
             return
         self._known.add(id(registry))
@@ -218,14 +220,18 @@ class _Walk:
             if isinstance(key, str) and callable(value) and not isinstance(value, type):
                 self._note(f"{place}[{key}]", registry, key, value)
                 if isinstance(registry, GeneralInterface) and (self._attentions is None or key in self._attentions):
-                    self._waiting.append((None, key, value))
+                    self._pending.append((None, key, value))
 
     def _note(self, place: str, holder: Any, key: str, value: Any) -> None:
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
 
 
 def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """Read the value that a class, the globals of a module or a registry itself has under a name."""
+    """Return the value of a name in a class (without its bases), in a module's globals or in a registry.
+
+    Args:
+        default: result if `holder` has no such name.
+    """
     if isinstance(holder, type):
         return vars(holder).get(key, default)
     if isinstance(holder, GeneralInterface):
@@ -234,14 +240,14 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
 
 def entries_of(registry: Any) -> list[tuple[Any, Any]]:
-    """Return the entries of a registry, as they are stored."""
+    """Return the (key, value) entries of a registry or a dictionary, without calling overridden methods."""
     if isinstance(registry, GeneralInterface):
         return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
     return [*dict.items(registry)]
 
 
 def package_of(part: Any) -> str:
-    """Return the top-level package that a module, a class or a function belongs to; "" if it does not say."""
+    """Return the top-level package of a module, a class or a function; "" if `part` has no module name."""
     name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)
     if isinstance(part, types.FunctionType):
         name = part.__globals__.get("__name__", name)
@@ -249,8 +255,7 @@ def package_of(part: Any) -> str:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that calling or reading `value` runs: itself, those that it wraps, a property's
-    getter."""
+    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters."""
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
@@ -276,6 +281,6 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a piece of code looks up, also within the functions that it makes."""
+    """Return the names that a code object looks up, also in nested functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))

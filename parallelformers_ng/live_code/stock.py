@@ -1,4 +1,4 @@
-"""Tells which modules of a model run code that is not the libraries' own."""
+"""Finds the modules of a model that run foreign code: code that no known library defines."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _HARMLESS = (
 )  # fmt: skip
 _FAMILIES = "transformers.models."
 _SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
-"""Attributes of modules that accelerate and this package put there."""
+"""Attributes that accelerate and this package add to modules."""
 
 
 def foreign_modules(model: nn.Module) -> dict[str, str]:
-    """Return the modules whose forward runs code that no library defines: a class of the user's, a function put in the
-    place of another, on the class, on the module or in a global that the code names.
+    """Return the modules whose forward runs foreign code.
 
-    accelerate's hooks, which replace `forward` on modules, are no such code.
+    Foreign code is a class of the program, or a function that the program replaced: on the class, on the module, or in
+    a global variable that the code names. Hooks of accelerate, which replace `forward` on modules, are not foreign.
 
     Returns:
-        Dotted path → what is not stock, in words. Empty for a stock model.
+        Dotted path of a module → description of its foreign code. Empty if the model runs only code of libraries.
     """
     foreign: dict[str, str] = {}
     of_classes: dict[type, str] = {}
@@ -53,14 +53,13 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
         reason = _foreign_on_module(module) or of_classes[cls]
         if reason:
             foreign[path] = reason
-    return {**foreign, **_put_in_place(model)}
+    return {**foreign, **_replaced_modules(model)}
 
 
-def _put_in_place(model: nn.Module) -> dict[str, str]:
-    """Return the modules of torch's that a program has put in the place of others: an activation that looks at all
-    columns.
+def _replaced_modules(model: nn.Module) -> dict[str, str]:
+    """Return path → description of the torch modules with which the program replaced modules of the model.
 
-    Layers, and activations of single elements, are told by other means, or do no harm.
+    Layers and element-wise activations are ignored.
     """
     modules = {
         path: module
@@ -71,7 +70,7 @@ def _put_in_place(model: nn.Module) -> dict[str, str]:
         return {}
     built = _classes_built(model)
     return {
-        path: f"a {type(module).__name__} was put there"
+        path: f"the program put a {type(module).__name__} there"
         for path, module in modules.items()
         if built and built.get(path) is not parametrize.type_before_parametrizations(module)
     }
@@ -81,7 +80,7 @@ _BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, type]] = weakref.WeakKeyD
 
 
 def _classes_built(model: PreTrainedModel) -> dict[str, type]:
-    """Return path → class of the modules that the model's own class builds; none if it cannot be built once more."""
+    """Return path → class of the modules of a newly built model of the same class; empty if building fails."""
     if model not in _BUILT:
         try:
             with torch.device("meta"):
@@ -95,9 +94,10 @@ def _classes_built(model: PreTrainedModel) -> dict[str, type]:
 
 
 def foreign_layer(module: nn.Module) -> str:
-    """Return why a layer cannot be taken for the product or look-up that its weight suggests, in words; "" if it can.
+    """Return why a layer may not compute the plain product or look-up of its weight; "" if there is no reason.
 
-    Its forward has to be torch's, or that of a class in transformers' files for a family, on its own parameters.
+    The forward of the layer must be torch's, or that of a class in `transformers.models`, and must use the layer's own
+    parameters.
     """
     reason = _foreign_on_module(module) or foreign_class(type(module))
     if reason or type(module).__module__.startswith(_FAMILIES):
@@ -105,20 +105,22 @@ def foreign_layer(module: nn.Module) -> str:
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
     if computed := next((name for name in _weights_computed_by_hooks(module)), ""):
-        return f"{computed} computes its weight before each call"
+        return f"a hook ({computed}) computes its weight before each call"
     base: type | None = next((kind for kind in _PLAIN_LAYERS if isinstance(module, kind)), None)
     if base is None:
         return ""
     if type(module).forward is not base.forward:  # type: ignore[attr-defined]
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} defines its own forward"
     if further := set(module._parameters) - {"weight", "bias"}:
         return f"it has further parameters ({', '.join(sorted(further))})"
     return ""
 
 
 def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
-    """Return the first parameter or buffer whose class is the program's and says itself what functions of torch do
-    with it: its name and class; two empty words if there is none."""
+    """Return the name and the class name of the first parameter or buffer whose class overrides torch functions.
+
+    Only classes of the program count. The result is two empty strings if there is no such tensor.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for base in type(tensor).__mro__:
             own = {"__torch_function__", "__torch_dispatch__"} & vars(base).keys()
@@ -128,21 +130,20 @@ def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """Return the names in the code of the program's that a module runs."""
+    """Return the names that occur in the program's code on a module and on its class."""
     functions = functions_in(vars(module).get("forward"))
     own = {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
     return own | names_of_class(type(module))
 
 
 def names_of_class(cls: type) -> set[str]:
-    """Return the names in the code of the program's that is on a class."""
+    """Return the names that occur in the program's code on a class and its bases."""
     functions = (function for base in cls.__mro__ for value in vars(base).values() for function in functions_in(value))
     return {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
 
 
 def is_stock(slot: Slot) -> bool:
-    """Return whether a place holds what a library has put there, as far as its functions tell where they were
-    written."""
+    """Return whether the value of a place is a library's, judged by the modules of the functions in the value."""
     value = slot.value
     if isinstance(value, type):
         return package_of(value) in LIBRARIES
@@ -151,7 +152,7 @@ def is_stock(slot: Slot) -> bool:
         return not callable(value) or package_of(type(value)) in LIBRARIES | {"builtins"}
     if not all(map(_is_of_library, functions)):
         return False
-    if isinstance(slot.holder, type) and slot.key in STEP:  # not a method of another class in the place of its own
+    if isinstance(slot.holder, type) and slot.key in STEP:  # a method of another class does not count as the library's
         names = {base.__qualname__ for base in slot.holder.__mro__}
         owners = {f.__qualname__.rpartition(".")[0] for f in functions if f.__name__ == slot.key}
         return bool(owners & names) or all(not owner or "<locals>" in owner for owner in owners)
@@ -163,8 +164,8 @@ def _is_of_library(function: types.FunctionType) -> bool:
 
 
 def functions_of(module: nn.Module) -> dict[str, Any]:
-    """Return the functions of the program's that a module itself holds: attribute → function, or what holds one."""
-    of_class = {}
+    """Return name → value of the attributes of a module object that are, or contain, functions of the program."""
+    program_functions = {}
     for name, value in vars(module).items():
         if name in _SKIPPED or isinstance(value, (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)):
             continue
@@ -173,20 +174,20 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             own = set(map(id, functions_in(type(module).forward)))
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
-                of_class[name] = value
+                program_functions[name] = value
         elif callable(value) and not isinstance(value, type) and not all(map(_is_of_library, functions_in(value))):
-            of_class[name] = value
-    return of_class
+            program_functions[name] = value
+    return program_functions
 
 
 def _foreign_on_module(module: nn.Module) -> str:
-    """Say which stock code a module itself replaces, in words; "" if none."""
+    """Return a description of the first function of the program on a module object; "" without such a function."""
     name = next(iter(functions_of(module)), "")
     return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
 
 
 def _without_accelerate(module: nn.Module, forward: Any) -> Any:
-    """Return the forward that accelerate's hook calls; None if that is the class's own."""
+    """Return `forward`, or the forward that accelerate's hook calls; None if that is the method of the class."""
     if "_hf_hook" not in vars(module):
         return forward
     before = vars(module).get("_old_forward")
@@ -199,27 +200,29 @@ _MISSING = object()
 
 
 def foreign_class(cls: type) -> str:
-    """Say what in the code of a class is not stock; "" if all is. The answer is kept while nothing that it was made
-    of is replaced."""
+    """Return a description of the foreign code of a class; "" if the class has none.
+
+    The answer is cached until the program replaces a value that decided the answer.
+    """
     known = _OF_CLASS.get(cls)
     if known is not None and all(value_in(holder, key, _MISSING) is value for holder, key, value in known[0]):
         return known[1]
     slots = [slot for slot in reach([cls]).values() if slot.of_step]
     reason = next((f"{slot.place.partition(':')[2]} is not the library's" for slot in slots if not is_stock(slot)), "")
     if package_of(cls) not in LIBRARIES and type(cls) is type and not _only_inherits(cls):
-        reason = reason or f"{cls.__qualname__} is a class of the program's"
+        reason = reason or f"{cls.__qualname__} is a class of the program"
     _OF_CLASS[cls] = [(slot.holder, slot.key, slot.value) for slot in slots], reason
     return reason
 
 
 def _only_inherits(cls: type) -> bool:
-    """Return whether the bases of a class do all the work of its forward."""
+    """Return whether a class of the program defines no method except `__init__`, so that library bases do all work."""
     own = [base for base in cls.__mro__ if package_of(base) not in LIBRARIES]
     return not any(callable(value) and name != "__init__" for base in own for name, value in vars(base).items())
 
 
 def _weights_computed_by_hooks(module: nn.Module) -> Iterator[str]:
-    """Yield the helpers of torch that compute a module's weight in a hook: pruning, weight and spectral norm."""
+    """Yield the names of torch's helpers that compute a module's weight in a hook: pruning, weight or spectral norm."""
     hooks: list[Callable[..., Any]] = [*module._forward_pre_hooks.values()]
     for hook in hooks:
         kind = type(hook)

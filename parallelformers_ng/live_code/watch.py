@@ -1,4 +1,4 @@
-"""Notices, in microseconds, that code which calls of a model reach has been replaced."""
+"""Detects within microseconds that code which a model's methods use has been replaced."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
 
 
 class CodeWatch:
-    """Watches places of code.
+    """Compares places of code with the values that the places had when the watch began.
 
     Args:
-        slots: the places, with what they hold.
+        slots: places and their values.
     """
 
     def __init__(self, slots: Iterable[Slot]) -> None:
@@ -31,7 +31,7 @@ class CodeWatch:
             table = _table_of(slot.holder)
             if slot.key in STEP and isinstance(slot.holder, type):
                 classes[id(table)] = table
-                copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would put that there later
+                copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later
             if slot.key in table:
                 groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
         self._tables = [table for table, _ in groups.values()]
@@ -41,29 +41,28 @@ class CodeWatch:
         self._sizes = [*map(len, self._classes)]
 
     def holds(self) -> bool:
-        """Return whether all places hold what they held, the same objects or equal numbers, and no class of modules
-        has got a place more or lost one."""
+        """Return whether all places still have their first values, and no watched class gained or lost an attribute."""
         try:
             same = [*map(operator.call, self._getters, self._tables)] == self._values
             return same and [*map(len, self._classes)] == self._sizes
-        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor now
+        except (KeyError, RuntimeError, ValueError):  # a value is missing, or is a tensor now
             return False
 
 
 def refuse_modes() -> None:
-    """Raise ParallelError within a mode of the program's that changes what functions of torch do in this process."""
+    """Raise ParallelError if a torch function mode or dispatch mode of the program is active in this thread."""
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if package_of(type(mode)) not in LIBRARIES:
             raise ParallelError(
-                f"the call is made within {type(mode).__name__}, which changes functions of torch in this process, not"
-                " in the workers. Leave it before the call, or call deparallelize() first"
+                f"the mode {type(mode).__name__} is active and changes torch functions in this process, but not on the"
+                " workers. Leave the mode before the call, or call deparallelize() first"
             )
 
 
 def _table_of(holder: Any) -> dict[str, Any]:
-    """Return the dictionary in which a class, a module or a registry keeps its values."""
+    """Return the dictionary with the values of a class, of a module's globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table
@@ -74,4 +73,4 @@ def _table_of(holder: Any) -> dict[str, Any]:
 
 def _getter(values: dict[str, Any]) -> Any:
     keys = [*values]
-    return operator.itemgetter(*keys, *keys[:1])  # of two keys at least, it gives a tuple
+    return operator.itemgetter(*keys, *keys[:1])  # with at least two keys, an itemgetter returns a tuple

@@ -1,1 +1,1 @@
-"""The parallelized model in the caller: its methods, and how calls become requests. `parallelized` is for outside."""
+"""Implements the parallelized model in the caller's process: its methods, and how calls become requests."""

@@ -1,4 +1,4 @@
-"""The adapters of a parallelized model: a call runs with those that were active when it was made."""
+"""Records the active adapters of a parallelized model: a call keeps the adapters that were active at its start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapter
 
 
 class Adapters:
-    """The adapters of one model.
+    """The adapters (LoRA or IA3) of one model.
 
     Attributes:
-        switching: held while they are switched, and while a call looks which are active.
+        switching: lock for switching adapters and for reading which adapters are active.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -27,12 +27,12 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return the adapters of a model; None if it has none."""
+        """Return the adapters of a model; None if the model has no adapters."""
         layers = layers_with_adapters(model)
         return cls(layers) if layers else None
 
     def active(self) -> ActiveAdapters:
-        """Return the adapters of this thread's call; outside of a call, the active ones."""
+        """Return the adapters of this thread's current call, or the active adapters outside of a call."""
         of_call = _of_call.get()
         if of_call is not None and of_call[0] is self:
             return of_call[1]
@@ -41,10 +41,10 @@ class Adapters:
 
     @contextlib.contextmanager
     def of_call(self, active: ActiveAdapters | None = None) -> Iterator[None]:
-        """Within it this thread computes with what is active now, even if a call becomes many requests.
+        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters.
 
         Args:
-            active: adapters to compute with instead.
+            active: adapters to compute with; by default the adapters that are active at the start of the block.
         """
         token = _of_call.set((self, active or self.active()))
         try:

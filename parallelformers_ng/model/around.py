@@ -1,5 +1,6 @@
-"""peft's objects around a model while it is parallelized. They stay in the caller: calls of the inner model go to
-the workers, and changes of its weights are refused."""
+"""Adapts peft's wrapper objects to a parallelized model. The wrappers stay in the caller's process: calls of the inner
+model go to the workers, and changes of the inner model's
+weights are refused."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
 
 _KINDS = ("LORA", "IA3")
-_NO_ADAPTER = "__base__"  # peft's name for none
+_NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """Return the model that peft's object adapts, and the objects around it; a model of another kind, and none.
+    """Return (inner model, list of its peft wrappers); for a model without peft, (the model, empty list).
 
     Raises:
-        UnsupportedModelError: it does more than to have adapters in the model, or the kind of these is not cut.
+        UnsupportedModelError: an adapter is neither LoRA nor IA3.
     """
     if not hasattr(type(model), "get_base_model"):
         return model, []
@@ -34,28 +35,29 @@ def within(model: Any) -> tuple[Any, list[nn.Module]]:
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind not in _KINDS:
             raise UnsupportedModelError(
-                f"the adapter {name!r} of {type(model).__name__} is of the kind {kind}, and {' and '.join(_KINDS)} are"
-                " cut so far; pass the model without it, or what merge_and_unload() returns"
+                f"the adapter {name!r} of {type(model).__name__} has the type {kind}; supported types are"
+                f" {' and '.join(_KINDS)}. Remove the adapter, or pass the model that merge_and_unload() returns"
             )
     return model.get_base_model(), [model, model.base_model]
 
 
 def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
-    """Return peft's model around one, with adapters in it; the first of them is active.
+    """Return a peft wrapper around `model` with the loaded adapters; the first adapter is active.
 
     Args:
-        model: the model.
-        directories: directory, or name on the hub, of each adapter by its name.
+        model: the model to wrap.
+        directories: adapter name → directory or hub id of the adapter.
 
     Raises:
         ParallelError: peft is not installed.
-        CheckpointError: an adapter is none of this model's, or is damaged.
+        CheckpointError: an adapter does not fit this model, or its files are damaged.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ParallelError(
-            f"{', '.join(directories.values())} holds an adapter, and what reads it is not installed: pip install peft"
+            f"{', '.join(directories.values())} is an adapter, and peft, which reads it, is not installed:"
+            " pip install peft"
         ) from error
     around: Any = None
     for name, directory in directories.items():
@@ -65,18 +67,19 @@ def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
             loaded = around.load_adapter(directory, name, low_cpu_mem_usage=True)
         except (ValueError, OSError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(
-                f"the adapter {name!r} of {directory} cannot be put into {type(model).__name__}: {error}"
+                f"the adapter {name!r} of {directory} cannot be loaded into {type(model).__name__}: {error}"
             ) from error
-        if wrong := (*loaded.missing_keys, *loaded.unexpected_keys):
+        if mismatched := (*loaded.missing_keys, *loaded.unexpected_keys):
             raise CheckpointError(
-                f"the adapter {name!r} of {directory} is not one of this {type(model).__name__}: {len(wrong)} of its"
-                f" tensors are missing or have no place, the first is {wrong[0]}"
+                f"the adapter {name!r} of {directory} does not fit this {type(model).__name__}: {len(mismatched)}"
+                f" tensors are missing or not part of the model, the first is {mismatched[0]}"
             )
     return around
 
 
 def surround(around: list[nn.Module], model: nn.Module) -> None:
-    """Have the objects around a model know that it is parallelized, until its `remote_tree.leave`."""
+    """Replace the classes of the peft wrappers around `model`, so that the wrappers use the workers. The function
+    `remote_tree.leave` restores the classes."""
     remote = remote_of(model)
     remote.around = around
     for each in around:
@@ -87,7 +90,7 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 
 @functools.cache
 def _surrounding(cls: Any) -> Any:
-    """Return a subclass of `cls` with its name, for objects around a parallelized model."""
+    """Return a subclass of `cls` with the same name, for peft wrappers of a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
     for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
@@ -109,7 +112,7 @@ def _end(self: Any, *_: object) -> None:
 
 def _adapters(around: nn.Module) -> Adapters:
     adapters = remote_of(around).calls.adapters
-    assert adapters is not None, "peft gives no model without a layer that has adapters"
+    assert adapters is not None, "peft wraps no model without adapter layers"
     return adapters
 
 
@@ -132,35 +135,36 @@ def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
-    """Replace peft's handling of `adapter_names` around a forward and a `generate`: run the call with the named
-    adapter.
+    """Replace peft's handling of `adapter_names` in `forward` and `generate`: run the call with the named adapter.
 
     Raises:
-        ParallelError: there are several.
-        ValueError: there is none of that name, as in peft.
+        ParallelError: `adapter_names` has several distinct names.
+        ValueError: no adapter has that name; peft raises the same error.
     """
     if adapter_names is None:
         yield
         return
     names = sorted(set(adapter_names))
-    if strange := set(names) - {*self.peft_config, _NO_ADAPTER}:
-        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(strange))}")
+    if unknown_names := set(names) - {*self.peft_config, _NO_ADAPTER}:
+        raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(unknown_names))}")
     if len(names) > 1:
-        what = f"adapter_names={names}"
-        raise ParallelError(refusal(self, what, "the rows of a batch run with the same adapters; call once for each"))
+        operation = f"adapter_names={names}"
+        raise ParallelError(
+            refusal(self, operation, "all rows of a batch run with one adapter; make a call per adapter")
+        )
     adapters = _adapters(self)
     with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
         yield
 
 
 async def _agenerate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the model's own, with `adapter_names`."""
+    """Await the inner model's `agenerate`, with support for `adapter_names`."""
     with self._enable_peft_forward_hooks(adapter_names=kwargs.pop("adapter_names", None)):
         return await remote_of(self).model.agenerate(*args, **kwargs)
 
 
 def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """peft's own `save_pretrained`."""
+    """Wrap peft's `save_pretrained`, so that it fetches adapter weights from the workers."""
 
     @functools.wraps(original)
     def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,12 +176,14 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """Return a state dict with the tensors that peft writes for some adapters; other tensors stay on the workers.
+    """Return the model's state dict, with only the tensors that peft writes fetched from the workers.
 
     Args:
-        embeddings: whether those of the model are written too; "auto" as peft chooses.
+        model: peft wrapper, or transformers model with adapters.
+        names: names of the adapters to write.
+        embeddings: whether the model's embeddings are written too; with "auto" peft decides.
     """
-    from peft import get_peft_model_state_dict  # who has adapters has peft
+    from peft import get_peft_model_state_dict  # a model with adapters needs peft, so peft is installed
 
     state = model.state_dict(keep_vars=True)
     written = set[int]()

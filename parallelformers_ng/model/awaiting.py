@@ -1,4 +1,4 @@
-"""`agenerate`: a call of `generate` that an asyncio task awaits. It runs in a thread of its own."""
+"""Provides `agenerate`: a call of `generate` that an asyncio task awaits, and that runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.runtime.cancellation import Cancellation, cancelled_by
 
-_THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # they are started as they are needed, and kept
+_THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # threads start on demand and are kept
 
 
 async def agenerate(model: Any, arguments: dict[str, Any]) -> Any:
-    """Await `model.generate(**arguments)`. A task that is cancelled ends the call within a step of decoding."""
+    """Await `model.generate(**arguments)`. If the task is cancelled, the call ends within one decode step."""
     cancellation = Cancellation()
     config = arguments.get("generation_config") or model.generation_config
-    if (arguments.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:  # beams take no streamer
+    if (arguments.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:  # beam search accepts no streamer
         arguments["streamer"] = _Watched(arguments.get("streamer"), cancellation)
 
     def run() -> Any:
@@ -35,10 +35,10 @@ async def agenerate(model: Any, arguments: dict[str, Any]) -> Any:
 
 
 class _Watched(BaseStreamer):
-    """Ends the call at the first token that comes after its cancellation.
+    """A streamer that ends the call at the first token after the call was cancelled.
 
     Args:
-        streamer: the caller's, or None.
+        streamer: the caller's streamer, or None.
         cancellation: cancellation of the call.
     """
 

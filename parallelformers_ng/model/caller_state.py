@@ -1,5 +1,5 @@
-"""State that goes with a call besides its arguments: the start of its random numbers, and the caller's changes of
-configurations and modules that the workers do not know yet."""
+"""Keeps the state that a call sends besides its arguments: the random state, and changes of configurations and module
+attributes that the workers do not have yet."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.worker.call import Call
 
 Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
-"""The state of a random stream, and what takes its state afterwards."""
+"""The state of a random stream before a call (uint8), and the function that stores its state after the call."""
 
 
 class RandomStream:
-    """The random stream of calls without a seed of their own.
+    """The random stream of calls that have no `seed=`.
 
     Args:
-        seed: begins a stream of the model's own; None: calls follow the caller's generator.
+        seed: seed of the model's own stream; with None, calls use torch's default CPU generator in this process.
     """
 
     def __init__(self, seed: int | None) -> None:
         self._own = None if seed is None else torch.Generator().manual_seed(seed)
-        self._follower = threading.RLock()  # of who draws from that stream, or from the caller's generator
+        self._follower = threading.RLock()  # for the one call that advances the stream
         self._draws = itertools.count()
 
     @property
@@ -40,9 +40,13 @@ class RandomStream:
 
     @contextlib.contextmanager
     def of_call(self, seed: int | None) -> Iterator[Stream]:
-        """The state that a call starts from, and what takes the state afterwards."""
+        """Yield the random state at the start of a call, and the function that stores the state after the call.
+
+        Args:
+            seed: seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the stream.
+        """
         if seed is None and not self._follower.acquire(blocking=False):
-            seed = self.draw_seed()  # from where the call began that follows the generator, this would draw the same
+            seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state
         if seed is not None:
             yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
             return
@@ -53,13 +57,13 @@ class RandomStream:
             self._follower.release()
 
     def draw_seed(self) -> int:
-        """For a call beside others: each has its own, and the generator that they do not follow stays as it is."""
+        """Return a new 64-bit seed for a concurrent call, without advancing the stream."""
         state = (self._own or torch.default_generator).get_state()
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
 
 
 class Snapshot:
-    """The attributes of configurations, and of those within them, as they were.
+    """A copy of the attributes of configurations and of the configurations nested in them.
 
     Args:
         configs: dotted name → any object whose state is its attributes, or None.
@@ -74,8 +78,8 @@ class Snapshot:
         ]
 
     def still_holds(self, configs: dict[str, Any]) -> bool:
-        """True where these are the same objects and nothing in them has changed. Costs microseconds: dicts compare the
-        values that are the same objects by identity."""
+        """Return whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds,
+        because comparing two dicts is fast for values that are identical objects."""
         return (
             len(configs) == len(self._roots)
             and all(configs.get(root) is config for root, config in self._roots)
@@ -83,7 +87,7 @@ class Snapshot:
         )
 
     def values(self) -> dict[str, Any]:
-        """Dotted name → value, of everything but the configurations within."""
+        """Return dotted name → value of all attributes except nested configurations."""
         inner = {id(part) for _, part, _ in self._parts}
         return {
             prefix + name: value
@@ -94,26 +98,25 @@ class Snapshot:
 
 
 class Edits:
-    """The caller's changes since the model was parallelized, and the ones that the workers do not know yet.
+    """The caller's changes since the model was parallelized, and which changes the workers do not have yet.
 
     Args:
-        model: the model, as the workers have it.
-        code: the code that it runs in this process.
+        model: the model, in the state that the workers have.
+        code: the code that the model runs in this process.
     """
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
         self._code = code
         self._owners = owners_of_configurations(model)
-        self._built = Snapshot(self._configurations(model))  # what every new incarnation of the workers begins with
+        self._built = Snapshot(self._configurations(model))  # configurations of a new incarnation
         self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
         self._count = 0
         self._lock = threading.Lock()
-        # What the workers of an incarnation know: configurations, and all attributes that were set up to a time.
-        # Also how often code had changed.
+        # State of the workers: incarnation, configurations, number of attribute changes, number of code changes.
         self._known = (0, self._built, 0, 0)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """Note a new value of an attribute of the module at `path`."""
+        """Record a new value of an attribute of the module at `path`, for the next call."""
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value
@@ -121,37 +124,39 @@ class Edits:
             self._owners.append((path, name))
 
     def code_count(self, only_step: bool = False) -> int:
-        """Look for changes of the code; how often there were any.
+        """Check the code for changes, and return how often it has changed since the model was parallelized.
 
         Args:
-            only_step: look at the code of a forward pass alone.
+            only_step: check only the code of a forward pass.
 
         Raises:
-            ParallelError, NotPortableError: see `LiveCode.update`.
+            ParallelError: see `LiveCode.update`.
+            NotPortableError: see `LiveCode.update`.
         """
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
         return self._code.count
 
     def put_into(self, call: Call, model: nn.Module, incarnation: int) -> Callable[[], None]:
-        """Add to a call what the workers of this incarnation do not know yet.
+        """Add to a call the changes that the workers of this incarnation do not have yet.
 
         Returns:
-            What is to be called once the workers have it. A request that fails on its way has taught them nothing.
+            Function to call after the request has succeeded; it records that the workers have the changes.
 
         Raises:
-            ParallelError: code was changed in a way that the workers cannot follow.
+            ParallelError: the plan of the model is not valid for the changed code.
+            NotPortableError: a change of the code cannot be sent.
         """
-        known_incarnation, known, time, code_count = self._known
+        known_incarnation, known_configs, time, code_count = self._known
         if known_incarnation != incarnation:
-            known, time, code_count = self._built, 0, 0
+            known_configs, time, code_count = self._built, 0, 0
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(model), self._count
-        if time == count and code_count == codes and known.still_holds(configs):
+        if time == count and code_count == codes and known_configs.still_holds(configs):
             return _nothing
         current = Snapshot(configs)
-        before, now = known.values(), current.values()
+        before, now = known_configs.values(), current.values()
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 
@@ -174,8 +179,11 @@ CONFIGURATIONS = ("config", "generation_config")
 
 
 def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
-    """By which modules and attributes all configurations of a model are reached: the model's own first, then those that
-    other modules have for themselves (T5's encoder a copy, a language model within another how it generates)."""
+    """Return (module path, attribute name) of every configuration of a model, the model's own configurations first.
+
+    Submodules may have further configurations: T5's encoder has a copy, and a nested language model may have its own
+    generation configuration.
+    """
     seen: set[int] = set()
     owners = []
     for path, module in model.named_modules():
@@ -188,7 +196,7 @@ def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return a configuration and those within it, each with the dotted name that leads to it."""
+    """Return a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
     if config is None:
         return []
     parts = [(prefix, config)]
@@ -199,9 +207,9 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Return the value, or a copy if it could change in place."""
+    """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
 
 
 def _nothing() -> None:
-    """Do nothing: the workers know it all."""
+    """Do nothing: the workers have every change already."""

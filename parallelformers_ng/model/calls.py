@@ -1,5 +1,5 @@
-"""The calls of a parallelized model: which replica serves one; whether `generate` runs alone, is decoded together with
-others, or has its loop in this process."""
+"""Carries out the calls of a parallelized model: chooses the replica, and decides whether a `generate` runs alone,
+shares a batch, or runs its loop in this process."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ log = logging.getLogger("parallelformers_ng")
 
 
 class Calls:
-    """Carries the calls of one model.
+    """Carries out the calls of one parallelized model.
 
     Args:
         model: the parallelized model.
-        deployment: its workers and weights.
-        seed: seeds a stream of its own for the model; None follows the caller's generator.
-        steps: how the decode steps are compiled or captured, None if they are not.
-        batching: how many calls of `generate` each replica decodes together, None if each call runs alone.
-        prove_at_once: see `Trial`.
+        deployment: workers and weights of the model.
+        seed: seed of the model's own random stream; with None, calls use torch's default generator in this process.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
+        batching: limits of the calls that each replica decodes together; None if each call runs alone.
+        prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
 
     Attributes:
-        hooks: the caller's.
-        adapters: the model's, None if it has none.
-        dispatchers: one for each replica.
-        shared: calls that are decoded together, for each replica; empty if each call runs alone.
+        hooks: forward hooks that the caller has registered on the model.
+        adapters: adapters of the model; None if the model has no adapters.
+        dispatchers: dispatcher of each replica.
+        shared: for each replica, the calls that are decoded together; empty if each call runs alone.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Calls:
         """Have the workers set an attribute of a module before the next call.
 
         Raises:
-            ParallelError: the ranks have values of their own for it.
+            ParallelError: the attribute is cut, so that each rank has a different value.
         """
         for layer in self.deployment.plan.layers:
             if layer.path == path and any(is_within(each, name) for each in layer.attributes[0]):
                 raise ParallelError(
-                    f"{path}.{name} is cut, each worker has its own; set it before parallelize, or deparallelize()"
-                    " first"
+                    f"{path}.{name} is cut: each worker has a different value; set it before parallelize, or call"
+                    " deparallelize() first"
                 )
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
@@ -102,7 +102,7 @@ class Calls:
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
-        """Run a method on the workers of one replica. See `Dispatcher.call`."""
+        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments and errors."""
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, options)
@@ -116,13 +116,15 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run `generate` on the workers. If an argument cannot cross to them, run its loop here, a request a token.
+        """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
         Args:
             model: the parallelized model.
-            module: the model, or the model within it that generates.
-            path: path of `module`.
-            original: `generate` of its class.
+            module: the model, or the submodule that generates.
+            path: dotted path of `module` in the model; "" for the model.
+            original: `generate` of the module's class.
+            args: positional arguments of `generate`.
+            kwargs: keyword arguments of `generate`, with `seed`, `timeout` and `streamer`.
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
@@ -147,11 +149,11 @@ class Calls:
     def _generate_together(
         self, shared: SharedCalls, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
-        """Decode a call together with others. Returns None if it has to run alone."""
+        """Decode a call in a shared batch; return None if the call has to run alone."""
         busy = dispatcher.replica.group.busy
         if not self._may_share(shared, busy):
             return None
-        # Concurrent calls need their own seed: they have no place in the order of the caller's generator.
+        # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
         draw_seed = self._stream.draw_seed if shared.busy or busy else None
         sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
         if isinstance(sequence, str):
@@ -161,7 +163,7 @@ class Calls:
         return sequence
 
     def _may_share(self, shared: SharedCalls, busy: bool) -> bool:
-        """By default calls share a batch from when two first come at the same time: others need no proof."""
+        """Return whether a call may share a batch. By default, batching starts when two calls first run together."""
         if not shared.trial.is_due and not busy:
             return False
         return not (may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"))
@@ -194,24 +196,24 @@ class Calls:
             self._tell_of_lost_notes(arguments)
             return output
         except torch.OutOfMemoryError as error:
-            # What was streamed cannot be taken back.
+            # Tokens that were streamed cannot be taken back, so a call with a streamer is not repeated.
             if not captures or not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
                 raise
             return dispatcher.call(model, path, "generate", (), eager, options)
 
     def _tell_of_lost_notes(self, arguments: dict[str, Any]) -> None:
-        """Say once that functions among the arguments of a `generate` have written to global variables of the ranks."""
+        """Log, only once, that functions in the arguments of `generate` write to global variables on the ranks."""
         if arguments.keys().isdisjoint((*STATEFUL, "custom_generate")):
             return
         for root in (*stateful_arguments(arguments), arguments.get("custom_generate")):
             if root is not None and (names := globals_written_by(root)):
                 self._say_once(
-                    f"what {described(root)} writes to the global {', '.join(names)} stays on the workers",
-                    "keep notes in a closure, or in an attribute of an object that is passed; these come back",
+                    f"values that {described(root)} writes to the global {', '.join(names)} stay on the workers",
+                    "write to a closure, or to an attribute of an object that is passed; such values come back",
                 )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Handle steps that could not be captured. By default no more steps are captured then: returns True."""
+        """Log that decode steps could not be captured; if capturing is a default, stop capturing and return True."""
         steps = dispatcher.steps
         if steps is None:
             return False
@@ -227,7 +229,7 @@ class Calls:
     ) -> Any:
         if options.streamer is not None:
             arguments = {**arguments, "streamer": options.streamer}
-        # The time is that of the whole loop, not of each of its requests.
+        # The timeout covers the whole loop, not each request of the loop.
         limit = deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
         if options.seed is None and not self._stream.is_own:
             with limit, own_loop():
@@ -243,13 +245,18 @@ class Calls:
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a method of the modelling code that calls `generate`: on the workers, but in this process where an
-        argument cannot cross to them, and where the loop of a `generate` around it runs here, with the same objects.
+        """Run a method that calls `generate`, on the workers if possible, and otherwise in this process.
+
+        The method runs in this process if an argument cannot be sent, or if a `generate` of this thread runs its loop
+        here.
 
         Args:
-            module: the model, or a model within it.
-            name, original: the method, and its class's.
-            call: runs it on the workers.
+            module: the model, or a submodule that generates.
+            name: name of the method.
+            original: the method of the module's class.
+            call: function that runs the method on the workers.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
         """
         with self.with_adapters():
             if not has_own_loop():
@@ -260,12 +267,12 @@ class Calls:
             return original(module, *args, **kwargs)
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within it this thread's calls run with the adapters that are active now."""
+        """Return a context in which this thread's calls keep the adapters that are active at its start."""
         return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-        """Choose the replica of a call: the one with its caches, or else the one with the least to do."""
+        """Yield the index of the replica for a call: the holder of its caches, or the replica with the fewest calls."""
         if len(self.dispatchers) == 1:
             yield 0
             return
@@ -281,15 +288,15 @@ class Calls:
                 self._in_flight[place] -= 1
 
     def _waiting(self, place: int) -> tuple[bool, int]:
-        """Sorts replicas: those that run first, then by their calls in flight."""
+        """Return a sort key of a replica: running replicas first, then fewer calls in flight."""
         return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
 
     def _place_of_caches(self, arguments: Any) -> int | None:
-        """Return the replica that holds the caches of a call, None for a call without caches.
+        """Return the index of the replica that holds the caches of a call; None for a call without caches.
 
         Raises:
-            ParallelError: they are with several.
-            StaleCacheError: one was held by workers that are gone.
+            ParallelError: the caches are on several replicas.
+            StaleCacheError: the workers with a cache have ended.
         """
         places = set[int]()
 
@@ -301,7 +308,7 @@ class Calls:
 
         map_caches(arguments, note)
         if len(places) > 1:
-            raise ParallelError("the caches of this call are with several replicas; use those of one conversation")
+            raise ParallelError("the caches of this call are on several replicas; pass the caches of one conversation")
         return next(iter(places), None)
 
     def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:

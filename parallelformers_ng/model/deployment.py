@@ -1,4 +1,4 @@
-"""The workers, plan and shard memory behind a parallelized model."""
+"""Manages the workers, the plan and the shard memory of a parallelized model."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
 
 
 class Deployment:
-    """Owns the workers of one model and the weights they map.
+    """The workers of one model and the weights that the workers use.
 
     Attributes:
-        plan: how the model is cut.
-        replicas: the groups of workers, each of which has all of it. On CPU they map the same memory.
-        ended: whether the workers and the weights that they hold are gone.
+        plan: plan of the model.
+        replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
+        ended: whether the workers have ended.
 
     Args:
-        model: the model, weights loaded. After `start` its tensors are on `meta`.
-        plan: how it is cut.
-        replicas: each for the plan's world size.
-        keep_weights: keep the memory that the weights were handed over in. On CPU it is the shards themselves; on CUDA
-            it is a copy in host memory, without which a dead group cannot be replaced.
+        model: the model with loaded weights. After `start` the model's tensors are on `meta`.
+        plan: plan of the model.
+        replicas: groups of workers, each with the plan's world size.
+        keep_weights: whether to keep the memory in which the workers received the weights. On CPU the kept memory is
+            the shards themselves; on CUDA the kept memory is a copy in host memory, which a restart needs.
         restart: whether a dead group is replaced.
-        limit: when to give up replacing it.
-        show_progress: show a bar when the weights are gathered.
-        checkpoint: files of the tensors that the model does not hold. The workers read them, and again
-            after a restart.
-        original: original form of a model that was quantized in memory; restored in the end.
+        limit: limit of restarts.
+        show_progress: whether to show a progress bar while the weights are gathered.
+        checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
+            start and after a restart.
+        original: original form of a model that was quantized in memory; `restore` restores it.
         code: the code that the model runs in this process.
     """
 
@@ -73,7 +73,7 @@ class Deployment:
         self.show_progress = show_progress
         self._given = original
         self._checkpoint = checkpoint or Checkpoint({})
-        keep_weights = keep_weights or checkpoint is not None  # what is not in the files is little
+        keep_weights = keep_weights or checkpoint is not None  # few weights are not in the files
         self._keeps_weights = keep_weights
         self._restart = restart and keep_weights
         self._limit = limit
@@ -84,13 +84,18 @@ class Deployment:
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Build the ranks, then hand the weights over. On failure the model has its weights again.
+        """Build the model on the ranks, then load the weights on the ranks. On failure, restore the weights of `model`.
 
-        Everything that can fail without weights fails before the first byte is given up.
+        Steps without weights run first, so that most errors occur before any weight has left the model.
+
+        Args:
+            model: the model with loaded weights.
+            progress: function that is called with the number of bytes since its last call.
 
         Raises:
             StartupError: a worker could not start.
             SharedMemoryError: the system has no memory for the shards.
+            PlacementError: the weights are in this process, and a worker is on another host.
         """
         try:
             for replica in self.replicas:
@@ -106,7 +111,7 @@ class Deployment:
                 store.settle()
                 for replica in self.replicas:
                     attach(replica.group, self.plan, store, self._checkpoint, progress)
-                    progress = None  # of one alone: all take the same weights
+                    progress = None  # only the first replica reports progress
                     if self._restart:
                         replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._limit)
             except BaseException:
@@ -117,7 +122,7 @@ class Deployment:
             if isinstance(error, OSError) and error.errno in OUT_OF_MEMORY:
                 needed = sum(self.plan.bytes_per_rank)
                 raise SharedMemoryError(
-                    f"no memory for {needed} bytes of shards: {why_no_memory(error)}; the model is as it was. Raise the"
+                    f"no memory for {needed} bytes of shards: {why_no_memory(error)}; the model is unchanged. Raise the"
                     " memory limit, or pass dtype= for smaller weights"
                 ) from error
             raise
@@ -125,42 +130,43 @@ class Deployment:
             self._release_store()
 
     def _find_foreign_code(self, model: nn.Module, replica: Replica) -> None:
-        """Add to the skeleton what the ranks do not import as this process runs it; once, as all import alike."""
+        """Add to the skeleton the code that ranks cannot import or import differently; only replica 0 is checked."""
         if replica is not self.replicas[0]:
             return
-        known = set(self.code.by_value)
+        modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(compare_code, replica.group))
-        if self.code.by_value != known:  # some modules that were found here are not there
+        if self.code.by_value != modules_by_value:  # the ranks cannot import some modules
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes
 
     def _refuse_weights_from_here(self, name: str, replica: Replica) -> None:
-        """Raise PlacementError if weights would have to go from this process to another host."""
+        """Raise PlacementError if weights of this process would have to be sent to another host."""
         hosts = replica.group.hosts
         if hosts is None or hosts.are_here or (self._checkpoint.nodes and not self._checkpoint.copied):
             return
-        why = "they would wait for their turn in this process" if self._checkpoint.copied else "it is loaded here"
+        why = "fit= keeps some weights here" if self._checkpoint.copied else "the model is loaded in this process"
         raise PlacementError(
-            f"the weights of {name} cannot go to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
-            " that all hosts see, or the name of a model on the hub, and leave out fit={'max_memory': …}"
+            f"the weights of {name} cannot be sent to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
+            " that all hosts can read, or the id of a model on the hub, and leave out fit={'max_memory': …}"
         )
 
     @property
     def incarnation(self) -> int:
-        """How often workers were started again."""
+        """Number of restarts of all replicas together."""
         return sum(replica.incarnation for replica in self.replicas)
 
     @property
     def pids(self) -> list[int]:
+        """Process id of each worker, replica after replica."""
         return [pid for replica in self.replicas for pid in replica.group.pids]
 
     @property
     def device_names(self) -> list[str]:
-        """The device of each rank, replica after replica."""
+        """Device name of each rank, replica after replica."""
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Return once every rank of a replica has answered to the others. Raises what a call would."""
+        """Wait until all ranks of one replica have exchanged a message; raise an error if every replica fails."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -171,7 +177,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Return the result of a method of `worker.memory.RankMemory` on each rank, by device."""
+        """Return device name → result of the method `what` of `worker.memory.RankMemory` on that rank."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             deadline, names = replica.deadline_of(None), replica.group.device_names
@@ -180,15 +186,15 @@ class Deployment:
         return memory
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one parameter or buffer, whole, on CPU."""
+        """Return the whole tensor of one parameter or buffer, on CPU."""
         return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """Return a progress bar over `total` bytes, where bars are wanted."""
+        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """Return one parameter or buffer, to be read in parts from wherever it lies."""
+        """Return a node that reads one parameter or buffer in pieces, from files, shard memory or the ranks."""
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
@@ -197,10 +203,13 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Have every rank write its files of a sharded directory; return the written files of each.
+        """Have every rank write its files of a sharded directory; return each rank's list of written files.
 
         Args:
-            progress: called with the bytes that rank 0 has written; the others write theirs at the same time.
+            directory: target folder.
+            names: names of the tensors to write.
+            limit: maximum size of a file in bytes.
+            progress: function that is called with the number of bytes that rank 0 has written since its last call.
         """
         group, _ = self.replicas[0].ready()
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
@@ -209,13 +218,12 @@ class Deployment:
         """Put the weights back into the model, on CPU, and stop the workers.
 
         Raises:
-            WrongProcessError: this is a forked process. Reading the weights gives their memory back, which is the
-                parent's as well.
+            WrongProcessError: this is a forked process. Reading the weights frees memory that the parent process uses.
         """
         self.replicas[0].group.check_process()
         with self._lock:
             if self._store is not None:
-                self._leave_groups()  # first, so that memory can be given back as it is read
+                self._leave_groups()  # first, so that memory can be freed while it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
                 take_back(model, self.plan, self._read, names, advance)
@@ -223,18 +231,18 @@ class Deployment:
             self._release_store()
 
     def restore(self) -> None:
-        """Restore the original form of the model, after `gather`, if it is more than weights."""
+        """Restore the original form of a model that was quantized in memory; the caller must call `gather` first."""
         if self._given is not None:
             self._given.restore()
 
     def close(self) -> None:
-        """Stop the workers and let the weights go. Idempotent."""
+        """Stop the workers and free the weights. Idempotent."""
         with self._lock:
             self._leave_groups()
             self._release_store()
 
     def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """Return a tensor, whole: a private view of the file where it is stored so, else in memory of its own."""
+        """Return a whole tensor: a private mapping of the checkpoint file if it is stored whole, otherwise a copy."""
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self._store is not None:
@@ -242,7 +250,7 @@ class Deployment:
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return a rank's part of what it holds, from the rank itself: on CUDA the devices hold the only copy."""
+        """Return a rank's shard of a tensor, read from the rank: on CUDA the devices may hold the only copy."""
         group = self.replicas[0].group
         names_per_rank = [([tensor.storage] if each == rank else [],) for each in range(group.world_size)]
         return group.call_each("export", names_per_rank)[rank][0]

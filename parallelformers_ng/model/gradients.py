@@ -1,4 +1,4 @@
-"""Makes a backward pass through a parallelized model an error in words: the workers compute without gradients."""
+"""Makes a backward pass through a parallelized model raise a clear error: the workers compute without gradients."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from parallelformers_ng.errors import ParallelError
 
 
 class _NoGradients(torch.autograd.Function):
-    """The identity, with a backward that refuses."""
+    """The identity function, with a backward pass that raises ParallelError."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.mark_dirty(output)  # the very tensor goes on, wherever an output holds it
+        ctx.mark_dirty(output)  # the same tensor object is returned, so the output keeps it
         ctx.name = name
         return output
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise ParallelError(
-            f"{ctx.name} is parallelized, which rules out training: the workers compute without gradients. Call"
+            f"{ctx.name} is parallelized and does not support training: the workers compute without gradients. Call"
             " deparallelize() first"
         )
 
 
 def refuse_gradients(model: nn.Module, output: Any) -> Any:
-    """Give the loss, and in training mode every output, a backward that refuses.
+    """Make the backward pass of the loss, and in training mode of every output, raise ParallelError.
 
-    Outside of training mode the other outputs stay as they are: they are seldom trained on, and `numpy()` refuses
-    tensors that require gradients.
+    Outside of training mode only scalar outputs raise the error: larger outputs are seldom trained on, and `numpy()`
+    refuses tensors that require gradients.
     """
     if torch.is_grad_enabled():
         anchor = torch.empty(0, device="cpu", requires_grad=True)

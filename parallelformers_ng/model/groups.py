@@ -1,4 +1,4 @@
-"""Groups of workers: what starts those of a model, and how one gets the model."""
+"""Starts the groups of workers of a model, and loads the model onto a group."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from parallelformers_ng.wire.frame import FileDescriptor
 from parallelformers_ng.worker.preload import IMPORTS
 
 RUNNER = "parallelformers_ng.worker.runner:ModelRunner"
-_BATCH_BYTES = 1 << 30  # weights loaded with one request, so that a progress bar moves
+_BATCH_BYTES = 1 << 30  # size of the weights loaded with one request; small enough that a progress bar moves
 
 
 def group_makers(
     num_gpus: int | None, options: WorkerOptions, fit: FitOptions
 ) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
-    """Return the functions that start the group of each replica, at first and again; and the complete `fit`.
+    """Return a function per replica that starts or restarts its group, and the fit options with all values filled in.
 
-    In a torchrun job it does not return but in the process of rank 0: the others serve.
+    In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
 
     Args:
-        fit: fit options. With stages, one rank of a replica computes at a time, so each gets the threads of the
+        num_gpus: number of ranks of each replica; None uses all devices.
+        options: options of the workers.
+        fit: fit options. With stages, one rank of a replica computes at a time, so each rank gets the threads of the
             whole replica. The ranks of a stage are on one host.
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: there are not as many devices as asked for.
+        PlacementError: fewer devices exist than `num_gpus` and `options` ask for.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
-    others = elsewhere(num_gpus, options, fit)
+    remote_ranks = elsewhere(num_gpus, options, fit)
     size, kind = (
         placement(num_gpus, options.device, ids, count)
-        if others is None
-        else placement_elsewhere(others.count, options.device, ids, others.devices)
+        if remote_ranks is None
+        else placement_elsewhere(remote_ranks.count, options.device, ids, remote_ranks.devices)
     )
-    if others is not None and fit.is_open:
-        each = others.each(size, kind)
-        fit = fit.over([each] * (size // each))
+    if remote_ranks is not None and fit.is_open:
+        ranks_per_host = remote_ranks.each(size, kind)
+        fit = fit.over([ranks_per_host] * (size // ranks_per_host))
     makers = [
         functools.partial(
             WorkerGroup,
@@ -60,9 +62,9 @@ def group_makers(
             backend=options.backend,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
-            threads=max(1, usable_cpus() // size) if fit.has_stages and others is None else None,
+            threads=max(1, usable_cpus() // size) if fit.has_stages and remote_ranks is None else None,
             among=(index, count),
-            hosts=None if others is None else functools.partial(others.make, fit.tensor or 1),
+            hosts=None if remote_ranks is None else functools.partial(remote_ranks.make, fit.tensor or 1),
         )
         for index in range(count)
     ]
@@ -72,7 +74,15 @@ def group_makers(
 def attach(
     group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
 ) -> None:
-    """Give the ranks their weights: memory to map, or files to read by themselves."""
+    """Make the ranks of a group load their weights, from shared memory or from checkpoint files.
+
+    Args:
+        group: the ranks.
+        plan: plan of the model.
+        store: shared memory with the weights.
+        checkpoint: files with weights.
+        progress: function that is called with the number of bytes loaded since its last call.
+    """
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
     stored = checkpoint.held(plan)
     group.call_each("attach", [(of_rank, stored) for of_rank in fds])
@@ -84,7 +94,7 @@ def attach(
 
 
 def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Yield tensors to load with one request each, so that progress shows, and their bytes."""
+    """Yield batches of tensor names, each loaded with one request, and the size of each batch in bytes."""
     names: list[str] = []
     size = 0
     for tensor in plan.stored():
@@ -99,7 +109,7 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
 
 
 def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
-    """Have a rank compare code with what it imports, see `live_code.changes.differences`."""
+    """Compare code with the imported code of rank 0; see `live_code.changes.differences`."""
     unlike: Digests = group.call("differences", digests)
     return unlike
 
@@ -111,8 +121,8 @@ def revive(
     store: ShardStore,
     checkpoint: Checkpoint,
 ) -> WorkerGroup:
-    """Return a group that has the model. It knows nothing of its deployment, which the supervisor's thread must not
-    keep."""
+    """Start a group and load the model onto its ranks. `revive` has no reference to the `Deployment`: the supervisor's
+    thread calls `revive`, and must not keep the `Deployment` alive."""
     group = make_group()
     try:
         group.call("build", skeleton)

@@ -1,4 +1,4 @@
-"""Keeps the code on the ranks equal to the code in the caller's process, even if that changes later."""
+"""Keeps the code on the ranks equal to the code in the caller's process, even if the caller's code changes later."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ _FOLLOWED = ("torch", "transformers")
 
 
 class LiveCode:
-    """The code that calls of a model reach in this process, and what of it the ranks have not imported so.
+    """The code that calls of a model use in this process, and its differences from the code on the ranks.
 
     Args:
         model: the model, before it is parallelized.
-        check: says why the plan does not hold for changed code.
+        check: test whether the plan is valid for changed code.
 
     Attributes:
-        by_value: modules whose code travels by value.
-        changes: changes since `compare`, for ranks that have what it sent; None if there are none.
-        count: how often the code has changed since.
-        step, rest: watches of the code of a forward pass, and of what only `generate` and other methods reach.
+        by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
+        changes: changes of the code since `compare`; None before the first change.
+        count: number of changes of the code since `compare`.
+        step: watch of the code of a forward pass.
+        rest: watch of the code that only `generate` and other methods use.
     """
 
     def __init__(self, model: nn.Module, check: CodeCheck) -> None:
@@ -55,32 +56,32 @@ class LiveCode:
         self._watch()
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
-        """Find what ranks have imported otherwise.
+        """Find the code that differs from the ranks' imported code.
 
         Args:
-            differences: has a rank compare digests with its own code, see `live_code.changes.differences`.
+            differences: function that compares digests with the code of a rank; see `live_code.changes.differences`.
 
         Returns:
-            What is sent to them; None if nothing is.
+            Code to send to the ranks; None if no code differs.
         """
-        here = digests_of(self._slots)
-        unlike = {p: d for p, d in differences(here).items() if not is_filled_in(self._slots[p], d)}
+        local_digests = digests_of(self._slots)
+        unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
         names = {module_of(place) for place in unlike}
-        absent = {name for name in names if self._is_absent(name, here, unlike)}
+        absent = {name for name in names if self._is_absent(name, local_digests, unlike)}
         self.by_value |= absent
         unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
-        self._on_ranks = {**here, **unlike}
+        self._on_ranks = {**local_digests, **unlike}
         self._sent = set(unlike)
         if not unlike:
             return None
         return pack({place: self._slots[place] for place in unlike}, self._on_ranks, modules=self.by_value)
 
     def update(self) -> None:
-        """Look at the code anew after a change.
+        """Compare the code with its last known state, and prepare the changes for the ranks.
 
         Raises:
-            ParallelError: the model is cut in a way that does not hold for the code as it is now.
-            NotPortableError: a change cannot be sent.
+            ParallelError: the plan of the model is not valid for the changed code.
+            NotPortableError: a change of the code cannot be sent to the ranks.
         """
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
@@ -88,25 +89,25 @@ class LiveCode:
 
     def _update(self) -> None:
         before, current = self._slots, reach(self._classes, self._functions, self._attentions)
-        moved = {
+        changed_places = {
             place
             for place in before.keys() | current.keys()
             if place not in before or place not in current or before[place].value is not current[place].value
         }
-        if not moved:
+        if not changed_places:
             return self._watch()
-        if why := self.check.objection(moved):
-            known = moved & before.keys()
+        if why := self.check.objection(changed_places):
+            known = changed_places & before.keys()
             names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
             raise ParallelError(
-                f"{names} was changed after the model was parallelized, and the model cannot be cut as it is with the"
-                f" new code: {why}. Call deparallelize(), then parallelize() again"
+                f"{names} was changed after the model was parallelized, and the plan is not valid for the new code:"
+                f" {why}. Call deparallelize(), then parallelize() again"
             )
-        now = {place: digest(slot.value) for place, slot in current.items()}
+        current_digests = {place: digest(slot.value) for place, slot in current.items()}
         values = {
             place: slot
             for place, slot in current.items()
-            if now[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
+            if current_digests[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
         }
         restored = self._sent - values.keys()
         self.changes = pack(values, self._on_ranks, restored, self.by_value)
@@ -116,8 +117,8 @@ class LiveCode:
         self._watch()
 
     def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
-        """Return whether ranks have a value that they were never asked about: stock code that another change led to,
-        or code by value as it was sent."""
+        """Return whether ranks already have the value of a slot that `compare` did not check: stock code that newly
+        became reachable, or unchanged code of a module in `by_value`."""
         if slot.place in self._on_ranks:
             return False
         if module_of(slot.place) in self.by_value:
@@ -133,12 +134,12 @@ class LiveCode:
         return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
 
     def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Return whether ranks can import nothing of a module."""
-        mine = [place for place in here if module_of(place) == name]
-        return bool(mine) and all(unlike.get(place) == b"" for place in mine)
+        """Return whether the ranks lack all code of a module."""
+        places = [place for place in here if module_of(place) == name]
+        return bool(places) and all(unlike.get(place) == b"" for place in places)
 
 
 def _in_short(place: str) -> str:
-    """Return a place as messages name it: `Class.attribute`, or `module.global`."""
+    """Return a place in the form of error messages: `Class.attribute`, or `module.global`."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"

@@ -1,14 +1,14 @@
-"""`hf_device_map`: tells other libraries that the model is on its devices, so that they do not move it.
+"""Provides `hf_device_map`, which keeps other libraries from moving a parallelized model to another device.
 
-If there is an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to it, unless the
-model has a map of its parts, as accelerate's big models have. They read this of the map:
+If the machine has an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to the
+accelerator, unless the model has an `hf_device_map`. The libraries read the map as follows:
 
-- a pipeline without `device=` takes the first device of the map for its inputs, and a pipeline with one is refused;
-- Trainer leaves a model with a map in place, and spreads no model over GPUs whose map names another device than
-  Trainer's own ("cpu" does not count);
-- accelerate leaves a model alone whose map has more than one entry.
+- a pipeline without `device=` puts its inputs on the first device of the map; a pipeline with `device=` is refused;
+- Trainer does not move a model that has a map, and does not copy the model to several GPUs if the map names another
+  device than Trainer's own ("cpu" does not count);
+- accelerate does not move a model whose map has more than one entry.
 
-Without an accelerator there is nowhere to move it to. No map is shown then, so that `device="cpu"` goes on working.
+On a machine without an accelerator, the model has no map, so that a pipeline with `device="cpu"` still works.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ _own_loop = contextvars.ContextVar("own_loop", default=False)
 
 
 def hf_device_map(model: nn.Module) -> dict[str, torch.device]:
-    """Return the map of a parallelized model's parts to the devices of their inputs, in accelerate's form."""
+    """Return submodule name → device of its inputs (always CPU), in the form that accelerate uses.
+
+    Raises:
+        AttributeError: the machine has no accelerator, or `generate` runs its loop in this process.
+    """
     if _own_loop.get() or not torch.accelerator.is_available():
         raise AttributeError("hf_device_map")
     return dict.fromkeys(["", *(name for name, _ in model.named_children())], torch.device("cpu"))
 
 
 has_own_loop = _own_loop.get
-"""Whether a `generate` of this thread runs its loop in this process."""
+"""Returns whether a `generate` of this thread runs its loop in this process."""
 
 
 @contextlib.contextmanager
 def own_loop() -> Iterator[None]:
-    """Within it, `generate` runs its loop in this process. That hides the map: with one, `generate` puts a hook on the
-    encoder that is to bring its outputs to where the inputs are. They are there."""
+    """Hide `hf_device_map` while `generate` runs its loop in this process. If a model has a map, `generate` adds a hook
+    to the encoder that moves outputs to the device of the inputs; a parallelized model does not need the hook."""
     token = _own_loop.set(True)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The table of a parallelized model's methods: on the workers, in this process, or refused.
+"""Decides for each method of a parallelized model: run it on the workers, run it in this process, or refuse it.
 
-docs/methods.md says it of each one by name; a test compares the two.
+docs/methods.md lists the decision for each method by name; a test compares that page with this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 Place = Literal["local", "forwarded", "generated", "refused", "saved", "switched"]
 
 _TRAINS = "is for training, and the workers compute without gradients"
-_CHOSEN = "changes modules that live on the workers; choose it at from_pretrained"
+_CHOSEN = "changes modules on the workers; pass it to from_pretrained"
 _DRIVES = "drives the model's modules itself; call generate"
 _CUT = "changes the shape of weights that are cut"
 _DRAWS = "draws new weights"
@@ -49,25 +49,25 @@ REFUSED = {
     "init_continuous_batching": _DRIVES,
     "push_to_hub": "writes files by itself; call save_pretrained, then upload the directory",
     "save_distributed_checkpoint": "writes weights by itself; call save_pretrained or save_sharded",
-    "set_submodule": "replaces a part, and the parts are with the workers",
-    "add_module": "adds a part, and the parts are with the workers",
-    "register_module": "adds a part, and the parts are with the workers",
+    "set_submodule": "replaces a module, and the modules are on the workers",
+    "add_module": "adds a module, and the modules are on the workers",
+    "register_module": "adds a module, and the modules are on the workers",
     "register_parameter": "adds a weight that the workers do not have",
     "register_buffer": "adds a tensor that the workers do not have",
     "set_extra_state": "writes state that the workers hold",
 }
-"""Method → why it is refused while the model is parallelized. `deparallelize()` comes before all of these."""
+"""Method → reason why the method raises ParallelError while the model is parallelized."""
 
 REFUSED_OF_PEFT = {
     **dict.fromkeys(("merge", "unmerge", "merge_and_unload", "unload", "merge_adapter", "unmerge_adapter"), _CHANGES),
     **dict.fromkeys(("update_layer", "inject_adapter", "add_weighted_adapter", "subtract_mutated_init"), _ADDS),
 }
-"""The same for methods of peft's classes alone, whose names modelling code may use for others."""
+"""Method of peft's classes → reason why the method raises ParallelError; other classes may use these names."""
 SWITCHES = (
     "set_adapter", "enable_adapters", "disable_adapters", "enable_adapter_layers", "disable_adapter_layers",
     "set_scale", "scale_layer", "unscale_layer",
 )  # fmt: skip
-"""Methods that switch or scale adapters in this process; each call tells the workers."""
+"""Methods that switch or scale adapters in this process; each later call sends the active adapters to the workers."""
 
 _PLACES: dict[str, Place] = {
     **dict.fromkeys((*dir(nn.Module), *dir(PreTrainedModel), *dir(GenerationMixin)), "local"),
@@ -77,8 +77,8 @@ _PLACES: dict[str, Place] = {
     "generate": "generated",
     "save_pretrained": "saved",
 }
-"""What torch and transformers define for all models is bookkeeping, even if a family has its own version, unless it
-changes weights or computes."""
+"""Method of torch's or transformers' base classes → place. Most methods of base classes only manage attributes, and
+therefore run in this process, also if a model family overrides the method."""
 
 _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_language"})
 """Methods of modelling code that compute nothing."""
@@ -87,7 +87,8 @@ _ACCESSORS = frozenset({"get_bias", "get_prefix_bias_name", "set_default_languag
 def place_of(cls: type, name: str) -> Place:
     """Return the place of the public method `name` of a module class while its model is parallelized.
 
-    What only modelling code defines computes with weights, so it is forwarded, accessors apart.
+    A method that only modelling code defines is forwarded, because such methods compute with weights. Accessors are an
+    exception.
     """
     if name in _PLACES:
         return _PLACES[name]
@@ -108,8 +109,8 @@ def public_methods(cls: type) -> list[str]:
 
 @functools.cache
 def generates(cls: Any, method: Callable) -> bool:
-    """Return whether a method calls `generate`, itself or by way of other methods of its class: it may then be given
-    what `generate` may be given."""
+    """Return whether a method calls `generate`, directly or through other methods of its class, and so accepts
+    arguments of `generate`."""
     seen: set[Any] = set()
 
     def calls_generate(function: Any) -> bool:

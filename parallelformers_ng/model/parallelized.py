@@ -1,5 +1,5 @@
-"""The methods of a parallelized model. The model keeps its class, its name and its place in memory; its work moves
-to the workers."""
+"""Defines the methods of a parallelized model. The model stays the same object with the same class name; the workers
+do the computation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from parallelformers_ng.worker.memory import device_totals
 
 
 class Parallelized(RemoteModule):
-    """Mixed in before the model's own class while it is parallelized."""
+    """Mixin that comes before the model's own class while the model is parallelized."""
 
-    # -- where it is ---------------------------------------------------------------------------------------------
+    # -- devices and memory --------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Return the device for inputs. The workers move them on, and outputs come back here."""
+        """Device for inputs, always CPU. The workers move inputs to their devices; outputs come back to the CPU."""
         return torch.device("cpu")
 
     hf_device_map = property(hf_device_map)
@@ -46,39 +46,40 @@ class Parallelized(RemoteModule):
         return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Return the bytes that each worker keeps from others: its proportional set size on CPU, torch's pool on
-        CUDA."""
+        """Return device name → bytes that each worker occupies: its proportional set size on CPU, torch's memory pool
+        on CUDA."""
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
     memory_chached = memory_reserved  # the spelling of Parallelformers' README
 
     def memory_summary(self, detail: bool = True) -> str:
-        """Return the memory of every rank as text: a table each, or one line each without `detail`."""
+        """Return the memory of every rank as text: one table per rank, or one line if `detail` is false."""
         ranks = deployment_of(self).memory("table" if detail else "line").values()
         return "\n".join(ranks) + (device_totals() if detail else "")
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """The plan that the model was cut by."""
+        """The plan of the model."""
         return deployment_of(self).plan
 
     async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """`generate`, awaited: the event loop goes on meanwhile. A task that is cancelled ends its call within a step.
+        """Await `generate` without blocking the event loop. If the task is cancelled, the call ends within one step.
 
         Args:
-            inputs: token ids, as in `generate`.
-            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer is called in another thread.
+            inputs: token ids, int64 `[batch, tokens]`, the same as in `generate`.
+            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer
+                is called in a thread other than the event loop's.
         """
         with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
-    # -- the end of it -------------------------------------------------------------------------------------------
+    # -- end of the parallelization ------------------------------------------------------------------------------------
 
     def deparallelize(self) -> Any:
-        """Stop the workers, gather the weights on CPU and be an ordinary model again. Returns the model.
+        """Stop the workers, gather the weights on CPU, and make the model an ordinary one again; return the model.
 
-        A further call does nothing.
+        A second call only returns the model.
         """
         deployment = deployment_of(self)
         remote_tree.leave(self, lambda: deployment.gather(self))
@@ -87,16 +88,16 @@ class Parallelized(RemoteModule):
         return self
 
     def cpu(self) -> Any:
-        """End the parallelization; the model is then on CPU."""
+        """End the parallelization; return the model, which is then on CPU."""
         return self._ended_by("cpu")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """End the parallelization and move the whole model to one CUDA device."""
-        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if there is none
+        """End the parallelization, move the whole model to one CUDA device, and return the model."""
+        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if no CUDA device exists
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Do the same as `nn.Module.to`; end the parallelization first if the weights' data type or device changes."""
+        """Do the same as `nn.Module.to`. If the weights' data type or device changes, end the parallelization first."""
         if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
             return self
         return self._ended_by("to").to(*args, **kwargs)
@@ -104,7 +105,8 @@ class Parallelized(RemoteModule):
     def _ended_by(self, method: str) -> Any:
         warnings.warn(
             f"{type(self).__name__}.{method}() ends the parallelization: the workers stop, and the whole model is in"
-            " this process. Leave the call out to keep it, or call deparallelize() to end it without this warning",
+            " this process. To keep the parallelization, remove the call; to end it without this warning, call"
+            " deparallelize()",
             stacklevel=3,
         )
         return self.deparallelize()
@@ -116,7 +118,7 @@ class Parallelized(RemoteModule):
         self.deparallelize()
 
     def __repr__(self) -> str:
-        """Return one line, as a REPL shows what a call returns. `print(model)` shows the modules, and their cuts."""
+        """Return one line for a REPL. `print(model)` shows all modules, and how each module is cut."""
         return f"{type(self).__name__}({self.extra_repr().removeprefix('# ')})"
 
     def __str__(self) -> str:
@@ -138,7 +140,16 @@ def enter(
     batching: BatchingOptions | None = None,
     prove_at_once: bool = True,
 ) -> None:
-    """Make `model` a parallelized one, in place."""
+    """Make `model` a parallelized model, in place.
+
+    Args:
+        model: the model, whose weights the workers of `deployment` have.
+        deployment: workers and weights of the model.
+        seed: same as in `Calls`.
+        steps: same as in `Calls`.
+        batching: same as in `Calls`.
+        prove_at_once: same as in `Calls`.
+    """
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
@@ -147,7 +158,7 @@ def enter(
 
 
 class _Fetch:
-    """Puts one weight together: from the workers, and once the parallelization has ended, from the model."""
+    """A function that returns one whole weight: from the workers, or from the model after the parallelization."""
 
     def __init__(self, model: nn.Module, deployment: Deployment, name: str) -> None:
         self._model = weakref.ref(model)
@@ -159,14 +170,14 @@ class _Fetch:
             return self._deployment.read(self._name)
         model = self._model()
         if model is None or is_parallelized(model):
-            raise NotParallelizedError(f"{self._name} is of a parallelization that has ended; take it from the model")
+            raise NotParallelizedError(f"the parallelization of {self._name} has ended; read it from the model")
         return get_tensor(model, self._name, self._deployment.plan.tensors[self._name].is_buffer).detach()
 
 
 class Ended(weakref.ref):
-    """`deparallelize` of a model whose parallelization has ended: a call does nothing, and returns the model.
+    """The method `deparallelize` of a model whose parallelization has ended: a call only returns the model.
 
-    It is pickled as code of the standard library alone, so that the model can be loaded where this library is not.
+    The object is pickled as code of the standard library, so that the model can be loaded without this package.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ended:
@@ -181,7 +192,7 @@ _END = Parallelized.deparallelize.__name__
 
 
 def forget_end(model: object) -> None:
-    """Let a model end a parallelization anew."""
+    """Remove the marker `Ended` from a model, so that `deparallelize` works after the next parallelization."""
     if isinstance(model, nn.Module):
         vars(model).pop(_END, None)
 

@@ -1,4 +1,4 @@
-"""Modules of a parallelized model that compute in the caller's process too: activations and others without weights."""
+"""Lets modules without weights, such as activations, compute in the caller's process while a model is parallelized."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from parallelformers_ng.model.remote_module import FIXED, may_be_read
 from parallelformers_ng.model.stand_in import stand_in, whole_class
 
 _homes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Calls], str]]] = weakref.WeakKeyDictionary()
-"""Module → its path in each parallelized model that has it; some programs share an activation between models."""
+"""Module → (calls, path) in each parallelized model with the module; models may share an activation module."""
 
 
 def computes_here(module: nn.Module) -> bool:
-    """Return whether a module does here what it does on a rank: neither it nor what is in it has weights, or does as
-    its mode says."""
+    """Return whether a module computes the same here as on a rank: the module and its submodules have no weights or
+    buffers, and do not read `training` in `forward`."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
@@ -29,15 +29,15 @@ def computes_here(module: nn.Module) -> bool:
 
 
 class PlainPart(nn.Module):
-    """Mixed in before a module's own class while a model that has it is parallelized: what is set on the module reaches
-    the workers."""
+    """Mixin that comes before the class of a module without weights while its model is parallelized: attributes that
+    are set on the module are also set on the workers."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         homes = _homes.get(self, [])
         if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(
-                f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model, which rules out"
-                f" setting {name}: the workers have a copy of it. Call deparallelize() first"
+                f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does"
+                f" not support setting {name}: the workers have a copy of the module. Call deparallelize() first"
             )
         if name != "training" and may_be_read(self, name, value):
             for home, path in homes:
@@ -47,11 +47,11 @@ class PlainPart(nn.Module):
 
 
 class PlainParts:
-    """The plain parts of one parallelized model.
+    """The modules of one parallelized model that compute in the caller's process.
 
     Args:
         calls: calls of the model.
-        parts: path and module of each.
+        parts: (path, module) pairs.
     """
 
     def __init__(self, calls: Calls, parts: Sequence[tuple[str, nn.Module]]) -> None:
@@ -64,7 +64,7 @@ class PlainParts:
             _homes.setdefault(part, []).append((self._calls, path))
 
     def leave(self) -> None:
-        """Make them ordinary modules again, if no other parallelized model has them."""
+        """Make the modules ordinary again, unless another parallelized model also has the module."""
         for part in self._parts:
             _homes[part] = [home for home in _homes[part] if home[0] != self._calls]
             if not _homes[part]:

@@ -1,7 +1,8 @@
-"""The modules of a parallelized model in the caller's process. Their weights and their work are with the workers.
+"""Defines the modules of a parallelized model in the caller's process; the workers have the weights and run the
+methods.
 
-Each module keeps its class, its name and its place; `RemoteModule` is put in front of its class. Modules without
-weights compute here as well, see `plain_parts`.
+Each module stays the same object in the same place; its class becomes a subclass of `RemoteModule` and of its former
+class. Modules without weights also compute in the caller's process, see `plain_parts`.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ REMOTE = "_parallelformers_ng"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
-"""Attributes that say what a module computes, and where."""
+"""Attributes that determine how and where a module computes; setting one raises ParallelError."""
 
 
 class Remote:
-    """The connection of a module to the workers.
+    """The connection of a module of a parallelized model to the workers.
 
     Args:
         model: the parallelized model.
         calls: calls of the model.
-        path: path of the module in it, "" for the model itself.
+        path: dotted path of the module in the model; "" for the model itself.
 
     Attributes:
-        parts: for the model itself: its remote modules.
-        plain_parts: for the model itself: its modules that compute here too.
-        around: for the model itself: peft's objects around it.
-        tables: the parameters, buffers and children that the module had, and will have again.
+        parts: for the model itself, its remote submodules; otherwise empty.
+        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise None.
+        around: for the model itself, peft's wrappers of the model; otherwise empty.
+        tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
 
     def __init__(self, model: nn.Module, calls: Calls, path: str) -> None:
@@ -62,21 +63,21 @@ class Remote:
         """The parallelized model.
 
         Raises:
-            ParallelError: it is gone, and its workers with it.
+            ParallelError: the model was deleted, and its workers have ended.
         """
         model = self._model()
         if model is None:
-            raise ParallelError(f"{self.path} belongs to a parallelized model that is gone, and its weights with it")
+            raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")
         return model
 
     @functools.cached_property
     def alone(self) -> Alone:
-        """Whether a call of this module gives a whole result."""
+        """Whether a call of this module alone gives a whole result."""
         return Alone.WHOLE if not self.path else alone(self.calls.deployment.plan, self.path)
 
     @functools.cached_property
     def cut(self) -> str:
-        """How the module itself is cut, for people."""
+        """Readable description of how the module itself is cut; "" if it is not cut."""
         plan = self.calls.deployment.plan
         kinds = [layer.kind for layer in plan.layers if layer.path == self.path]
         tensor = plan.tensors.get(f"{self.path}.weight")
@@ -85,7 +86,11 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers."""
+        """Run a method of the module on the workers.
+
+        Raises:
+            ParallelError: the module's result would be only one rank's part of the whole result.
+        """
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
@@ -93,9 +98,12 @@ class Remote:
 
 
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
-    """Return whether the model's code may read an attribute that is set to a new value, so that the workers need it:
-    it had one before, of its own or of its class. Of private ones, which libraries use for notes, numbers and words
-    count."""
+    """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
+
+    The workers need the value if the module or its class already has the attribute. A private attribute is sent only if
+    the module itself has the attribute and the value is a number, string or data type: libraries use private
+    attributes for bookkeeping.
+    """
     own = vars(module)
     if own.get(name, _ABSENT) is value:
         return False
@@ -106,17 +114,17 @@ def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
 
 
 class RemoteModule(nn.Module):
-    """Mixed in before a module's own class while its model is parallelized, so that `isinstance` and `super()` hold."""
+    """Mixin before a module's own class while its model is parallelized; the original class stays a base class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return remote_of(self).call("__call__", args, kwargs)  # not by way of nn.Module's: hooks are called there
+        return remote_of(self).call("__call__", args, kwargs)  # nn.Module.__call__ would run hooks in this process
 
     def __setattr__(self, name: str, value: Any) -> None:
         table = self._table_of(name)
         if table is not None and table[name] is value:
             return
         if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(refusal(self, f"setting {name}", "its parts are with the workers"))
+            raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
         if may_be_read(self, name, value):
             remote = remote_of(self)
             remote.calls.set_attribute(remote.path, name, value)
@@ -128,32 +136,35 @@ class RemoteModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         if self._table_of(name) is not None:
-            raise ParallelError(refusal(self, f"deleting {name}", "its parts are with the workers"))
+            raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ParallelError(refusal(self, "pickling or copying it", "its weights are with the workers"))
+        raise ParallelError(refusal(self, "pickling or copying it", "its weights are on the workers"))
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), remote_of(self).cut)))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Moves and casts: what changes nothing is done."""
+        """Apply `fn` to all tensors; raise ParallelError if `fn` changes a data type or device."""
         if self._changed_by(fn, recurse):
-            raise ParallelError(refusal(self, "casting or moving it", "its weights are with the workers"))
+            raise ParallelError(refusal(self, "casting or moving it", "its weights are on the workers"))
         with torch.no_grad():
             for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
                 fn(tensor)
         return self
 
     def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
-        """Return whether `fn` moves or casts any kind of tensor that the module has; on CPU, where its results are."""
+        """Return whether `fn` changes the data type or device of a CPU tensor with the data type of any weight."""
         kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
         return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype, device="cpu") for dtype in kinds))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole weights, gathered on CPU; tied entries share their memory, as in any state dict. With
-        `keep_vars=True` the parameters themselves, which stay with the workers until they are read."""
+        """Return the whole weights, gathered on CPU. Tied entries share their memory, the same as in any state dict.
+
+        With `keep_vars=True` the values are the parameters themselves; the workers send a weight only when the weight
+        is read.
+        """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("destination") is None:
             kwargs["destination"] = OrderedDict()
@@ -183,7 +194,7 @@ class RemoteModule(nn.Module):
 
 
 class _Gathered:
-    """The weights of one state dict, each gathered once."""
+    """The whole weights of one state dict; each weight is gathered once."""
 
     def __init__(self, advance: Progress) -> None:
         self._advance = advance
@@ -197,14 +208,14 @@ class _Gathered:
 
 
 class _Locked(dict):
-    """Parameters, buffers or children of a module. They cannot be replaced."""
+    """A read-only table of a module's parameters, buffers or children."""
 
     def __init__(self, items: dict[str, Any], module: nn.Module) -> None:
         super().__init__(items)
         self._module = weakref.ref(module)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise ParallelError(refusal(self._module(), "replacing its parts", "they are with the workers"))
+        raise ParallelError(refusal(self._module(), "replacing its parts", "the parts are on the workers"))
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self or self[name] is not value:
@@ -220,12 +231,12 @@ def lock(module: nn.Module) -> None:
 
 
 def unlock(module: nn.Module) -> None:
-    """Undo `lock`: the module has its tables again, whatever was done to it in between."""
+    """Undo `lock`: restore the original tables of parameters, buffers and children."""
     vars(module).update(remote_of(module).tables)
 
 
 class _MoveRecorder(nn.Module):
-    """A module that notes what moves it."""
+    """A module that records the function that `to`, `cuda` and similar methods apply to tensors."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.conversion = fn
@@ -233,7 +244,7 @@ class _MoveRecorder(nn.Module):
 
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the conversion of each tensor that `move`, a call of `to` or a relative, does to a module."""
+    """Return the function that `move` applies to each tensor of a module; `move` calls `to`, `cuda` or the like."""
     recorder = _MoveRecorder()
     move(recorder)
     return recorder.conversion
@@ -245,15 +256,21 @@ def remote_of(module: nn.Module) -> Remote:
 
 
 def refusal(module: Any, what: str, why: str) -> str:
-    """Return the error message for something that a parallelized model, or a part of one, does not do."""
+    """Return the error message for an operation that a parallelized model or its submodule does not support.
+
+    Args:
+        module: the model or submodule.
+        what: the operation.
+        why: the reason, a clause.
+    """
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
-    return f"{whose}, which rules out {what}: {why}. Call deparallelize() first"
+    return f"{whose} and does not support {what}: {why}. Call deparallelize() first"
 
 
 def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
-    """Decorates what stands in for a method. A module that is not remote, handed to the method of a remote one's class,
-    is given the original, whose signature `generate` and pipelines inspect."""
+    """Return a decorator for the replacement of a method; the replacement keeps the original's signature, which
+    `generate` and pipelines inspect. For a module that is not remote, the original method runs."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(original)
@@ -280,7 +297,7 @@ def forwarded(name: str, original: Callable) -> Callable:
 
 
 def generated(name: str, original: Callable) -> Callable:
-    """`generate`, on the workers."""
+    """Return a `generate` that runs on the workers."""
 
     @_in_place_of(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +308,7 @@ def generated(name: str, original: Callable) -> Callable:
 
 
 def refused(name: str, original: Callable) -> Callable:
-    """Return a method that is refused, with the reason."""
+    """Return a method that raises ParallelError with the reason."""
 
     @_in_place_of(original)
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -301,7 +318,7 @@ def refused(name: str, original: Callable) -> Callable:
 
 
 def switched(name: str, original: Callable) -> Callable:
-    """Return a method that says which adapters are active: for all calls that are made once it is through."""
+    """Return a method that switches adapters; calls that start after the method has returned use the new adapters."""
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes the modules of a model remote ones, and back: classes of their own for the time, with the names of theirs."""
+"""Turns the modules of a model into remote modules and back: each class is replaced by a subclass of the same name."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from parallelformers_ng.model.stand_in import stand_in, whole_class
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:
-    """Make the modules of `model` remote ones, in place.
+    """Make the modules of `model` remote modules, in place.
 
     Args:
-        root: the mixin of the model itself.
+        model: the model.
+        calls: calls of the model.
+        root: mixin class of the model itself; submodules get `RemoteModule`.
     """
     parts, plain_parts = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for path, part in model.named_modules():
@@ -53,10 +55,11 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
-    """The inverse of `enter`.
+    """Undo `enter`; if `gather` fails, the modules stay remote.
 
     Args:
-        gather: puts the weights back, which finds every module where it was.
+        model: the parallelized model.
+        gather: function that puts the weights back into the model.
     """
     modules = (model, *remote_of(model).parts)
     for module in modules:
@@ -76,11 +79,11 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
 
 @functools.cache
 def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    own = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
+    mixin_names = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
     members = {}
     for name in public_methods(cls):
         place = place_of(cls, name)
-        if name not in own and place in _MAKERS:
+        if name not in mixin_names and place in _MAKERS:
             members[name] = _MAKERS[place](name, getattr(cls, name))
     return stand_in(mixin, cls, members)
 
@@ -94,17 +97,19 @@ def _saved(name: str, original: Callable) -> Callable:
         progress: bool = True,
         **unsupported: Any,
     ) -> None:
-        """Write an ordinary checkpoint, which `from_pretrained` reads; the whole model is never in memory here.
+        """Write an ordinary checkpoint for `from_pretrained`; this process never has the whole model in memory.
 
         Args:
-            save_directory: target folder; made if need be.
-            max_shard_size: bytes of a file, "5GB" or a number.
-            save_original_format: undo transformers' conversions, as its own `save_pretrained` does.
-            progress: show a progress bar if standard error is a terminal.
-            unsupported: any other argument of the original is refused.
+            save_directory: target folder; created if it does not exist.
+            max_shard_size: maximum size of a file, as a number of bytes or as text such as "5GB".
+            save_original_format: whether to undo transformers' conversions, the same as
+                transformers' `save_pretrained`.
+            progress: whether to show a progress bar if standard error is a terminal.
+            unsupported: other arguments of the original method, which are refused.
 
         Raises:
-            CheckpointError: `max_shard_size` is no size.
+            ParallelError: an argument is not supported.
+            CheckpointError: `max_shard_size` is not a size.
             OSError: the disk is full, or the directory cannot be written to.
         """
         if not isinstance(self, RemoteModule):
@@ -113,7 +118,7 @@ def _saved(name: str, original: Callable) -> Callable:
             raise ParallelError(
                 refusal(self, f"save_pretrained({', '.join(unsupported)}=…)", "the workers have the weights")
             )
-        if getattr(self, "_hf_peft_config_loaded", False):  # as transformers does: its active adapter, in peft's files
+        if getattr(self, "_hf_peft_config_loaded", False):  # transformers saves only the active adapter
             names: Any = self.active_adapters
             state = state_of_adapters(self, names())
             return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)
@@ -124,7 +129,7 @@ def _saved(name: str, original: Callable) -> Callable:
 
 
 class _Nodes(Mapping[str, Node]):
-    """Return the source of each tensor of a module, computed on first use."""
+    """A mapping of tensor name → source of the tensor, for one module; each source is created when it is read."""
 
     def __init__(self, remote: Remote) -> None:
         self._deployment = remote.calls.deployment

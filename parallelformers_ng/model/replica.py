@@ -1,5 +1,4 @@
-"""A group of workers that has the whole model among its ranks, the caches that they hold, and the way of a call there:
-from a `Call` to an `Answer`."""
+"""Manages one replica of a model: its group of workers, their caches, and how calls are sent to the workers."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ from parallelformers_ng.worker.call import Answer, Call
 
 
 class Replica:
-    """The workers that calls of a model are sent to.
+    """A group of workers that has the whole model and serves calls.
 
-    A group whose worker died is not mended: all ranks live and die together, and a new group maps the same memory.
+    If a worker ends, all ranks of its group end, and a new group maps the same memory.
 
     Args:
-        group: running or about to.
-        make_group: starts another in the place of one that died. None: `group` is borrowed, to be left running, and is
-            not replaced when it dies.
+        group: a group that is running or starting.
+        make_group: function that starts a new group after `group` has died. If `make_group` is None, `group`
+            belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
 
     Attributes:
-        supervisor: has the group, and replaces it.
-        caches: the registry of the caches that the workers hold.
+        supervisor: supervisor of the group, which replaces the group.
+        caches: registry of the caches on the workers.
 
     Raises:
         PlacementError: the group serves another model.
@@ -55,9 +54,9 @@ class Replica:
 
     def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
         if group.in_use:
-            gc.collect()  # the other model may be one that nobody holds any more
+            gc.collect()  # the other model may be garbage already
         if group.in_use:
-            raise PlacementError("the group given serves another model; end that one first, or start another group")
+            raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
         group.user = weakref.ref(self)
         self.supervisor = Supervisor(group)
         self.caches = CacheRegistry(self)
@@ -66,25 +65,25 @@ class Replica:
 
     @property
     def group(self) -> WorkerGroup:
-        """The group, alive or not."""
+        """The current group, which may have died."""
         return self.supervisor.current[0]
 
     def keep_alive(
         self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, limit: RestartLimit | None
     ) -> None:
-        """From now on replace the group if a worker ends, unless it is borrowed."""
+        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
             self.supervisor = Supervisor(self.group, again, limit)
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
-        """Return the group to send requests to, and its incarnation. While one is being started, wait for it.
+        """Return the running group and its incarnation; while a new group starts, wait for the new group.
 
         Args:
-            deadline: on the clock of `time.monotonic`; by default the group's.
+            deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
 
         Raises:
-            As `Supervisor.ready`.
+            GroupError: see `Supervisor.ready`.
         """
         workers = self.supervisor.current
         if workers[0].alive:
@@ -92,16 +91,16 @@ class Replica:
         return self.supervisor.ready(self.deadline_of(None) if deadline is None else deadline)
 
     def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, on the clock of `time.monotonic`."""
+        """Return the deadline of a call that begins now, in seconds of `time.monotonic`."""
         return self.group.deadline(timeout)
 
     @property
     def incarnation(self) -> int:
-        """How often the workers were started again."""
+        """Number of restarts of the group."""
         return self.supervisor.current[1]
 
     def leave(self) -> None:
-        """Stop the workers, or let go of borrowed ones. Idempotent."""
+        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent."""
         self.supervisor.stop()
         group = self.group
         if self._make_group is not None:
@@ -117,11 +116,11 @@ class CallOptions:
     """Options of one call.
 
     Attributes:
-        seed: start of its random stream; None follows the model's, or the caller's generator.
-        timeout: seconds until it must be done; None is the group's.
-        streamer: is given the tokens as they are chosen.
-        not_captured: receives the reason if its decode steps cannot become CUDA graphs; None: steps stay
-            plain.
+        seed: seed of the call's random numbers; None uses the stream of the model or the caller's generator.
+        timeout: maximum duration of the call in seconds; None uses the group's timeout.
+        streamer: streamer that receives each token when it is chosen; None for no streaming.
+        not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
+            step of the call is captured.
         unsure: same as in `Call`.
     """
 
@@ -133,7 +132,7 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Return whether a call has to look for forward hooks of the caller."""
+    """Return whether the caller may have registered forward hooks, so that a call must collect them."""
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
@@ -142,16 +141,17 @@ class Dispatcher:
 
     Args:
         model: the parallelized model.
-        replica: the workers.
+        replica: the replica with the workers.
         stream: random stream of calls without a seed.
-        hooks: the caller's.
-        adapters: the model's, None if it has none.
-        steps: how decode steps are compiled or captured, None if they are not.
+        hooks: forward hooks of the caller.
+        adapters: adapters of the model; None if the model has no adapters.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         code: the code that the model runs in this process.
 
     Attributes:
-        steps: argument `steps`; None, too, once these workers have failed to capture any.
-        edits: changes of the model's settings that the workers do not know yet.
+        replica: the replica with the workers.
+        steps: argument `steps`; set to None after the workers have failed to capture a step.
+        edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
 
     def __init__(
@@ -174,20 +174,23 @@ class Dispatcher:
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
-        """Run a method on the workers.
+        """Run a method on the workers and return its result.
 
         Args:
-            path: dotted path of the module, "" for the model.
-            method: its method.
+            model: the parallelized model.
+            path: dotted path of the module; "" for the model.
+            method: name of the module's method.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
             options: options of this call.
 
         Raises:
-            NotPortableError: an argument cannot cross by value; nothing was run.
-            GroupError: see its subclasses.
+            NotPortableError: an argument cannot be sent by value; nothing was run.
+            GroupError: the workers failed or have ended, or the deadline has passed; see the subclasses of GroupError.
         """
         end = self.replica.deadline_of(options.timeout)
         with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
-            # The group comes first: what is sent below is right for this incarnation of the workers, and for no other.
+            # Get the group first: the message below is valid only for this incarnation of the workers.
             workers = self.replica.ready(end)
             streams = options.streamer is not None
             call = Call(
@@ -212,7 +215,7 @@ class Dispatcher:
         workers: tuple[WorkerGroup, int],
         stream: Stream,
     ) -> Any:
-        """Send a call, with all that the workers of this incarnation do not know yet, and take the answer in."""
+        """Send a call with the changes that the workers do not have yet; apply the answer, and return the result."""
         group, incarnation = workers
         registry, caches = self.replica.caches, dict[int, Cache]()
         if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
@@ -238,7 +241,7 @@ class Dispatcher:
             answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
             arrived()
             if answer.rng is not None:
-                stream[1](answer.rng.clone())  # torch wants its own storage
+                stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
             if state is not None:
                 state.restore(answer.states)
             if hooks is not None:
@@ -250,13 +253,13 @@ class Dispatcher:
             if type(answer.output) is torch.Tensor:
                 return answer.output
             return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
-        except BaseException as error:  # an interrupt may come as late as here
+        except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
             registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
             if hooks is not None and isinstance(error, WorkerError):
-                # The rank that raised has called what one process would have called; the others were cut short.
+                # The rank that raised has run all hooks that one process would have run; other ranks were interrupted.
                 try:
                     changes = group.call_each("hook_changes", [(call.cache_block,)] * group.world_size)[error.rank]
                     hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
                 except GroupError as lost:
-                    error.add_note(f"What the forward hooks noted in this call is lost: {lost}")
+                    error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
             raise

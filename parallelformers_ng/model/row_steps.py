@@ -1,4 +1,4 @@
-"""Whether the steps of calls that are decoded together become CUDA graphs."""
+"""Decides whether the decode steps of a batch become CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = logging.getLogger("parallelformers_ng")
 
 
 class RowSteps:
-    """The decision for one model. It falls when rows are decoded, and once it is no, it stays.
+    """The decision for one model whether decode steps of a batch become CUDA graphs; after `give_up`, always no.
 
     Args:
-        steps: how decode steps are compiled or captured, None if they are not.
-        hooks: the caller's.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
+        hooks: forward hooks of the caller.
     """
 
     def __init__(self, steps: StaticSteps | None, hooks: HookRegistry) -> None:
@@ -25,7 +25,7 @@ class RowSteps:
         self._hooks = hooks
 
     def positions(self, model: Any) -> int:
-        """Return rows × tokens of the largest cache over which steps become CUDA graphs; 0 if none do."""
+        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs."""
         if (
             self._steps is None
             or self._hooks.present()
@@ -35,7 +35,7 @@ class RowSteps:
         return MOST_POSITIONS if self._steps.by_default else sys.maxsize
 
     def give_up(self, why: str) -> None:
-        """Take in that the ranks could not record a step."""
+        """Stop using CUDA graphs, because the ranks could not record a step; log the reason `why`."""
         if self._steps is not None:
             level = logging.INFO if self._steps.by_default else logging.WARNING
             log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)

@@ -1,4 +1,4 @@
-"""Saving a model as it is cut, and cutting a checkpoint that no process loads."""
+"""Saves a parallelized model as shards, and cuts a checkpoint into shards without loading the whole model."""
 
 from __future__ import annotations
 
@@ -29,33 +29,35 @@ def save_sharded(
     *,
     progress: bool = True,
 ) -> None:
-    """Save a parallelized model as it is cut: every rank writes its own files, all at once.
+    """Save the shards of a parallelized model; every rank writes its own files at the same time.
 
-    `parallelize(directory)` starts from them, each rank from its own; with another `num_gpus` they are cut anew. An
-    earlier save in `directory` is replaced in one step at the end; until then, and after any failure, it is whole.
+    `parallelize(directory)` loads the files; each rank reads its own files if `num_gpus` is unchanged, otherwise the
+    model is cut again. An earlier save in `directory` is replaced in one step at the end; a failure leaves the earlier
+    save intact.
 
     Args:
         model: a parallelized model.
         directory: target folder.
-        max_shard_size: bytes of a file, as a number or as "5GB"; a larger tensor has a file of its own.
-        progress: show a progress bar if standard error is a terminal.
+        max_shard_size: maximum size of a file, as a number of bytes or as text such as "5GB"; a larger tensor gets a
+            file of its own.
+        progress: whether to show a progress bar if standard error is a terminal.
 
     Raises:
         NotParallelizedError: the model is not parallelized.
-        ParallelError: it has adapters.
-        CheckpointError: `directory` holds something else, or `max_shard_size` is no size.
+        ParallelError: the model has adapters.
+        CheckpointError: `directory` has files of another kind, or `max_shard_size` is not a size.
         OSError: the disk is full, or the directory cannot be written to.
     """
     if layers_with_adapters(model):
         raise ParallelError(
-            f"{type(model).__name__} has adapters, which no sharded directory holds; save_pretrained writes them, and"
-            " a merged model (merge_and_unload) can be saved as it is cut"
+            f"{type(model).__name__} has adapters, which save_sharded cannot write; use save_pretrained, or merge the"
+            " adapters before parallelize (merge_and_unload)"
         )
     deployment = deployment_of(model)
     limit = parse_size(max_shard_size)
     plan = deployment.plan
     names = saved_names(model, plan)
-    # Rank 0 reports for all, as they write at the same time; it writes what all hold whole, too.
+    # Rank 0 reports the progress: all ranks write at the same time, and rank 0 also writes replicated tensors.
     stored = plan.held
     total = sum(stored.tensors[name].bytes_on(0) for name in names)
     with (
@@ -76,20 +78,20 @@ def shard(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Cut a checkpoint into a sharded directory without starting workers, one tensor in memory at a time.
+    """Cut a checkpoint into a sharded directory without workers; only one tensor at a time is in memory.
 
     Args:
-        source: a directory or a model id of the hub.
+        source: directory, or model id on the hub.
         directory: target folder.
         num_gpus: number of ranks.
         max_shard_size: same as in `save_sharded`.
-        dtype: data type to save in; None as `from_pretrained` chooses.
-        quantize: hold weights in few bits, as in `parallelize`.
-        progress: show a progress bar if standard error is a terminal.
-        options: arguments of `from_pretrained`, as in `parallelize`.
+        dtype: data type of the saved weights; with None, `from_pretrained` chooses.
+        quantize: quantization of the weights, the same as in `parallelize`.
+        progress: whether to show a progress bar if standard error is a terminal.
+        options: arguments of `from_pretrained`, the same as in `parallelize`.
 
     Raises:
-        CheckpointError: a file of the source is missing or damaged, or `directory` holds something else.
+        CheckpointError: a file of the source is missing or damaged, or `directory` has files of another kind.
         UnsupportedModelError: no policy fits the model.
         OSError: the disk is full, or the directory cannot be written to.
     """

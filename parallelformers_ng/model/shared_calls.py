@@ -1,4 +1,4 @@
-"""Calls of `generate` on one model that are decoded together: which may be, and how many."""
+"""Decodes calls of `generate` on one model in a shared batch, and enforces the limits of the batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class SharedCalls:
     """The calls of one model that share a batch.
 
     Args:
-        options: the limits.
-        trial: says whether any call of the model may.
-        dispatcher: dispatcher of the replica whose workers decode them.
-        adapters: the model's, None if it has none.
-        steps: whether their steps become CUDA graphs.
+        options: limits of the batch.
+        trial: trial that shows whether calls of the model may share a batch.
+        dispatcher: dispatcher of the replica whose workers decode the calls.
+        adapters: adapters of the model; None if the model has no adapters.
+        steps: decision whether decode steps become CUDA graphs.
 
     Attributes:
-        batch: calls that the present group decodes together.
+        batch: calls that the current group decodes together.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SharedCalls:
 
     @property
     def busy(self) -> bool:
-        """True while calls wait or run."""
+        """Whether any call is waiting or running."""
         return self.batch.busy
 
     def generate(
@@ -68,20 +68,23 @@ class SharedCalls:
         streamer: Any,
         draw_seed: Callable[[], int] | None,
     ) -> torch.Tensor | str:
-        """Have a call share a batch.
+        """Decode a call in the shared batch.
 
         Args:
+            model: the parallelized model.
             arguments: arguments of `generate`, by name.
-            seed, timeout, streamer: options of this call.
-            draw_seed: gives a seed to a call that samples without; None if it would be alone anyway.
+            seed: seed of the call, or None.
+            timeout: maximum duration of the call in seconds; None uses the group's timeout.
+            streamer: streamer that receives the tokens, or None.
+            draw_seed: function that returns a seed for a sampling call without one; None if no other call runs.
 
         Returns:
-            Prompt and tokens, int64 `[1, tokens]`; or why the call has to run alone.
+            Prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone.
 
         Raises:
-            BatchingError: it may come to more tokens than are allowed, or too many calls wait already.
+            BatchingError: the call may need more tokens than a limit allows, or too many calls are waiting.
             NotPortableError: an argument cannot be sent; nothing was run.
-            As `Ticket.wait`.
+            GroupError: the workers failed, or the deadline has passed; see `Ticket.wait`.
         """
         self._check(*tokens_of(model, arguments))
         call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
@@ -108,10 +111,10 @@ class SharedCalls:
     def _wait(
         self, model: Any, call: SharedCall, end: float, on_tokens: Callable[[list[int]], object] | None
     ) -> torch.Tensor:
-        """Have the call decoded, if need be by workers that took the place of others."""
+        """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
             group, incarnation = self._replica.ready(end)
-            if not group.alive:  # and none takes its place
+            if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
             arrived = self._edits.put_into(message, model, incarnation)
@@ -122,7 +125,7 @@ class SharedCalls:
                 sequence = ticket.wait(end, on_tokens)
             finally:
                 ticket.given_up = True
-                if not ticket.ended:  # its row leaves
+                if not ticket.ended:  # the batch removes its row
                     batch.look()
             if sequence is not None:
                 return sequence
@@ -135,29 +138,29 @@ class SharedCalls:
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """A place among the calls that run or wait."""
+        """Reserve a place among the running and waiting calls; raise BatchingError if no place is free."""
         if not self._places.acquire(blocking=False):
             calls, rows = self._options.rows + self._options.waiting, self._options.rows
-            raise _refused("waiting", f"{calls} calls have or wait for {rows} rows already; call later, or allow more")
+            raise _refused("waiting", f"{calls} calls run or wait for {rows} rows already; call later, or allow more")
         try:
             yield
         finally:
             self._places.release()
 
     def _check(self, prompt: int, tokens: int) -> None:
-        """Refuse a call that may come to more tokens than are allowed.
+        """Raise an error if a call may need more tokens than the limits allow.
 
         Args:
-            prompt: its tokens.
-            tokens: most tokens in all, prompt included.
+            prompt: number of tokens of the prompt.
+            tokens: maximum number of tokens of the sequence, prompt included.
 
         Raises:
-            BatchingError: it may.
+            BatchingError: a limit is exceeded.
         """
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
             "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
-            "cache_tokens": ("may come to", tokens, self.batch.room),
+            "cache_tokens": ("may need", tokens, self.batch.room),
         }
         for name, (what, count, most) in limits.items():
             if most is not None and count > most:

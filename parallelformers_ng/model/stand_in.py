@@ -1,4 +1,4 @@
-"""Classes that stand in for those of a model's modules while it is parallelized."""
+"""Makes the classes that a parallelized model's modules have instead of their original classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class _StandIn(type):
-    """The type of the classes made here: an operation on such a class is done on the class that it stands for."""
+    """Metaclass of the replacement classes: calling such a class, or `isinstance` with it, uses the original class."""
 
     _whole_class: type[nn.Module]
 
@@ -21,11 +21,12 @@ class _StandIn(type):
 
 
 def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
-    """Make a subclass of `cls` with its name and module, so that what it saves and prints names the original.
+    """Return a subclass of `cls` with the same name and module, so that saved and printed names are the original's.
 
     Args:
-        mixin: a class whose methods come before those of `cls`.
-        members: further methods.
+        mixin: class whose methods come before the methods of `cls`.
+        cls: the original class.
+        members: name → further method or attribute.
     """
     kind = _StandIn if type(cls) is type else type("_StandIn", (_StandIn, type(cls)), {})
     copyreg.pickle(kind, _as_whole)
@@ -36,13 +37,13 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
 
 
 def whole_class(cls: Any) -> type[nn.Module]:
-    """Return the class that one made by `stand_in` stands for."""
+    """Return the original class of a class that `stand_in` made."""
     whole: type[nn.Module] = cls._whole_class
     return whole
 
 
 def _as_whole(cls: _StandIn) -> Any:
-    """Return how pickle takes such a class."""
+    """Reduce a replacement class for pickle: unpickling returns the original class."""
     return _itself, (cls._whole_class,)
 
 

@@ -1,1 +1,1 @@
-"""Weights that do not fit where they are computed with: which of them lie elsewhere, and how they come and go."""
+"""Offloads weights that do not fit on the devices to RAM or disk, and moves each layer to its device for its run."""

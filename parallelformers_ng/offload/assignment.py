@@ -1,4 +1,4 @@
-"""Assigns each layer of a model to the devices, to RAM or to disk, by a budget."""
+"""Assigns the weights of each layer to the device, to RAM or to the disk, within a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
-    """Assign places to the weights by a budget; None if all of them fit on their devices.
+    """Assign a place to the weights of each layer; return None if all weights fit on the devices.
 
-    A rank's device holds everything outside of layers, the running layer, the next layer, and as many others as there
-    is room for. These are spread evenly, so that an absent layer comes while others run. If the budget has no room for
-    the next layer, that layer is held besides. As many of the absent layers as fit are in RAM.
+    A rank's device has all weights outside of layers, the running layer, the next layer, and as many further layers as
+    the budget allows. If the budget has no memory for the next layer, that layer exceeds the budget. Further layers are
+    spread evenly, so that an offloaded layer arrives while other layers run. Offloaded layers are in RAM as far as the
+    RAM budget allows, and on disk otherwise.
 
     Raises:
-        ParallelError: a device has no room for the least of it, or neither RAM nor a folder has for the rest.
+        ParallelError: the weights outside of layers and one layer do not fit on a device, or the RAM budget is too
+            small without an offload folder.
     """
     if budget is None:
         return None
@@ -38,8 +40,8 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
         elif others + largest > room:
             raise ParallelError(
                 f"fit: max_memory of {name} is {human_bytes(room)}; rank {rank} of {plan.model_class} has"
-                f" {human_bytes(others)} of weights in no layer and {human_bytes(largest)} in its largest one: give it"
-                f" {human_bytes(others + largest)} at least, or more devices"
+                f" {human_bytes(others)} of weights outside of layers and {human_bytes(largest)} in its largest layer;"
+                f" give at least {human_bytes(others + largest)}, or more devices"
             )
         else:
             stays = _spread(sizes, max(0, room - others - 2 * largest))
@@ -53,7 +55,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
 def _leave_to_disk(
     plan: ShardPlan, layers: dict[str, list[str]], places: list[dict[str, Place]], budget: Budget
 ) -> None:
-    """Send layers from RAM to disk until the rest fits, the same share of each rank."""
+    """Move layers from RAM to disk, in `places`, until the RAM budget is met; each rank moves the same share."""
     in_ram = [
         {path: _bytes(plan, layers[path], rank) for path, place in of_rank.items() if place == "cpu"}
         for rank, of_rank in enumerate(places)
@@ -61,8 +63,8 @@ def _leave_to_disk(
     total = sum(sum(sizes.values()) for sizes in in_ram)
     if total > budget.cpu and budget.folder is None:
         raise ParallelError(
-            f"fit: {human_bytes(total)} of weights have no room on the devices, and max_memory['cpu'] is"
-            f" {human_bytes(budget.cpu)}; give an offload_folder for the rest"
+            f"fit: {human_bytes(total)} of weights do not fit on the devices, and max_memory['cpu'] is"
+            f" {human_bytes(budget.cpu)}; give an offload_folder for the overflow"
         )
     for sizes, of_rank in zip(in_ram, places, strict=True):
         stays = _spread(sizes, budget.cpu * sum(sizes.values()) // max(1, total))
@@ -70,7 +72,7 @@ def _leave_to_disk(
 
 
 def _spread(sizes: dict[str, int], room: int) -> set[str]:
-    """Return the layers that stay within so many bytes, spread evenly over all."""
+    """Choose layers of at most `room` bytes together, spread evenly over all layers."""
     total, credit, stays = sum(sizes.values()), 0, set()
     for path, size in sizes.items():
         credit += size * min(room, total)
@@ -85,8 +87,10 @@ def _bytes(plan: ShardPlan, names: Iterable[str], rank: int) -> int:
 
 
 def _layers(model: nn.Module, plan: ShardPlan) -> dict[str, list[str]]:
-    """Return the layers of a model: the outermost items of lists of modules that policies apply to, and the
-    parameters that each has for itself."""
+    """Return the path of each layer of a model → storage names of the parameters that only this layer has.
+
+    A layer is an item of an outermost `ModuleList` that contains a block of the plan.
+    """
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     items = {}
     for block in plan.blocks:

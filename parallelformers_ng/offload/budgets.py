@@ -1,4 +1,4 @@
-"""Reads `fit={"max_memory": …}` in the words of accelerate: a size for each device, and for the "cpu"."""
+"""Reads the memory limits in `fit={"max_memory": …}`: a size for each device and for "cpu", as in accelerate."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of weights.
+    """Memory limits for the weights of a replica.
 
     Attributes:
-        devices: weight budget of each rank of a replica, on the smallest of its devices, and the name of that
-            device.
-        cpu: RAM for the overflow of all ranks of a replica.
-        folder: folder for the rest, None for none.
-        is_cuda: the ranks compute on CUDA devices, to which weights in RAM must come. CPU ranks read them there.
+        devices: for each rank, name and limit in bytes of its device; the smallest limit of all replicas counts.
+        cpu: RAM in bytes for offloaded weights of all ranks of a replica.
+        folder: folder for weights that do not fit in RAM; None for no folder.
+        is_cuda: whether ranks compute on CUDA devices, to which weights in RAM must be copied.
     """
 
     devices: list[tuple[str, int]]
@@ -36,22 +35,24 @@ class Budget:
 def budget_of(
     options: FitOptions, world_size: int, kind: str, device_ids: Sequence[int] | None = None, replicas: int = 1
 ) -> Budget | None:
-    """Return the budget that the options set, None if they set none.
+    """Return the memory limits that the options set; None if the options set no limits.
 
     Args:
-        world_size: ranks of a replica.
-        kind: "cpu", where devices are the ranks, or "cuda".
-        device_ids: the CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
-        replicas: how many there are, all laid out alike.
+        world_size: number of ranks of a replica.
+        kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
+        device_ids: CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
+        replicas: number of replicas, which all have the same plan.
 
     Raises:
-        ParallelError: a device is missing or unknown, a size is none, or the folder cannot be written to.
+        ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable.
     """
     if options.max_memory is None:
         if options.offload_folder is not None:
-            raise ParallelError("fit: offload_folder is for what max_memory has no room for; give max_memory as well")
+            raise ParallelError(
+                "fit: offload_folder is for weights that do not fit in max_memory; give max_memory as well"
+            )
         return None
-    apart = 1 if kind == "cpu" else replicas  # on CPU they have their weights in the same memory
+    apart = 1 if kind == "cpu" else replicas  # on CPU, replicas share one copy of the weights
     keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
     _check_keys(options.max_memory, keys)
     sizes = {key: _size(size, f"fit: max_memory[{key!r}]") for key, size in options.max_memory.items()}
@@ -76,10 +77,10 @@ def _check_keys(budget: Mapping[int | str, object], keys: Sequence[int]) -> None
     known = ", ".join(map(str, keys))
     for key in budget:
         if key != CPU and key not in keys:
-            raise ParallelError(f"fit: max_memory has {key!r}; the devices are {known}, and there is 'cpu'")
+            raise ParallelError(f"fit: max_memory has an unknown device {key!r}; known devices: {known}, 'cpu'")
     for key in keys:
         if key not in budget:
-            raise ParallelError(f"fit: max_memory says nothing of device {key}; it takes a size for each of {known}")
+            raise ParallelError(f"fit: max_memory has no size for device {key}; give a size for each of {known}")
 
 
 def _check_folder(folder: str) -> None:

@@ -1,5 +1,7 @@
-"""Layers that come before they run, and are let go when the next one does. While one computes, the one that followed it
-last time is on its way."""
+"""Moves the weights of each layer to the device before the layer runs, and away when another layer runs.
+
+While a layer computes, the layer that is expected to run next is already moved to the device.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from parallelformers_ng.offload.pages import let_go, read_ahead, replace_by_copi
 
 
 class MovedLayer:
-    """The weights of a layer that lie elsewhere while it does not run. By default its methods do nothing.
+    """The weights of a layer that are offloaded while the layer does not run. The methods of this class do nothing.
 
     Attributes:
         module: the layer.
-        coming: done when it has come; None if nobody has asked for it.
-        next: layer that ran after it last time.
+        coming: future that is done when `bring` has finished; None if no move to the device has been requested.
+        next: layer that ran after this layer last time.
     """
 
     next: MovedLayer
@@ -31,24 +33,25 @@ class MovedLayer:
         self.coming: Future[None] | None = None
 
     def bring(self) -> None:
-        """Have the weights come. Runs beside the thread that computes, as `drop` does, one of them at a time."""
+        """Read the weights into memory. Called in the mover thread."""
 
     def drop(self) -> None:
-        """Let them go again."""
+        """Free the memory of the weights. Called in the mover thread."""
 
     def ask(self) -> None:
-        """Queue their copies to the device. In the thread that computes, as what follows."""
+        """Queue copies of the weights to the device. Called in the thread that computes."""
 
     def enter(self) -> None:
-        """Have the module take what has come."""
+        """Set the weights on the device as the module's parameters. Called in the thread that computes."""
 
     def leave(self) -> None:
-        """Give it back what it has while it does not run."""
+        """Set the offloaded weights as the module's parameters again. Called in the thread that computes."""
 
 
 class MappedLayer(MovedLayer):
-    """Weights that are views of mapped files. They are right at any time. Memory comes and goes: copies of the files,
-    read past the system's cache if possible, or else pages of that cache.
+    """Weights of a layer that are views of mapped files, which other code can read at any time.
+
+    While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
 
     Args:
         tensors: the views.
@@ -56,7 +59,7 @@ class MappedLayer(MovedLayer):
 
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         super().__init__(module)
-        self._tensors = tensors  # while there is a view, nothing else is mapped where the file is
+        self._tensors = tensors  # keeps the file mapped, so that its addresses are not reused
         self._stretches = list(stretches(tensors))
         sources = [source_of(stretch) for stretch in self._stretches]
         known = [(stretch, source) for stretch, source in zip(self._stretches, sources, strict=True) if source]
@@ -77,16 +80,17 @@ class MappedLayer(MovedLayer):
 
 
 class CopiedLayer(MovedLayer):
-    """Weights in host memory or in mapped files; a device gets copies. Copies from page-locked memory run ahead while
-    the device computes; files are read ahead, and copied when the layer runs.
+    """Weights of a layer in host memory or in mapped files, which are copied to a CUDA device while the layer runs.
+
+    Weights in page-locked memory are copied ahead, while the device computes earlier layers. Weights in mapped files
+    are read into memory ahead, and copied to the device when the layer runs.
 
     Args:
-        places: the dictionaries of parameters that have them, and the names there. While the layer does not run they
-            hold the weights as they lie in host memory: whoever reads one reads the right numbers.
-        staging: buffer for copies from mapped files, since a direct copy would wait for each piece; None for
-            page-locked memory.
-        device: the CUDA device.
-        stream: for copies that go ahead.
+        places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
+            the layer does not run, the dictionary has the weight in host memory.
+        staging: buffers for copies from mapped files; None for weights in page-locked memory.
+        device: CUDA device.
+        stream: CUDA stream of the copies that run ahead.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class CopiedLayer(MovedLayer):
 
     def ask(self) -> None:
         if self._staging is None:
-            if not self._written:  # what filled the homes may still be queued, once
+            if not self._written:  # the first time, wait for queued writes to the weights in host memory
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._written = True
             with torch.cuda.stream(self._stream):
@@ -127,7 +131,7 @@ class CopiedLayer(MovedLayer):
         else:
             current.wait_event(self._arrived)
         for (table, name), copy in zip(self._places, self._copies, strict=True):
-            copy.record_stream(current)  # its memory is free again when what is queued until then has run
+            copy.record_stream(current)  # torch frees the copy only after the work that is queued on this stream
             table[name] = nn.Parameter(copy, requires_grad=False)
 
     def leave(self) -> None:
@@ -143,10 +147,10 @@ class CopiedLayer(MovedLayer):
 
 
 class Moves:
-    """Has layers come and go around the forwards of a model.
+    """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
 
     Args:
-        layers: in the order in which they run, as far as that is known.
+        layers: the layers, in the expected order of running.
     """
 
     def __init__(self, layers: Sequence[MovedLayer]) -> None:
@@ -175,7 +179,7 @@ class Moves:
         try:
             self._request(layer).result()
         except BaseException:
-            layer.coming = None  # the next call asks again
+            layer.coming = None  # the next call requests the layer again
             raise
         layer.enter()
         self._running = layer
@@ -195,7 +199,7 @@ class Moves:
         self._mover.submit(layer.drop)
 
     def close(self) -> None:
-        """Have no layer come or go any more."""
+        """Remove the hooks and stop the mover thread, so that no layer is moved any more."""
         for hook in self._hooks:
             hook.remove()
         self._mover.shutdown()

@@ -1,4 +1,4 @@
-"""Pages of memory that show files: read ahead and let go, or replaced by copies that the disk writes itself."""
+"""Reads ahead and frees pages of mapped files, or replaces such pages by copies that are read with direct I/O."""
 
 from __future__ import annotations
 
@@ -19,19 +19,26 @@ _POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE = 22, 3, 21, 4, 14
 _ANYWHERE = FLAGS | mmap.MAP_ANONYMOUS
 _THERE, _MOVE_THERE = FLAGS | 0x10, 3  # MAP_FIXED; MREMAP_MAYMOVE | MREMAP_FIXED
 _READERS, _PIECE = 4, 4 << 20
-"""A disk is at its fastest with several things to read at a time."""
+"""Number of concurrent reads, and bytes of each read; a disk is fastest with several reads at the same time."""
 _HUGE = 2 << 20
+"""Size of a huge page in bytes."""
 
 
 class Stretch(NamedTuple):
-    """Whole pages that follow one another: their address, and their length in bytes."""
+    """A contiguous range of whole pages: start address, and length in bytes."""
 
     start: int
     length: int
 
 
 class PageSource(NamedTuple):
-    """The file behind pages: the file, the same file opened past the system's cache, the offset, and the end."""
+    """The file that a range of pages maps.
+
+    Attributes:
+        direct: file descriptor for direct I/O (O_DIRECT).
+        offset: offset of the range in the file, in bytes.
+        end: size of the file in bytes.
+    """
 
     descriptor: int
     direct: int
@@ -40,7 +47,7 @@ class PageSource(NamedTuple):
 
 
 def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
-    """Yield the pages that tensors lie in, neighbours in one."""
+    """Yield the ranges of pages that contain tensors; neighbouring or overlapping ranges are merged."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors
@@ -58,7 +65,7 @@ def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
 
 
 def source_of(stretch: Stretch) -> PageSource | None:
-    """Return the file behind pages; None if no file can be read past the system's cache."""
+    """Return the file that a range of pages maps; None without a mapped file, or without support for direct I/O."""
     file = file_at(stretch.start)
     if file is None or file.direct is None:
         return None
@@ -66,23 +73,24 @@ def source_of(stretch: Stretch) -> PageSource | None:
 
 
 def read_ahead(stretch: Stretch) -> None:
-    """Have the system read what pages show, and wait for it."""
-    for advice in (_WILLNEED, _POPULATE_READ):  # the second alone would read what lies around, too
+    """Make the system read a range of mapped pages into memory, and wait until the range is read."""
+    for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
         _libc().madvise(*stretch, advice)
 
 
 def let_go(stretch: Stretch) -> None:
-    """Give back the memory of pages that show a file."""
-    _libc().madvise(*stretch, _PAGEOUT)  # refused for files of other users, which the system keeps as it likes
+    """Free the memory of a range of pages that map a file."""
+    _libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users; the system then decides what to keep
     _libc().madvise(*stretch, _DONTNEED)
 
 
 def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
-    """Read the file into new memory that takes the place of the pages at once: readers see the same numbers at any
-    time. The disk writes into that memory itself, and no processor copies.
+    """Replace mapped pages by copies in new memory, read with direct I/O, so that the CPU copies nothing.
+
+    Each range of pages is replaced in one step, so other threads see the same bytes at any time.
 
     Raises:
-        OSError: the disk cannot be read, or there is no memory.
+        OSError: the file cannot be read, or there is not enough memory.
     """
     memory: list[int] = []
     try:
@@ -93,7 +101,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
             for (stretch, source), start in zip(places, memory, strict=True)
             for done in range(0, stretch.length, _PIECE)
         ]
-        wait(reads)  # none may write into memory that is given back
+        wait(reads)  # so that no read writes into freed memory
         for each in reads:
             each.result()
         while memory:
@@ -101,18 +109,21 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
             _checked(_libc().mremap(memory[-1], stretch.length, stretch.length, _MOVE_THERE, stretch.start))
             memory.pop()
     finally:
-        for (stretch, _), start in zip(places, memory, strict=False):  # what was not moved
+        for (stretch, _), start in zip(places, memory, strict=False):  # memory that was not moved
             _libc().munmap(start, stretch.length)
 
 
 def show_file(stretch: Stretch, source: PageSource) -> None:
-    """Have pages show their file again, instead of a copy."""
+    """Map the file at a range of pages again, instead of a copy of the file."""
     _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, source.offset))
 
 
 def _memory_for(stretch: Stretch) -> int:
-    """Return memory as long as a stretch, which lies as that does in pages of 2 MB: such pages take the processor a
-    fifth of the time that small ones take until they are there, and can be moved whole."""
+    """Return the address of new memory of the length of `stretch`, at the same offset within huge pages of 2 MB.
+
+    The CPU needs a fifth of the time to set up huge pages, compared to small pages. With the same offset, huge pages
+    can be moved whole.
+    """
     size = stretch.length + _HUGE
     start = _checked(_libc().mmap(None, size, ACCESS, _ANYWHERE, -1, 0))
     before = (stretch.start - start) % _HUGE
@@ -124,15 +135,15 @@ def _memory_for(stretch: Stretch) -> int:
 
 
 def _read(source: PageSource, skipped: int, start: int, length: int) -> None:
-    """Read a piece of the file, `skipped` bytes after the pages' beginning, to the same offset after `start`."""
+    """Read `length` bytes of the file, `skipped` bytes after the start of the pages, to address `start + skipped`."""
     offset, end = source.offset + skipped, min(source.offset + skipped + length, source.end)
-    while offset < end:  # the rest of the last page is zeros, as in a mapping
+    while offset < end:  # after the end of the file, the last page stays zero, as in a mapping
         address = start + offset - source.offset
         count = os.preadv(
             source.direct, [(ctypes.c_char * (start + skipped + length - address)).from_address(address)], offset
         )
         if count == 0:
-            raise OSError(errno.EIO, "a file with weights has become shorter")
+            raise OSError(errno.EIO, "a file with weights is shorter than when it was mapped")
         offset += count
 
 
@@ -143,7 +154,7 @@ def _readers() -> ThreadPoolExecutor:
 
 def _checked(address: int) -> int:
     if address == _FAILED:
-        raise OSError(ctypes.get_errno(), f"weights cannot be brought in: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
     return address
 
 
@@ -152,7 +163,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @functools.cache
 def _libc() -> Any:
-    """Through ctypes, which lets other threads of Python run meanwhile."""
+    """Return the C library. Its functions are called through ctypes, which releases the GIL during a call."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.madvise.argtypes = [pointer, size, number]

@@ -1,1 +1,1 @@
-"""Worker processes and groups of them: start, requests, supervision, end. Knows nothing of models."""
+"""Starts, supervises and ends groups of worker processes, and sends requests to them. Knows nothing of models."""

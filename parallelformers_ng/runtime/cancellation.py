@@ -1,4 +1,4 @@
-"""Ends what one thread asks of parallelized models, from another thread."""
+"""Lets one thread cancel the requests of another thread to parallelized models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from parallelformers_ng.errors import RequestCancelledError
 
 
 class Cancellation:
-    """A word from one thread to another: what you wait for is not wanted any more.
+    """A switch with which one thread cancels the requests of another thread.
 
     Attributes:
-        asked: whether it was said.
-        wake: called when it is said; whoever sleeps sets it first, and looks at `asked` afterwards.
+        asked: whether `cancel` was called.
+        wake: function that `cancel` calls. A thread that is about to sleep sets `wake` first and then checks `asked`.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,18 @@ class Cancellation:
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:
-        """Say it. The other thread raises RequestCancelledError at its next check."""
+        """Cancel the requests: the thread of the requests raises RequestCancelledError at its next `check`."""
         self.asked = True
         self.wake()
 
     def check(self) -> None:
+        """Raise RequestCancelledError if `cancel` was called."""
         if self.asked:
             raise cancellation_error()
 
 
 def cancellation_error() -> RequestCancelledError:
-    """Ends a request that its caller has cancelled."""
+    """Return the error of a request that its caller has cancelled."""
     return RequestCancelledError("the request was cancelled by its caller")
 
 
@@ -40,13 +41,13 @@ _of_thread: ContextVar[Cancellation | None] = ContextVar("parallelformers_ng_can
 
 
 def cancellation_of_thread() -> Cancellation:
-    """Return a switch that cancels the requests of this thread."""
+    """Return the cancellation of this thread's requests; outside of `cancelled_by`, return a new, unused object."""
     return _of_thread.get() or Cancellation()
 
 
 @contextlib.contextmanager
 def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
-    """Within it, requests of this thread can be cancelled."""
+    """Make requests of this thread inside the `with` block cancellable by `cancellation`."""
     token = _of_thread.set(cancellation)
     try:
         yield

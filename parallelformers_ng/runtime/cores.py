@@ -11,11 +11,10 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs' worth of time this process may use: its affinity, or its control group's quota if that is
-    less.
+    """Return the number of CPUs that this process may use: the smaller of its affinity and its control group's quota.
 
-    A container with `--cpus=4` on a machine of 64 sees all 64; with a thread on each, it would be stopped for most of
-    every period.
+    A container with `--cpus=4` on a machine with 64 CPUs sees all 64. With 64 threads the kernel would stop the
+    container for most of every scheduling period.
     """
     available = len(os.sched_getaffinity(0))
     quota = cpu_quota()
@@ -23,10 +22,10 @@ def usable_cpus() -> int:
 
 
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
-    """Return the CPUs of each rank, or None if the scheduler should place them.
+    """Return the set of CPU numbers of each rank, or None if the kernel's scheduler should place the ranks.
 
-    Ranks are pinned only where all of them together take every CPU that there is to have: a rank that leaves CPUs to
-    others could find them on its own. Neighbours in the list share a NUMA node wherever the counts allow.
+    Ranks are pinned only if all ranks together use every CPU of this process; with spare CPUs, the scheduler places
+    ranks well. Ranks that are adjacent in the list share a NUMA node if the numbers of CPUs allow it.
 
     Args:
         world_size: number of ranks.
@@ -34,7 +33,7 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size
-    if threads != each or usable_cpus() < len(cpus):  # also where each is 0: more ranks than CPUs
+    if threads != each or usable_cpus() < len(cpus):  # `each` is 0 if there are more ranks than CPUs
         return None
     nodes = numa_nodes(_NODES)
     cpus.sort(key=lambda cpu: (nodes.get(cpu, 0), cpu))
@@ -42,7 +41,13 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
 
 def numa_nodes(directory: Path) -> dict[int, int]:
-    """CPU → its NUMA node; empty where the system tells of none, or where this process may open no more files."""
+    """Return CPU number → NUMA node number.
+
+    The result is empty if the system lists no nodes, or if this process cannot open more files.
+
+    Args:
+        directory: folder with one subfolder `nodeN` per NUMA node, in the form of /sys/devices/system/node.
+    """
     node_of: dict[int, int] = {}
     try:
         lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]

@@ -1,7 +1,7 @@
-"""The CUDA device of a rank, and what is said where CUDA does not have it.
+"""Selects the CUDA device of a rank, with a helpful error if CUDA cannot use the device.
 
-The caller counts devices by NVML, which needs no context (`torch.cuda.device_count`). CUDA may have fewer: a device in
-MIG mode is listed, of whose slices CUDA shows one to a process; and a driver may list devices that it is too old for.
+The caller counts devices with NVML, which needs no CUDA context (`torch.cuda.device_count`). CUDA may have fewer
+devices: CUDA shows a process only one slice of a device in MIG mode, and a driver may be too old for a listed device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 from parallelformers_ng.errors import StartupError
 
 NCCL_PHASE = "connecting to its peers by NCCL"
-"""What a rank says that it does while NCCL may hang."""
+"""Phase that a rank reports while it connects with NCCL, which may hang."""
 NCCL_REMEDY = (
-    " NCCL hangs on machines that have no working copies between devices, virtual ones say, or ones with an IOMMU:"
-    " NCCL_P2P_DISABLE=1 in the environment does without these."
+    " NCCL hangs on machines where copies between devices do not work, for example virtual machines or machines with an"
+    " IOMMU: NCCL_P2P_DISABLE=1 in the environment turns these copies off."
 )
 
 
@@ -22,9 +22,9 @@ def take_device(device: torch.device) -> None:
     """Make a device the current one of this process.
 
     Raises:
-        StartupError: CUDA does not have it. The message says how many it has, and what may be done.
+        StartupError: CUDA does not have the device. The message gives the number of devices and a remedy.
     """
-    listed = torch.cuda.device_count()  # by NVML, as the caller counted
+    listed = torch.cuda.device_count()  # counted by NVML, the same as in the caller
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:
@@ -36,6 +36,6 @@ def take_device(device: torch.device) -> None:
             ) from error
         raise StartupError(
             f"CUDA does not have {device}: {reason}. The driver lists {listed} devices and CUDA has"
-            f" {torch.cuda.device_count()}. Of devices in MIG mode it shows one slice to a process: name one for each"
-            " rank in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them as MIG-…), or ask for fewer ranks with num_gpus="
+            f" {torch.cuda.device_count()}. CUDA shows a process only one slice of a device in MIG mode: name a slice"
+            " for each rank in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists slices as MIG-…), or set a smaller num_gpus="
         ) from error

@@ -1,4 +1,4 @@
-"""A deadline for everything that one thread asks of parallelized models, for calls that take no `timeout=`."""
+"""Sets a deadline for all calls that one thread makes to parallelized models, also for calls without `timeout=`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from contextvars import ContextVar
 from parallelformers_ng.options import checked_seconds
 
 thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
-"""Of this thread or asyncio task, on the clock of `time.monotonic`."""
+"""Deadline of this thread or asyncio task, in seconds of `time.monotonic`."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Let every call within the block raise RequestTimeoutError once `seconds` have passed since its beginning. A call
-    that is made later raises DeadlineExpiredError, and is not sent.
+    """Limit all calls inside the `with` block to `seconds` in total, counted from the start of the block.
 
-    `with deadline(2.0): model(**inputs)`. It holds for this thread or asyncio task; of nested ones, the
-    earlier counts.
+    Example: `with deadline(2.0): model(**inputs)`. A call that is running at the deadline raises RequestTimeoutError; a
+    call that starts later raises DeadlineExpiredError and is not sent. The deadline applies to this thread or asyncio
+    task. In nested blocks the earlier deadline applies.
 
     Args:
-        seconds: more than 0; infinite is none.
+        seconds: positive number of seconds; infinity sets no deadline.
 
     Raises:
-        ParallelError: `seconds` is no such number.
+        ParallelError: `seconds` is not a positive number.
     """
     token = thread_deadline.set(min(thread_deadline.get(), time.monotonic() + checked_seconds(seconds, "deadline")))
     try:

@@ -1,4 +1,4 @@
-"""A request to all ranks, and how the thread of a group has them answer it."""
+"""Sends a request to all ranks of a group and collects the ranks' answers, in the thread of the group."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ from parallelformers_ng.wire.message import Encoded, decode, encode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 STRAGGLER_SECONDS = 10.0
-"""What workers get to leave a request that its caller gave up, before the group ends."""
+"""Seconds that workers get to leave a cancelled request before the group is ended."""
 
-# Looked up once: in Python 3.11, to read one off an enum takes a call.
+# Looked up once, because in Python 3.11 reading an enum member costs a function call.
 _REQUEST, _RESULT, _DONE, _ERROR = FrameKind.REQUEST, FrameKind.RESULT, FrameKind.DONE, FrameKind.ERROR
 _ANSWERS = frozenset({_RESULT, _DONE, _ERROR})
 
 Answers = dict[int, Frame]
-"""Rank → its answer, not decoded yet."""
+"""Rank → answer frame of the rank, not yet decoded."""
 
 
 def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
-    """Encode the call of a method, as `Service` takes it. Raises what `encode` raises."""
+    """Encode a method call in the form that `Service` decodes; `encode` raises the errors."""
     return encode({"method": method, "args": args, "kwargs": kwargs or {}})
 
 
 class Request:
-    """A method that every rank runs. Its caller waits here; the thread of the group puts here what comes.
+    """A method that every rank runs. The caller waits in `next`; the group's thread delivers answers with `put`.
 
     Args:
-        method: name of the method, for messages.
-        messages: its arguments: one message for all ranks, or one for each.
-        flags: see `Flag`.
-        deadline: when all answers must be there, on the clock of `time.monotonic`, in seconds; infinite if it is set
-            later.
+        method: name of the method, for error messages.
+        messages: encoded arguments: one message for all ranks, or one message per rank.
+        flags: flags of the request, see `Flag`.
+        deadline: latest time of the answers, in seconds of `time.monotonic`; infinity until `set_deadline` is called.
 
     Attributes:
-        begun: the thread has taken it up.
-        given_up: its caller waits no more.
+        method, messages, flags, deadline: the arguments of the same names.
+        seconds: time between setting the deadline and the deadline, in seconds.
+        begun: whether the group's thread has started the request.
+        given_up: whether the caller no longer waits.
     """
 
     def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
@@ -60,27 +61,27 @@ class Request:
         self._inbox: queue.SimpleQueue[Frame | Answers | GroupError | None] = queue.SimpleQueue()
 
     def set_deadline(self, deadline: float) -> None:
-        """See above."""
+        """Set the latest time of the answers, in seconds of `time.monotonic`."""
         self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
     def prepare(self) -> bool:
-        """Called in the thread of the group when its turn has come. Returns False if there is nothing to do."""
+        """Return whether to send the request; the group's thread calls this method at the request's turn."""
         return True
 
-    def put(self, news: Frame | Answers | GroupError | None) -> None:
-        """Tell the caller an event. The last one is the answers, an error, or None if the group is over."""
-        self._inbox.put(news)
+    def put(self, item: Frame | Answers | GroupError | None) -> None:
+        """Give the caller an event frame, or the last item: the answers, an error, or None if the group ended."""
+        self._inbox.put(item)
         if self.given_up:
             self.discard()
 
     def next(self) -> Frame | Answers | GroupError | None:
-        """Wait for what `put` was given. Ctrl-C and what other handlers of signals raise end the wait.
+        """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait.
 
         Raises:
-            queue.Empty: the deadline passed, and the thread had not taken it up.
+            queue.Empty: the deadline passed before the group's thread started the request.
         """
         if self.begun or self.deadline == math.inf:
-            return self._inbox.get()  # the thread keeps to the deadline
+            return self._inbox.get()  # the group's thread enforces the deadline
         try:
             return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
         except queue.Empty:
@@ -89,23 +90,23 @@ class Request:
             return self._inbox.get()
 
     def discard(self) -> None:
-        """Close the open files in what nobody will take."""
+        """Close the file descriptors in items that the caller will not read."""
         while not self._inbox.empty():
             try:
-                news = self._inbox.get_nowait()
+                item = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            frames = [news] if isinstance(news, Frame) else news.values() if isinstance(news, dict) else ()
+            frames = [item] if isinstance(item, Frame) else item.values() if isinstance(item, dict) else ()
             for frame in frames:
                 frame.discard()
 
 
 class Exchange:
-    """Sends requests to the workers of a group, one at a time, and collects their answers. It belongs to one thread.
+    """Sends requests to the workers of a group, one at a time, and collects the answers. Not thread-safe.
 
     Args:
         processes: the workers, all ready.
-        wakeup: an eventfd that is written to have the thread look up.
+        wakeup: eventfd; writing to it wakes the thread.
     """
 
     def __init__(self, processes: Processes, wakeup: int) -> None:
@@ -116,46 +117,49 @@ class Exchange:
         self._deadline = math.inf
         self._spin_until = 0.0
         self._answers: Answers = {}
-        # Rank 0's answer is waited for first: by then the others have mostly answered, too, and this process need not
-        # wake up, on a core that a rank may be using, for each of them. A rank that raises frees rank 0 from the
-        # collectives, and the end of any is seen by its pidfd.
-        self._idle, self._first, self._rest = select.poll(), select.poll(), select.poll()
+        # The thread waits for rank 0's answer first: most other ranks have answered by then, so this process does not
+        # wake up once per rank, on a core that a rank may be using. A rank that raises aborts the collectives, so that
+        # rank 0 answers as well; the end of a worker is seen by its pidfd.
+        self._poll_ends, self._poll_rank_0, self._poll_all = select.poll(), select.poll(), select.poll()
         self._rank_of: dict[int, int] = {}
         self._pidfds: set[int] = set()
-        for poll in (self._idle, self._first, self._rest):
+        for poll in (self._poll_ends, self._poll_rank_0, self._poll_all):
             poll.register(wakeup, select.POLLIN)
         for worker in processes.workers:
             channel = worker.channel.fileno()
-            self._rest.register(channel, select.POLLIN)
+            self._poll_all.register(channel, select.POLLIN)
             if worker.rank == 0:
-                self._first.register(channel, select.POLLIN)
-            for poll in (self._idle, self._first, self._rest):
+                self._poll_rank_0.register(channel, select.POLLIN)
+            for poll in (self._poll_ends, self._poll_rank_0, self._poll_all):
                 poll.register(worker.pidfd, select.POLLIN)
             self._rank_of |= {channel: worker.rank, worker.pidfd: worker.rank}
             self._pidfds.add(worker.pidfd)
 
     @property
     def unanswered(self) -> list[int]:
-        """Ranks that have not answered the request."""
+        """Ranks that have not answered the current request yet."""
         return [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
 
     def sleep(self) -> None:
-        """Wait until somebody writes to the eventfd.
+        """Wait until another thread writes to the eventfd.
 
         Raises:
             WorkerGoneError: a worker has ended.
         """
-        self._look_up(self._idle, math.inf)
+        self._look_up(self._poll_ends, math.inf)
 
     def run(self, request: Request, when_sent: Callable[[], object]) -> None:
-        """Have all ranks run a request, and put what they say into it.
+        """Send a request to all ranks, and deliver the ranks' events and answers to the request with `put`.
 
         Args:
-            when_sent: called once all ranks have it.
+            request: the request.
+            when_sent: function that is called after the request was sent to all ranks.
 
         Raises:
-            WorkerGoneError, ChannelClosedError, ProtocolError: the group cannot go on.
-            RequestTimeoutError: likewise; `unanswered` says because of whom.
+            WorkerGoneError: a worker has ended; the group cannot continue.
+            ChannelClosedError: a connection is closed; the group cannot continue.
+            ProtocolError: a worker sent an unexpected frame; the group cannot continue.
+            RequestTimeoutError: the deadline passed; `unanswered` lists the late ranks.
         """
         flags = request.flags | (Flag.RESET if self._needs_reset else 0)
         packed: list[Packed] = []
@@ -163,7 +167,7 @@ class Exchange:
         try:
             packed.extend(pack(_REQUEST, self._sequence + 1, message, flags) for message in request.messages)
             if self._needs_reset:
-                # All ranks wait for this request, so the collectives can start afresh; its flag has ranks do so too.
+                # All ranks are idle now, so the arena can be reset. Flag.RESET makes each rank reset its side.
                 self._processes.arena.reset()
             self._sequence += 1
             for worker in self._processes.workers:
@@ -182,7 +186,7 @@ class Exchange:
                 frame.discard()
             raise
         failed = any(frame.kind is _ERROR for frame in self._answers.values())
-        self._needs_reset = failed and self._processes.arena.aborted  # else all ranks ended it at the same place
+        self._needs_reset = failed and self._processes.arena.aborted  # otherwise all ranks stopped at the same step
         request.put(self._answers)
 
     def _send(self, worker: Worker, packed: Packed, deadline: float) -> None:
@@ -213,7 +217,7 @@ class Exchange:
                     request.put(frame)
                 else:
                     frame.discard()
-                    raise ProtocolError(f"rank {rank} sent {frame.kind.name} where an answer was due")
+                    raise ProtocolError(f"rank {rank} sent {frame.kind.name} instead of an answer")
 
     def _spin_for(self, due: Worker) -> bool:
         try:
@@ -228,15 +232,15 @@ class Exchange:
             raise WorkerGoneError(rank) from None
         if frame.sequence != self._sequence:
             frame.discard()
-            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; {self._sequence} was due")
+            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; expected request {self._sequence}")
         return frame
 
     def _ready(self) -> int | None:
-        """Sleep until a frame has come. Returns the rank that sent it; None if the thread was woken up instead."""
+        """Sleep until a frame arrives, and return the rank that sent it; return None if `wakeup` woke the thread."""
         for worker in self._processes.workers:
             if worker.channel.has_more:
                 return worker.rank
-        return self._look_up(self._rest if 0 in self._answers else self._first, self._deadline)
+        return self._look_up(self._poll_all if 0 in self._answers else self._poll_rank_0, self._deadline)
 
     def _look_up(self, poll: select.poll, deadline: float) -> int | None:
         fds: list[int] = []
@@ -252,13 +256,16 @@ class Exchange:
 
 
 def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
-    """Decode answers.
+    """Decode the answers of all ranks.
+
+    Args:
+        answers: rank → answer frame.
 
     Returns:
-        The value of each rank, and the exception that explains best what was raised, if any was.
+        (value of each rank, error): if ranks raised, the exception that best explains the failure; otherwise None.
 
     Raises:
-        NotPortableError: an answer cannot be rebuilt here.
+        NotPortableError: an answer cannot be decoded in this process.
     """
     values: list[Any] = [None] * len(answers)
     raised: dict[int, Any] = {}

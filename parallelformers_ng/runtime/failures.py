@@ -1,5 +1,5 @@
-"""Exceptions on their way from a worker to the caller: as names, arguments and text, for the classes may be unknown
-there, and their constructors must not run."""
+"""Sends exceptions from a worker to the caller as names, arguments and text: the caller may not know the class of an
+exception, and must not run its constructor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ _ARGUMENT_TYPES = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Description:
-    """An exception in words. `args` is None if they are not all plain values; `aborted` says that it came of a
-    collective that was given up, usually for what another rank raised."""
+    """A description of an exception.
+
+    Attributes:
+        module: module of the exception's class.
+        qualname: qualified name of the class.
+        args: arguments of the exception; None if any is not a plain value.
+        message: text of the exception.
+        traceback: formatted traceback.
+        aborted: whether the exception follows from an aborted collective, usually because another rank raised.
+    """
 
     module: str
     qualname: str
@@ -32,7 +40,7 @@ def describe(error: BaseException, is_consequence: bool = False) -> Description:
 
     Args:
         error: the exception, with its traceback.
-        is_consequence: a collective had been given up before.
+        is_consequence: whether a collective had been aborted before the exception.
     """
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
@@ -44,17 +52,17 @@ def describe(error: BaseException, is_consequence: bool = False) -> Description:
 
 
 def rebuild(rank: int, description: Any) -> WorkerError:
-    """Return the exception to raise in the caller: a WorkerError, and if possible of the original type as well.
+    """Return the exception to raise in the caller: a WorkerError that is, if possible, also of the original type.
 
     Args:
-        rank: the rank that raised it.
+        rank: rank that raised the exception.
         description: result of `describe`.
 
     Raises:
-        ProtocolError: the description is not one.
+        ProtocolError: `description` is not a `Description`.
     """
     if not isinstance(description, Description):
-        raise ProtocolError(f"rank {rank} described an exception in a form that is not known")
+        raise ProtocolError(f"rank {rank} sent an exception in an unknown format")
     name, message = f"{description.module}.{description.qualname}", description.message
     error = _rebuild_as(_find(description.module, description.qualname), description.args, message)
     if error is None:
@@ -66,10 +74,10 @@ def rebuild(rank: int, description: Any) -> WorkerError:
 
 
 def most_informative(descriptions: dict[int, Any]) -> int:
-    """Return the rank whose exception explains the others: not one that only says that a peer gave up.
+    """Return the rank whose exception best explains a failure: the lowest rank without an aborted collective.
 
     Args:
-        descriptions: description from each rank that raised, by rank.
+        descriptions: rank → description, of each rank that raised.
     """
     return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
 
@@ -77,7 +85,7 @@ def most_informative(descriptions: dict[int, Any]) -> int:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # a foreign __str__ must not cost us the traceback
+    except Exception as broken:  # the traceback is reported even if __str__ fails
         return f"(its __str__ raised {type(broken).__name__})"
 
 
@@ -96,8 +104,7 @@ def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
     if combined is None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)
-    # No constructor runs, so arguments of any signature do; a type whose text needs more than `args` stays a plain
-    # WorkerError.
+    # No constructor runs, so the signature does not matter. If `args` alone do not give the same text, return None.
     error = combined.__new__(combined, *arguments)
     error.args = arguments
     return error if _message(error) == message else None

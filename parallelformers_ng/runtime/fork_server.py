@@ -1,9 +1,9 @@
-"""A process that has imported all that ranks need, and forks them: N ranks import once, and later ones not at all.
+"""Runs the fork server: a process that imports the modules of ranks once, and then forks ranks on request.
 
-It has one thread and touches no device, so a fork of it equals a fresh process, and starts in milliseconds. It is
-started as `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`: REQUESTS is the
-descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends (see `forks.py`),
-and MODULE the module to import.
+The server has one thread and uses no device, so a fork behaves like a fresh process, and starts in milliseconds. The
+command is `python -m parallelformers_ng.runtime.fork_server REQUESTS LIFELINE PARENT MODULE`: REQUESTS is the
+descriptor of an inherited socket, LIFELINE the descriptor of a pipe, PARENT the id of the process at their other ends
+(see `forks.py`), and MODULE the module to import.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import NoReturn
 from parallelformers_ng.runtime import titles, worker
 
 NUMBER = struct.Struct("<i")
-"""What is reported of a rank: first its process id, or minus the system's error number, then its exit code."""
+"""Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code."""
 
-_DESCRIPTORS = 6  # of a request: socket, lifeline, standard error and output of the rank, its folder, where to report
+_DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports
 
 
 def main() -> None:
-    """Import what ranks need, then fork on request until the caller is gone."""
+    """Import the module that ranks need, then fork ranks on request until the caller has ended."""
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)
     worker.end_with_lifeline(lifeline)
@@ -42,9 +42,9 @@ def main() -> None:
     importlib.import_module(imports)
     if reason := _why_no_forks():
         print(reason, file=sys.stderr, flush=True)
-        os._exit(1)  # not by way of the interpreter's end, which waits for threads
-    # What is there now stays for good. Unless the collector leaves it alone, its first pass in a rank writes to every
-    # page of it, and nothing is shared any more.
+        os._exit(1)  # sys.exit would wait for threads
+    # The objects of the imports are never freed. freeze() makes the collector skip them; otherwise its first pass in a
+    # rank would write to every page, and ranks would no longer share the pages.
     gc.collect()
     gc.freeze()
     _Server(socket.socket(fileno=control), lifeline, watched).serve()
@@ -57,10 +57,10 @@ def _why_no_forks() -> str | None:
     if threads > 1:
         return f"an import has started {threads - 1} threads, which a fork would lack"
     pid = os.fork()
-    if pid == 0:  # only here does torch know
+    if pid == 0:  # torch knows this only in a forked process
         os._exit(torch.cuda._is_in_bad_fork())
     if os.waitpid(pid, 0)[1]:
-        return "an import has asked CUDA for devices, which a fork could not use then"
+        return "an import has initialized CUDA, so a fork could not use devices"
     return None
 
 
@@ -68,21 +68,22 @@ class _Server:
     """The loop of the server.
 
     Args:
-        requests: socket on which the caller asks for ranks.
-        lifeline: the reading end of the pipe that the kernel watches.
-        watched: pidfds of the caller and of this process, which ranks watch.
+        requests: socket on which the caller requests ranks.
+        lifeline: reading end of the pipe whose closing makes the kernel kill this process.
+        watched: pidfds of the caller and of this process; a rank ends if either process ends.
     """
 
     def __init__(self, requests: socket.socket, lifeline: int, watched: tuple[int, int]) -> None:
         self._requests = requests
         self._lifeline = lifeline
         self._watched = watched
-        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # pidfd → process id, and where its end is reported
+        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # pidfd → (process id, socket for reports)
         self._poll = select.poll()
         for fd in (requests.fileno(), watched[0]):
             self._poll.register(fd, select.POLLIN)
 
     def serve(self) -> None:
+        """Fork ranks and report their ends until the caller has ended or closed its socket."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._watched[0]:
@@ -93,13 +94,13 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Fork a rank. Returns False when there are no more requests."""
+        """Receive a request and fork a rank; return False if the caller has closed the socket."""
         message, descriptors, *_ = socket.recv_fds(self._requests, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if message and len(descriptors) == _DESCRIPTORS:
             *rank, report_fd = descriptors
             self._fork(rank, socket.socket(fileno=report_fd))
             descriptors = rank
-        for fd in descriptors:  # too few where this process may open no more files: the caller sees the other end close
+        for fd in descriptors:  # at the limit of open files, some are missing: closing the report tells the caller
             os.close(fd)
         return bool(message)
 
@@ -127,11 +128,11 @@ class _Server:
     @staticmethod
     def _send(report: socket.socket, number: int, descriptors: Sequence[int] = ()) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        with contextlib.suppress(OSError):  # the caller wants it no more
+        with contextlib.suppress(OSError):  # the caller has closed its end
             report.sendmsg([NUMBER.pack(number)], ancillary, socket.MSG_NOSIGNAL)
 
     def _become_rank(self, descriptors: Sequence[int], report: socket.socket) -> NoReturn:
-        """In the fork: be what a fresh process would be, and go on as one."""
+        """Make this forked process equal to a fresh process, and run the worker in it."""
         try:
             control, lifeline, errors, output, folder = descriptors
             for pidfd, (_, other) in self._ranks.items():
@@ -156,13 +157,13 @@ class _Server:
 
 
 def _renew_state() -> None:
-    """Reset in a fork the state of the server that a fresh process would not have. `random` sees to itself."""
+    """Reset state of the server that a fresh process would not have. Python reseeds `random` in a fork by itself."""
     import numpy as np
     import torch
 
     np.random.seed()
     torch.default_generator.seed()
-    importlib.invalidate_caches()  # files may have come since
+    importlib.invalidate_caches()  # new files may exist since the server's imports
     gc.enable()
 
 

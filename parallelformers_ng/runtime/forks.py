@@ -1,6 +1,6 @@
-"""Ranks that are forked: asked of a process that has imported all they need, which this one starts and keeps.
+"""Starts ranks by forking: requests them from a fork server, which this process starts and keeps.
 
-There is one for each caller's process, started with its first group or ahead of need. `fork_server.py` is what it runs.
+Each calling process has one fork server, started with the first group or earlier. The server runs `fork_server.py`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from parallelformers_ng.runtime.spawn import (
 log = logging.getLogger("parallelformers_ng")
 
 SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"
-"""The environment variable that, set to 0, has every rank started as a fresh process."""
+"""Environment variable; if it is 0, every rank is started as a fresh process."""
 
 _LEAST = "torch"
-"""The module that a server imports if nobody asks for more."""
+"""Module that a server imports by default."""
 
-# Read when Python starts or a library is imported, so that a fork has what they were then.
+# Prefixes of variables that Python or a library reads at start or import; a fork keeps the values of that time.
 _READ_AT_START = (
     "ATEN_", "BLIS_", "DNNL_", "GLIBC_", "GOMP_", "HF_", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_",
     "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "SSL_", "TORCH", "TRANSFORMERS_", "TZ",
@@ -47,17 +47,21 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that a server was asked for, a `Process`.
+    """A rank that was requested from a fork server; the class implements `Process`.
+
+    Args:
+        server: the fork server.
+        link: link between this process and the rank.
 
     Raises:
-        OSError: this process may open no more files.
+        OSError: this process cannot open more files.
     """
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
         self.pid: int | None = None
         self.pidfd = -1
         self._code: int | None = None
-        self._server: ForkServer | None = server  # which lives as long as its ranks
+        self._server: ForkServer | None = server  # this reference keeps the server running
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             self._report, their_report = socket.socketpair()
             ours.enter_context(self._report)
@@ -68,22 +72,22 @@ class Fork:
             theirs.callback(os.close, nowhere)
             output = 1 if os.path.exists("/proc/self/fd/1") else nowhere
             descriptors = [*link.theirs, link.log, output, folder, their_report.fileno()]
-            with contextlib.suppress(BrokenPipeError):  # the server has ended, which the wait for its answer will show
+            with contextlib.suppress(BrokenPipeError):  # the server has ended; `await_start` will notice
                 socket.send_fds(server.link.connection, [b"f"], descriptors, socket.MSG_NOSIGNAL)
             ours.pop_all()
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """Same as in `Process`; False if the server is gone."""
+        """Wait until the server has forked the rank, and return True; return False if the server has ended."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
-            raise RequestTimeoutError(f"the fork server (pid {self._server.pid}) has not forked it yet")
+            raise RequestTimeoutError(f"the fork server (pid {self._server.pid}) has not forked the rank yet")
         message, descriptors, *_ = socket.recv_fds(self._report, fork_server.NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
         number = fork_server.NUMBER.unpack(message)[0]
-        if number > 0 and not descriptors:  # dropped on the way, for want of a free number
+        if number > 0 and not descriptors:  # this process has no free descriptor, so the kernel dropped the pidfd
             number = -errno.EMFILE
         if number < 0:
             raise OSError(-number, os.strerror(-number))
@@ -91,14 +95,14 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """Same as in `Process`; None also if the server is gone, as it alone could tell."""
+        """Return the exit code, see `Process.exit_code`; None also if the server, which knows the code, has ended."""
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
             self._code = fork_server.NUMBER.unpack(message)[0] if message else None
         return self._code
 
     def close(self) -> None:
-        """Same as in `Process`. A requested rank that is not there yet ends with its lifeline."""
+        """Close the descriptors that refer to the rank. A rank that is not forked yet ends when its lifeline closes."""
         self._report.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -109,18 +113,22 @@ class Fork:
 
 
 class ForkServer:
-    """A server, from the caller's side. It ends when neither this process nor a rank of it has any use for it.
+    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server.
 
     Args:
-        inheritance: state of this process that its forks inherit.
-        imports: name of the module that it imports before it forks.
+        inheritance: state of this process that forks inherit.
+        imports: name of the module that the server imports before it forks.
 
     Attributes:
-        link: joins it to this process; ranks are asked for over its socket.
-        forks: the ranks that it was asked for and that are not closed.
+        inheritance: argument `inheritance`.
+        imports: argument `imports`.
+        link: link to the server; its socket carries requests for ranks.
+        pid: process id of the server.
+        forks: requested ranks that are not closed yet.
 
     Raises:
-        OSError, StartupError: it could not be started.
+        OSError: the system cannot start more processes or open more files.
+        StartupError: the path of the Python interpreter is unknown.
     """
 
     def __init__(self, inheritance: object, imports: str) -> None:
@@ -128,7 +136,7 @@ class ForkServer:
         self.imports = imports
         self.link = ChildLink("fork-server")
         try:
-            # Whether there are devices, an import may ask; it is then told by NVML, after which a fork may use them.
+            # If an import asks for devices, NVML must answer: after a CUDA initialization, forks could not use devices.
             environment = environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._process = Spawned(fork_server.__name__, self.link, environment, imports)
         except BaseException:
@@ -142,21 +150,21 @@ class ForkServer:
         _all.add(self)
 
     def exit_code(self) -> int | None:
-        """Return its code as subprocess counts them, once it has ended: negative where it was killed, positive where
-        it has found that it must not fork."""
+        """Return the server's exit code, or None while it runs. A negative code is minus the signal that killed the
+        server; with a positive code, the server found that it must not fork."""
         return self._process.exit_code(0.0)
 
     def request_traceback(self) -> None:
-        """Have it write to its log where in the code it is."""
+        """Make the server write its traceback to its log."""
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
-        """Return the text that it has written to its log since the last call."""
+        """Return the text that the server has written to its log since the last call."""
         start, self._shown = self._shown, self.link.log_size()
         return self.link.log_tail(start)
 
     def forget(self) -> None:
-        """In a forked child of the caller: the server is the parent's."""
+        """Close this process's descriptors without ending the server; for a forked child of the caller."""
         self._end.detach()
         self.link.close()
         self._process.close()
@@ -168,11 +176,12 @@ _newest: ForkServer | None = None
 
 
 def running(imports: str | None = None) -> ForkServer | None:
-    """Return the server to ask for ranks, started if there is none whose forks would be like fresh processes; None
-    where ranks have to be started as fresh processes.
+    """Return a running fork server, or start one; return None if ranks have to be started as fresh processes.
+
+    A running server is used only if its forks would inherit the same state as a fresh process of this thread.
 
     Args:
-        imports: name of the module that the server is to import; by default any server will do.
+        imports: name of the module that the server imports; with None, any running server is used.
     """
     global _newest
     if os.environ.get(SWITCH) == "0":
@@ -183,7 +192,7 @@ def running(imports: str | None = None) -> ForkServer | None:
             code = _newest.exit_code()
             if code is None and imports in (None, _newest.imports):
                 return _newest
-            if code is not None and code > 0:  # another would find the same
+            if code is not None and code > 0:  # a new server would fail in the same way
                 return None
         try:
             _newest = ForkServer(inheritance, imports or _LEAST)
@@ -194,9 +203,11 @@ def running(imports: str | None = None) -> ForkServer | None:
 
 
 def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> None:
-    """End a server that nobody needs: the kernel kills it when its lifeline closes. At interpreter exit a request
-    may be in flight in a daemon thread, which must not see an error; the server then ends with this process, like
-    the ranks."""
+    """End a server that has no ranks: the kernel kills the server when its lifeline closes.
+
+    At interpreter exit a daemon thread may still wait for a request to ranks, and must not see an error. A server with
+    ranks is therefore not ended here; the server and its ranks end with this process.
+    """
     if forks:
         return
     link.close()
@@ -205,7 +216,7 @@ def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> Non
 
 
 def _forget_in_forked_child() -> None:
-    # As long as a copy of the lifeline is open somewhere, the server does not see that its parent is gone.
+    # While any process has a copy of the lifeline open, the server cannot notice the end of its parent.
     global _newest, _lock
     _newest, _lock = None, threading.Lock()
     for server in list(_all):
@@ -216,7 +227,7 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 
 def _inheritance() -> tuple[object, ...]:
-    """Return the state that a process started by this thread inherits, apart from the values in every request."""
+    """Return the state that a process inherits from this thread, except for values that every request contains."""
     status = _proc("status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],

@@ -1,4 +1,4 @@
-"""Memory that is free and that an allocator keeps all the same."""
+"""Returns freed memory, which allocators would keep, to the system and the GPUs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import ctypes
 import torch
 
 TRIM_EVERY = 64 << 20
-"""Bytes given up or read between two calls that hand free pages of the heap back to the system."""
+"""Number of bytes to free or read before the next call of `trim_heap`."""
 
 
 def give_back_freed() -> None:
-    """Hand freed memory back. glibc may keep heap pages after the model's small tensors: they go to the system.
-    torch keeps device memory for this process: it goes to the ranks."""
+    """Return freed heap pages of this process to the system, and torch's unused device memory to the device.
+
+    glibc may keep heap pages of freed small tensors. The ranks need the device memory that torch keeps in this process.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim_heap()
 
 
 def trim_heap() -> None:
-    """Hand freed pages of the heap back to the system."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and needs none
+    """Return freed heap pages to the system."""
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The worker group: the same method, called on one object per rank, each in a process of its own."""
+"""Defines the worker group: several processes with one object each, on which the same method is called."""
 
 from __future__ import annotations
 
@@ -29,38 +29,39 @@ OnEvent = Callable[[Any], object]
 
 
 class WorkerGroup:
-    """`world_size` processes with one object each. All of them run the same methods in the same order.
+    """A group of worker processes, each with one target object. All workers run the same methods in the same order.
 
-    The target is built in every worker as `Class(rank, world_size, device, communicator, emit)`. Calls from many
-    threads are served in the order in which they came. The workers end with `close`, at interpreter exit, and when the
-    group is dropped.
+    Every worker builds its target as `Class(rank, world_size, device, communicator, emit)`. Calls from several threads
+    are served in the order of their arrival. The workers end after `close`, at interpreter exit, or after the group has
+    been garbage-collected.
 
     Args:
         world_size: number of workers.
         device: `"cpu"` or `"cuda"`.
-        target: `"module:Class"`, importable in a fresh interpreter with this one's `sys.path`.
-        imports: name of a module for the process that forks the workers, imported once for all; by default
-            torch, or the module of an earlier group's process.
+        target: `"module:Class"`, importable in a fresh interpreter with the `sys.path` of this process.
+        imports: name of the module that the fork server imports once for all workers; by default torch, or the module
+            of a running fork server.
         device_ids: CUDA device of each rank; by default 0, 1, 2, ….
-        backend: backend of the collectives; `"auto"` picks by device.
-        timeout: seconds that a request may take, unless the call says otherwise.
-        start_timeout: seconds until every worker must be ready.
-        threads: CPU threads of each worker, equal on every rank; by default the available CPUs shared out.
-        among: number of this group, and number of equal groups, that share the CPUs.
-        hosts: makes the starter of the ranks, if this process does not start them on this machine.
-        wait: False returns at once, so that the caller can work while the workers import torch;
-            `wait_until_ready` has to come before the first call.
+        backend: backend of the collectives; `"auto"` chooses by device.
+        timeout: maximum duration of a request in seconds; a call can override it.
+        start_timeout: maximum time in seconds until all workers are ready.
+        threads: CPU threads of each worker, equal on every rank; by default the available CPUs divided by the ranks.
+        among: (index of this group, number of equal groups that share the CPUs).
+        hosts: function that returns the starter of the ranks; None if this process starts the ranks on this machine.
+        wait: whether to wait until the workers are ready. If `wait` is False, the caller can work while the workers
+            import torch, and must call `wait_until_ready` before the first call.
 
     Attributes:
-        device, device_names: "cpu" or "cuda"; the device of each rank: "cpu:0", "cuda:3", ….
-        owner: id of the process that started the group; in any other it is of no use.
-        hosts: starter of the ranks, if this process does not start them.
-        user: a weak reference to whom the group serves: see `in_use`.
+        world_size, device, timeout: the arguments of the same names.
+        device_names: device of each rank, such as "cpu:0" or "cuda:3".
+        owner: id of the process that started the group; other processes cannot use the group.
+        hosts: starter of the ranks; None if this process started the ranks.
+        user: weak reference to the object that uses the group, or None; see `in_use`.
 
     Raises:
-        StartupError: a worker could not start; the message ends with what it wrote to standard error.
+        StartupError: a worker could not start; the message ends with the worker's standard error.
         SharedMemoryError: the system has no memory for the collectives.
-        PlacementError: the backend does not serve the devices.
+        PlacementError: the backend does not support the devices.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class WorkerGroup:
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)
-        self._in_event: set[int] = set()  # threads that run an on_event
+        self._in_event: set[int] = set()  # ids of threads that are running an on_event
         weakref.finalize(self, self._loop.leave)
         try:
             self._wait: Callable[[], None] | None = launch(
@@ -108,7 +109,7 @@ class WorkerGroup:
         except BaseException:
             self._processes.end()
             raise
-        self._deaths = select.epoll()  # many threads may ask at once, which an object of `poll` refuses
+        self._deaths = select.epoll()  # several threads may poll at once, which select.poll refuses
         if wait:
             self.wait_until_ready()
 
@@ -119,7 +120,7 @@ class WorkerGroup:
         self.close()
 
     def wait_until_ready(self) -> None:
-        """Wait for workers that were started with `wait=False`. If they are ready, it does nothing.
+        """Wait until workers that were started with `wait=False` are ready; return at once if all are ready already.
 
         Raises:
             StartupError: see the constructor.
@@ -137,22 +138,22 @@ class WorkerGroup:
 
     @property
     def in_use(self) -> bool:
-        """Whether it serves a model. One that was dropped needs no more."""
+        """Whether the group serves a model that still exists."""
         return self.user is not None and self.user() is not None
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank, once they are ready."""
+        """Process id of each rank, available after the workers are ready."""
         return [worker.pid for worker in self._processes.workers]
 
     @property
     def alive(self) -> bool:
-        """True while requests can be served."""
+        """Whether the group can serve requests."""
         return not self._is_over and not self._deaths.poll(0)
 
     @property
     def busy(self) -> bool:
-        """True while requests wait or are served."""
+        """Whether any request is waiting or running."""
         return self._loop.busy
 
     @property
@@ -160,8 +161,15 @@ class WorkerGroup:
         return self._processes.ended or self._processes.why_over is not None or os.getpid() != self.owner
 
     def deadline(self, timeout: float | None = None) -> float:
-        """Return the deadline of a call that begins now and may take `timeout` seconds, by default the group's; on
-        the clock of `time.monotonic`. The `deadline` of the calling thread counts if it is earlier."""
+        """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
+
+        Args:
+            timeout: maximum duration in seconds; by default the group's timeout. If the calling thread has an earlier
+                `deadline`, the earlier deadline is returned.
+
+        Raises:
+            ParallelError: `timeout` is not a positive number.
+        """
         seconds = self.timeout if timeout is None else checked_seconds(timeout, "timeout")
         return min(thread_deadline.get(), time.monotonic() + seconds)
 
@@ -177,25 +185,27 @@ class WorkerGroup:
         """Run one method with the same arguments on every rank.
 
         Args:
-            method: a public method of the target.
-            *args: its arguments; anything that `message.encode` takes.
-            deadline: time of `time.monotonic` by which the answer must be there, the wait for other threads' calls
-                included; by default `timeout` seconds of the group from now.
-            on_event: called in this thread with each value that rank 0 emits meanwhile. If it raises, the request is
-                cancelled and the exception goes on to the caller.
-            to_devices: the tensors in the arguments, whatever holds them, arrive on the device of each rank.
-            **kwargs: its keyword arguments.
+            method: name of a public method of the target.
+            *args: arguments of the method; values of any type that `message.encode` accepts.
+            deadline: latest time of the answer in seconds of `time.monotonic`, including the wait for other threads'
+                calls; by default `timeout` seconds of the group from now.
+            on_event: function that this thread calls with each value that rank 0 emits. If the function raises, the
+                request is cancelled and the exception is raised in the caller.
+            to_devices: whether tensors in the arguments, also nested ones, are moved to the device of each rank.
+            **kwargs: keyword arguments of the method.
 
         Returns:
-            Rank 0's value.
+            Value that the method returned on rank 0.
 
         Raises:
-            WorkerError: the method raised; of the original type as well. After torch.AcceleratorError it is over.
-            NotPortableError: an argument cannot be sent; its place is named. Nothing was run.
-            WorkerDiedError: a worker ended. The group is of no further use.
-            DeadlineExpiredError: the time passed before the request was sent. Nothing was run.
-            RequestTimeoutError: the time passed while it ran. The group is of no further use.
-            GroupClosedError, WrongProcessError: the group was closed, or belongs to another process.
+            WorkerError: the method raised on a rank; the error is also of the original type. After a
+                torch.AcceleratorError the group has ended.
+            NotPortableError: an argument cannot be sent; the message names the argument. Nothing was run.
+            WorkerDiedError: a worker ended. The group cannot be used any more.
+            DeadlineExpiredError: the deadline passed before the request was sent. Nothing was run.
+            RequestTimeoutError: the deadline passed while the request ran. The group cannot be used any more.
+            GroupClosedError: the group was closed.
+            WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
         return self._request(method, [(args, kwargs)], flags, deadline, on_event)[0]
@@ -208,15 +218,18 @@ class WorkerGroup:
         on_event: OnEvent | None = None,
         to_devices: bool = False,
     ) -> list[Any]:
-        """Run one method on every rank, and have the value of each.
+        """Run one method on every rank, and return the value of each rank; errors are the same as of `call`.
 
         Args:
-            method: a public method of the target.
-            per_rank: for each rank, the tuple of its arguments; or one tuple for all.
+            method: name of a public method of the target.
+            per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
             deadline, on_event, to_devices: the same as in `call`.
 
         Returns:
-            Each rank's value. Raises what `call` raises.
+            List with the value of each rank.
+
+        Raises:
+            ValueError: `per_rank` has the wrong length.
         """
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
@@ -225,7 +238,7 @@ class WorkerGroup:
         return self._request(method, arguments, flags, deadline, on_event)
 
     def close(self) -> None:
-        """End the workers. Does nothing the second time; calls in flight raise GroupClosedError."""
+        """End the workers; running calls raise GroupClosedError. Idempotent."""
         if os.getpid() != self.owner:
             return
         text = "the worker group was closed; parallelize the model again to use it"
@@ -233,28 +246,28 @@ class WorkerGroup:
         self._loop.stop(GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
-        """Duplicates of the workers' pidfds, readable once the worker has ended. The caller closes them."""
+        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable."""
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
     def wait_until_over(self) -> None:
-        """Wait until a group has ended of which a worker has died."""
+        """Wait until the group has ended completely, after one of its workers has died."""
         self._loop.join()
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose answers nobody waits for."""
+        """Queue a request without waiting for its answers."""
         self._loop.submit(request)
 
     def do_later(self, function: Callable[[], object]) -> None:
-        """Call a function in the group's thread; see `RequestLoop.do_later`."""
+        """Have the group's thread call a function later; see `RequestLoop.do_later`."""
         self._loop.do_later(function)
 
     def error(self) -> GroupError:
-        """Return why the group has ended, as an error for whoever waits."""
+        """Return the reason why the group has ended, as an error to raise."""
         why = self._processes.why_over
         return GroupClosedError("the worker group has ended") if why is None else why()
 
     def why_over(self) -> str:
-        """Return why the group has ended, "" if it has not."""
+        """Return the reason why the group has ended, as text; "" if the group has not ended."""
         if not self._is_over:
             return ""
         try:
@@ -275,9 +288,9 @@ class WorkerGroup:
         now = time.monotonic()
         deadline = now + self.timeout if deadline is None else deadline
         if deadline <= now:
-            raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {now - deadline:.3g} s before")
+            raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {now - deadline:.3g} s ago")
         if threading.get_ident() in self._in_event:
-            raise GroupError(f"{method!r} was called from the on_event of another request; call it when that is done")
+            raise GroupError(f"{method!r} was called from the on_event of another request; call it after that request")
         messages = [call_of(method, args, kwargs) for args, kwargs in arguments]
         request = Request(method, messages, flags, deadline)
         try:
@@ -289,7 +302,7 @@ class WorkerGroup:
                 self._end_because(raised)
             raise
         if error is not None:
-            if isinstance(error, torch.AcceleratorError):  # its process fails at everything from now on
+            if isinstance(error, torch.AcceleratorError):  # every later operation of that process would fail
                 text = f"the worker group was ended, because the device of rank {error.rank} failed: {error}"
                 self._end_because(GroupError(text))
             try:
@@ -303,24 +316,24 @@ class WorkerGroup:
         self._loop.stop()
 
     def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
-        """Wait for the answers of all ranks, and pass on meanwhile what rank 0 emits."""
+        """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         while True:
             try:
-                news = request.next()
+                item = request.next()
             except queue.Empty:
                 raise expired(request) from None
-            if isinstance(news, Frame):
-                event = decode(news)
+            if isinstance(item, Frame):
+                event = decode(item)
                 if on_event is not None:
-                    self._tell(on_event, event)
-            elif isinstance(news, dict):
-                return news
-            elif news is None:
+                    self._run_on_event(on_event, event)
+            elif isinstance(item, dict):
+                return item
+            elif item is None:
                 self._processes.raise_why_over()
             else:
-                raise news
+                raise item
 
-    def _tell(self, on_event: OnEvent, event: Any) -> None:
+    def _run_on_event(self, on_event: OnEvent, event: Any) -> None:
         thread = threading.get_ident()
         self._in_event.add(thread)
         try:

@@ -1,4 +1,4 @@
-"""The number of workers and their devices, and the check that this system can run them."""
+"""Chooses the number and devices of workers, and checks that this system can run workers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ log = logging.getLogger("parallelformers_ng")
 def placement(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
 ) -> tuple[int, str]:
-    """Return the number of workers of a replica and kind of device, from the arguments of these names of `parallelize`.
+    """Return the number of workers of each replica and the type of their devices.
+
+    Args:
+        num_gpus: number of workers of each replica; None uses all CUDA devices, or 2 workers on CPU.
+        device: "cpu", "cuda" or "auto".
+        device_ids: CUDA device of each rank of all replicas; None uses 0, 1, 2, ….
+        replicas: number of replicas.
 
     Returns:
-        (world size, "cpu" or "cuda").
+        (world size of a replica, "cpu" or "cuda").
 
     Raises:
-        PlacementError: there are not as many devices as asked for.
+        PlacementError: fewer devices exist than requested, or the arguments contradict each other.
     """
     available = torch.cuda.device_count()
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
-        _say_once(
-            "no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} says so and silences this)"
-        )
+        _say_once("no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} silences this warning)")
     count = num_gpus
     if count is None:
         count = 2 if kind == "cpu" else (len(device_ids) if device_ids else available) // replicas
@@ -54,57 +58,60 @@ def placement(
 def placement_elsewhere(
     num_gpus: int | None, device: str, device_ids: Sequence[int] | None, devices: int
 ) -> tuple[int, str]:
-    """Do the same as `placement`, for ranks that this process does not start.
+    """Return the same as `placement`, for ranks that this process does not start.
 
     Args:
-        devices: how many CUDA devices there are where they will be, as far as that is known.
+        num_gpus: number of ranks; None means 2 ranks on CPU.
+        device: "cpu", "cuda" or "auto".
+        device_ids: None; the launcher chooses the devices.
+        devices: number of CUDA devices of the hosts that will run the ranks; 0 if unknown.
 
     Raises:
-        PlacementError: it is not said how many devices to take, or which.
+        PlacementError: `num_gpus` is None for CUDA devices, or `device_ids` is not None.
     """
     kind = device if device != "auto" else "cuda" if devices else "cpu"
     if device == "auto" and kind == "cpu":
         _say_once(
-            "no CUDA device where the ranks will be: they run on the CPU (workers={'device': 'cpu'} says so and"
-            " silences this)"
+            "no CUDA device on the hosts of the ranks: the ranks run on the CPU (workers={'device': 'cpu'} silences"
+            " this warning)"
         )
     if device_ids is not None:
         raise PlacementError(
-            f"device_ids {list(device_ids)} name devices of this machine, and the launcher gives each rank its own;"
-            " leave them out. CUDA_VISIBLE_DEVICES on a host says what there is"
+            f"device_ids {list(device_ids)} name devices of this machine, but the launcher chooses the device of each"
+            " rank; leave device_ids out, and set CUDA_VISIBLE_DEVICES on each host to restrict its devices"
         )
     if num_gpus is None and kind == "cuda":
-        raise PlacementError("num_gpus is None, and the ranks are on other hosts; say how many there are to be")
+        raise PlacementError("num_gpus is None, and the ranks are on other hosts; set num_gpus to the number of ranks")
     count = 2 if num_gpus is None else num_gpus
     check_count(count)
     return count, kind
 
 
 def check_count(count: Any, argument: str = "num_gpus") -> None:
-    """Raise PlacementError if `count` is no number of devices."""
+    """Raise PlacementError if `count` is not an integer of at least 1."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 
 
 def check_platform() -> None:
-    """Raise UnsupportedPlatformError if workers cannot run."""
+    """Raise UnsupportedPlatformError if workers cannot run on this system."""
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
-            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; plan() works here, a"
-            " container would do"
+            f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; use a Linux container. plan() works"
+            " here"
         )
     if not os.path.isdir("/proc/self/fd"):
         raise UnsupportedPlatformError("parallelize needs /proc, which is not mounted here: mount -t proc proc /proc")
     if patched := _patched_by_gevent():
         raise UnsupportedPlatformError(
-            f"gevent's monkey.patch_all() has replaced {', '.join(patched)} of this process, and the threads that speak"
-            " to the workers need the real ones. Use a server with threads (gunicorn -k gthread), or parallelize in a"
-            " process of its own and let the gevent workers ask it (parallelformers-ng serve)"
+            f"gevent's monkey.patch_all() has replaced {', '.join(patched)} of this process, and the threads that send"
+            " requests to the workers need the original modules. Use a server with threads (gunicorn -k gthread), or"
+            " parallelize in a separate process that the gevent workers call (parallelformers-ng serve)"
         )
 
 
 def _patched_by_gevent() -> list[str]:
-    """Return the modules that gevent has patched and that threads, processes and sockets depend on."""
+    """Return the names of the patched modules among those that threads, processes and sockets need."""
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]

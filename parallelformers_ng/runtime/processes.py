@@ -1,4 +1,4 @@
-"""The worker processes of a group: ended together, and closed in forked children."""
+"""Manages the worker processes of a group: ends all workers together, and closes descriptors in forked children."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Why = Callable[[], GroupError]
 
 
 class Worker(Protocol):
-    """A rank's process as a running group uses it: `WorkerProcess` says what is what."""
+    """Interface of a rank's process, as a running group uses it; see `WorkerProcess` for the members."""
 
     rank: int
     channel: Channel
@@ -50,7 +50,7 @@ class Worker(Protocol):
 
 
 class Steering(Protocol):
-    """The parent's control of running collectives; see `Arena`."""
+    """Interface with which the parent controls running collectives; see `Arena`."""
 
     @property
     def aborted(self) -> bool: ...
@@ -65,12 +65,13 @@ class Steering(Protocol):
 
 
 class RankStarter(Steering, Protocol):
-    """Starts and steers ranks that are not children of this process.
+    """Interface of an object that starts and controls ranks that are not children of this process.
 
     Attributes:
-        names, counts: names of the hosts, and number of ranks of each, once these are ready.
-        are_here: whether all ranks are on one host, and it is this machine.
-        launch: same as `startup.launch`, without an arena.
+        names: names of the hosts, available after the hosts are ready.
+        counts: number of ranks of each host, available after the hosts are ready.
+        are_here: whether all ranks are on this machine.
+        launch: function that does the same as `startup.launch`, without the argument `arena`.
     """
 
     @property
@@ -87,17 +88,20 @@ class RankStarter(Steering, Protocol):
 
 
 class Processes:
-    """All workers of a group and the arena they share: what must be given back, however the group ends.
+    """The workers of a group and their shared arena, which are released together at the end of the group.
 
     Args:
-        arena: the collectives' shared memory, or what stands for that of several hosts.
-        device_names: device of each rank, for messages.
+        arena: shared memory of the collectives; for several hosts, the object that controls the hosts' collectives.
+        device_names: device of each rank, for error messages.
 
     Attributes:
-        owner: id of the process that started them; in any other they are of no use.
-        why_over: makes the error that callers get, once there is a reason for one. A death that nobody has noticed yet
-            is none.
-        ended: no request can be sent any more.
+        workers: workers in the order of their ranks.
+        arena: argument `arena`.
+        rendezvous: descriptor of the file with which process groups connect; None for backends that need no file.
+        owner: id of the process that started the workers; other processes cannot use the workers.
+        why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only
+            after it was noticed.
+        ended: whether no request can be sent any more.
     """
 
     def __init__(self, arena: Steering, device_names: Sequence[str]) -> None:
@@ -109,32 +113,32 @@ class Processes:
         self.rendezvous: int | None = None
         self.owner = os.getpid()
         self._ending = threading.Lock()
-        self._descriptors = threading.Lock()  # locked while they are closed, or used by a thread that did not open them
+        self._descriptors = threading.Lock()  # lock for closing descriptors, and for their use by other threads
         self._closed = False
         _live.add(self)
 
     def check_process(self) -> None:
-        """Raise WrongProcessError in any process but the one that started the workers."""
+        """Raise WrongProcessError if this process did not start the workers."""
         if os.getpid() != self.owner:
             raise WrongProcessError(
-                f"this worker group belongs to process {self.owner}, this is {os.getpid()}; a forked process must "
-                "parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
+                f"this worker group belongs to process {self.owner}, this is process {os.getpid()}; a forked process "
+                "must parallelize the model itself (gunicorn: without --preload; multiprocessing: start method 'spawn')"
             )
 
     def raise_why_over(self) -> NoReturn:
-        """Raise what callers are told whose group is over, or belongs to another process."""
+        """Raise the reason why the group cannot serve a call: the group has ended, or belongs to another process."""
         self.check_process()
         if self.why_over is not None:
             raise self.why_over()
         if threading.current_thread().daemon:
-            threading.Event().wait()  # the interpreter is about to freeze it for good; an error would be noise
+            threading.Event().wait()  # the interpreter is exiting; an error here would only confuse
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def note_reason(self, cause: GroupError) -> None:
-        """Have callers get an error from here on. The first reason stays.
+        """Set the error that callers get from now on; a reason that is already set stays.
 
         Args:
-            cause: error for the callers; a WorkerGoneError becomes the WorkerDiedError of its worker.
+            cause: error for the callers; a WorkerGoneError is replaced by the WorkerDiedError of its worker.
         """
         if isinstance(cause, WorkerGoneError):
             why: Why = self.workers[cause.rank].death(self._device_names[cause.rank])
@@ -143,12 +147,12 @@ class Processes:
         self.why_over = self.why_over or why
 
     def end_because(self, cause: GroupError) -> None:
-        """End every worker, for a reason that `note_reason` takes."""
+        """End all workers; `cause` is the error for the callers, see `note_reason`."""
         self.note_reason(cause)
         self.end()
 
     def kill(self) -> None:
-        """Kill every worker, and leave the rest to the thread that waits for them."""
+        """Kill all workers; the thread that waits for the workers cleans up afterwards."""
         with self._descriptors:
             if not self._closed:
                 self.arena.abort()
@@ -156,10 +160,10 @@ class Processes:
                     worker.kill()
 
     def dismiss(self, patience: float) -> None:
-        """Ask the workers, all idle, to leave, and end as `end` does. Those that are gone or stuck end without asking.
+        """Ask all workers, which must be idle, to exit; then call `end`.
 
         Args:
-            patience: seconds that they get.
+            patience: seconds that the workers get to exit.
         """
         try:
             for worker in self.workers:
@@ -169,10 +173,10 @@ class Processes:
         self.end(patience)
 
     def end(self, patience: float = 0.0) -> None:
-        """End every worker and close everything. Does nothing the second time, or in a forked child.
+        """End all workers and close all descriptors. Does nothing at a second call, or in a forked child.
 
         Args:
-            patience: seconds that workers get to leave by themselves.
+            patience: seconds that workers get to exit by themselves; then workers are killed.
         """
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return
@@ -186,12 +190,12 @@ class Processes:
             self.close()
 
     def close(self) -> None:
-        """Close this process's descriptors and mappings, without touching the workers."""
+        """Close this process's descriptors and mappings, without ending the workers."""
         self._closed = True
         if self.rendezvous is not None:
             os.close(self.rendezvous)
             self.rendezvous = None
-        self.arena.close()  # first, as it may have a thread that tells of the ends of workers
+        self.arena.close()  # first: its thread may still report ends of workers
         for worker in self.workers:
             worker.close()
         _live.discard(self)
@@ -201,7 +205,7 @@ _live: weakref.WeakSet[Processes] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:
-    # As long as a copy of the sockets is open somewhere, the workers do not see that their parent is gone.
+    # While any process has a copy of the sockets open, the workers cannot notice the end of their parent.
     for processes in list(_live):
         processes.close()
 

@@ -1,4 +1,4 @@
-"""The thread of a group: it alone talks to the workers, and serves the requests of all other threads in turn."""
+"""Runs the thread of a group, which sends the requests of all other threads to the workers, one after another."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RequestT
 from parallelformers_ng.runtime.exchange import STRAGGLER_SECONDS, Exchange, Request
 from parallelformers_ng.runtime.processes import Processes
 
-GOODBYE_SECONDS = 2.0
+GOODBYE_SECONDS = 2.0  # time that idle workers get to exit after the group was closed
 
 
 class RequestLoop:
-    """Serves requests in the order in which they come, until the group ends. It knows nothing of the group, which may
-    be dropped.
+    """Serves requests in the order of their arrival, until the group ends. The loop has no reference to the
+    `WorkerGroup`, so that the group can be garbage-collected.
 
     Args:
-        processes: the workers, all ready once `start` is called.
+        processes: the workers, which are ready before `start` is called.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -33,40 +33,41 @@ class RequestLoop:
         self._thread = threading.Thread(target=self._run, name="parallelformers_ng-group", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread that serves requests."""
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Not sooner, as any thread may write to it; nor at the interpreter's end, where `leave` comes after it.
+        # Any thread may write to the eventfd, so close the eventfd only after this object is freed. Do not close it at
+        # interpreter exit, because `leave` still writes to it then.
         weakref.finalize(self, os.close, self._wakeup).atexit = False
         self._exchange = Exchange(self._processes, self._wakeup)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """True while a request waits or is served."""
+        """Whether any request is waiting or running."""
         return self._current is not None or bool(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request; if the group has ended, the request gets None as its last item."""
         self._waiting.append(request)
         os.eventfd_write(self._wakeup, 1)
-        if self._processes.ended:  # the thread may have looked for the last time
-            self._leave_the_rest()
+        if self._processes.ended:  # the thread may not look at the queue any more
+            self._fail_waiting()
 
     def do_later(self, function: Callable[[], object]) -> None:
-        """In the thread of the group: call a function once the workers have something to do, or nothing is left."""
+        """Have the group's thread call a function after it has sent the next request, or when no request is waiting."""
         self._later.append(function)
 
     def give_up(self, request: Request) -> None:
-        """Have a request end, whose caller waits no more. If the ranks run it, they leave it at their next step."""
+        """Cancel a request whose caller no longer waits. Ranks stop a running request at their next step."""
         request.given_up = True
         request.discard()
         os.eventfd_write(self._wakeup, 1)
 
     def stop(self, patience: float = 0.0) -> None:
-        """End the workers, and wait until they have ended. Requests that wait or are served are told so.
+        """End the workers, and wait for their end. Waiting and running requests end with an error.
 
         Args:
-            patience: seconds that idle workers get to leave by themselves.
+            patience: seconds that idle workers get to exit by themselves.
         """
         if not self._thread.is_alive():
             self._processes.end()
@@ -76,14 +77,16 @@ class RequestLoop:
         self.join()
 
     def join(self) -> None:
-        """Wait until the workers have ended, of which one has died."""
+        """Wait until the group's thread has ended all workers, after one worker has died."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join()
 
     def leave(self) -> None:
-        """End workers that nobody can ask any more: their group was dropped, or the interpreter ends. In that case a
-        daemon thread may have a request in flight: it must not wake up to an error, and the workers end by themselves,
-        with this process."""
+        """End the workers after their group was garbage-collected, or at interpreter exit.
+
+        At interpreter exit a daemon thread may still wait for a request, and must not get an error. Workers that run a
+        request are therefore not ended here; the workers end with this process.
+        """
         if os.getpid() == self._processes.owner:
             self._processes.ended = True
             if not self.busy:
@@ -96,7 +99,7 @@ class RequestLoop:
             if self._patience:
                 self._processes.dismiss(self._patience)
         except RequestTimeoutError:
-            assert self._current is not None, "it is late"
+            assert self._current is not None, "only a running request can be late"
             self._end_late(self._current)
         except GroupError as error:
             self._processes.end_because(error)
@@ -108,15 +111,15 @@ class RequestLoop:
             if self._current is not None:
                 self._current.put(None)
                 self._current = None
-            self._leave_the_rest()
-            self._do_the_rest()
+            self._fail_waiting()
+            self._run_later_functions()
 
     def _next(self) -> bool:
-        """Wait for a request. Returns False if the group is over."""
+        """Wait for a request; return False if the group has ended."""
         while self._processes.why_over is None and not self._processes.ended:
             if self._waiting:
                 return True
-            self._do_the_rest()
+            self._run_later_functions()
             self._exchange.sleep()
         return False
 
@@ -125,10 +128,10 @@ class RequestLoop:
         if request.given_up or time.monotonic() >= request.deadline:
             request.put(expired(request))
         elif request.prepare():
-            self._exchange.run(request, self._do_the_rest)
-        self._current = None  # no frame of this thread keeps what it refers to, maybe the group
+            self._exchange.run(request, self._run_later_functions)
+        self._current = None  # drop the reference, which may keep the group alive
 
-    def _do_the_rest(self) -> None:
+    def _run_later_functions(self) -> None:
         later, self._later = self._later, []
         for function in later:
             function()
@@ -145,10 +148,10 @@ class RequestLoop:
                 f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
             )
         self._processes.end_because(GroupError(why))
-        request.put(RequestTimeoutError(f"{text}; its workers were ended. Allow more time with timeout="))
+        request.put(RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout="))
 
-    def _leave_the_rest(self) -> None:
-        """Tell the callers of all requests that wait that the group is over."""
+    def _fail_waiting(self) -> None:
+        """End all waiting requests with None, which means that the group has ended."""
         while self._waiting:
             try:
                 self._waiting.popleft().put(None)
@@ -157,7 +160,7 @@ class RequestLoop:
 
 
 def expired(request: Request) -> DeadlineExpiredError:
-    """Return the error of a request that did not get its turn."""
+    """Return the error of a request whose deadline passed before it was sent."""
     return DeadlineExpiredError(
-        f"{request.method!r} did not get its turn within {request.seconds:.3g} s; other calls keep the workers"
+        f"{request.method!r} did not start within {request.seconds:.3g} s; the workers were busy with other calls"
     )

@@ -1,4 +1,4 @@
-"""The life of a worker: join the group, then receive, run, answer."""
+"""Runs a worker: joins the group, then receives requests, runs them and sends answers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 _REQUEST, _DONE = (
     FrameKind.REQUEST,
     FrameKind.DONE,
-)  # looked up once: in Python 3.11, to read it off an enum takes a call
+)  # looked up once, because in Python 3.11 reading an enum member costs a function call
 
 
 class Emitter:
-    """Sends values to the caller while a request runs. Only rank 0 does; on other ranks a call has no effect.
+    """Sends values to the caller while a request runs. Only rank 0 sends; on other ranks a call has no effect.
 
     Attributes:
-        sequence: number of the request being served, the one that `Arena.request_cancel` names.
+        sequence: number of the running request, the same number as in `Arena.request_cancel`.
     """
 
     def __init__(self, channel: Channel, rank: int) -> None:
@@ -46,7 +46,7 @@ class Emitter:
         self.sequence = 0
 
     def __call__(self, value: Any) -> None:
-        """Send one value, which the caller's `on_event` receives. Call it from the thread that runs the method."""
+        """Send one value to the caller's `on_event`; only the thread that runs the request may use the emitter."""
         if self._rank == 0:
             self._channel.send(FrameKind.EVENT, self.sequence, value, place="event")
 
@@ -56,7 +56,13 @@ class Service:
     """Runs the parent's requests on the target, one after another.
 
     Attributes:
-        spins: whether to poll for the next request before sleeping; it takes a core that nobody else needs.
+        channel: connection to the caller.
+        target: object whose methods the requests call.
+        communicator: communicator of the ranks.
+        rank: rank of this worker.
+        emit: function that sends values to the caller while a request runs.
+        spins: whether to poll actively for the next request before sleeping, which needs a spare CPU.
+        device: device of this rank.
     """
 
     channel: Channel
@@ -68,29 +74,29 @@ class Service:
     device: torch.device
 
     def serve(self) -> None:
-        """Serve requests until the group ends."""
+        """Serve requests until the parent ends the worker."""
         while frame := self._next():
             if frame.flags & Flag.RESET:
-                self.communicator.reset()  # if it fails the process ends, and that frees the peers that wait for it
+                self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
             try:
                 value = self._run(frame)
-                if void := self.communicator.why_void():
-                    raise void
+                if abort_error := self.communicator.why_void():
+                    raise abort_error
                 self.communicator.note_end(frame.sequence)
                 if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(FrameKind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
-            except BaseException as error:  # everything that a request raises belongs to the caller, sys.exit() too
+            except BaseException as error:  # the caller gets every exception, also SystemExit
                 is_consequence = self.communicator.why_void() is not None
                 if not self.communicator.all_ended(frame.sequence):
                     self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
                 self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
-            if self.communicator.why_void():  # the error is gone by now, and with it what its frames had on the device
+            if self.communicator.why_void():  # the error and its frames no longer keep device memory
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
-        """Return the next request; None if the parent says goodbye."""
+        """Return the next request; None if the parent ends the worker."""
         if self.spins:  # an answer is often followed by the next request
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
@@ -99,7 +105,7 @@ class Service:
             return frame
         if frame.kind is FrameKind.GOODBYE:
             return None
-        raise ProtocolError(f"rank {self.rank} was sent {frame.kind.name} {frame.sequence}; request {due} was due")
+        raise ProtocolError(f"rank {self.rank} received {frame.kind.name} {frame.sequence}; expected request {due}")
 
     def _run(self, frame: Frame) -> Any:
         request = decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None)
@@ -110,20 +116,25 @@ class Service:
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
-    """Join the group and build the target; on failure, tell the parent why and return None."""
+    """Join the group, build the target and return its `Service`; on failure, send the parent the error and return None.
+
+    Args:
+        channel: connection to the parent process.
+        boot: first message of the parent, see `startup.launch`.
+    """
     try:
         sys.path[:] = boot["path"]
         os.environ.clear()
         os.environ.update(boot["environment"])
         if boot["cpus"]:
-            os.sched_setaffinity(0, boot["cpus"])  # threads that it starts later inherit this
+            os.sched_setaffinity(0, boot["cpus"])  # later threads of this process inherit the CPUs
         torch.set_num_threads(boot["threads"])
-        threadpool_limits(boot["threads"])  # numpy's, which knows no other time to ask than its import
+        threadpool_limits(boot["threads"])  # for numpy, which otherwise reads the setting only at import
         channel.send(FrameKind.EVENT, 0, f"importing {boot['target']}")
         module, _, name = boot["target"].partition(":")
         cls = getattr(importlib.import_module(module), name)
 
-        span = boot["span"]  # over several hosts; None on one alone
+        span = boot["span"]  # facts about several hosts; None on one host
         counts, number = (span["counts"], span["number"]) if span else ([boot["world_size"]], 0)
         rank, world_size, device = sum(counts[:number]) + boot["rank"], sum(counts), torch.device(boot["device"])
         if device.type == "cuda":
@@ -131,7 +142,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
             take_device(device)
         uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
         channel.send(FrameKind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
-        rendezvous = boot["rendezvous"]  # stays open: the ranks meet there again after a reset
+        rendezvous = boot["rendezvous"]  # stays open, because ranks connect through it again after a reset
         communicator = connect(
             boot["backend"],
             rank=boot["rank"],
@@ -149,15 +160,15 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         titles.show(f"rank {rank} of {world_size}")
         emit = Emitter(caller, rank)
         target = cls(rank, world_size, device, communicator, emit)
-    except Exception as error:  # whatever stops a worker from starting is for the caller to see
+    except Exception as error:  # the caller gets every error of the start
         channel.send(FrameKind.ERROR, 0, failures.describe(error))
         return None
 
     if rank:
-        # All ranks run the same code on the same values, so rank 0 warns for all. Errors are each rank's own.
+        # All ranks run the same code on the same values, so only rank 0 shows warnings. Every rank reports errors.
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-    # Until here standard error went to the log for a StartupError; from now on it is the parent's.
+    # Up to here standard error went to the log for a StartupError; from now on it is the parent's standard error.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
@@ -166,6 +177,6 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
 
 
 def _channel_to_caller(span: Mapping[str, Any]) -> Channel:
-    """To a caller on another host: the process that started this one has connected them."""
+    """Return the channel to a caller on another host, over a connection that the parent process has opened."""
     file, *keys = span["caller"]
     return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), blocking=True)

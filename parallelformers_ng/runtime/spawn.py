@@ -1,4 +1,4 @@
-"""Python interpreters of our own, started beside the caller's: what joins one to its parent, and its environment."""
+"""Starts Python interpreters for workers: the link to the parent process, and the environment."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from typing import Protocol
 
 from parallelformers_ng.errors import StartupError
 
-REAP_SECONDS = 5.0  # a killed process is gone in milliseconds unless a driver blocks it
+REAP_SECONDS = 5.0  # a killed process ends within milliseconds unless a driver blocks it
 _TAIL_BYTES = 8192
 
 
 class ChildLink:
-    """The link between a child and its parent: a socket, a lifeline and a log.
+    """The link between a child process and its parent: a socket, a lifeline and a log.
+
+    Args:
+        name: name of the child, shown in the name of the log.
 
     Attributes:
         connection: the parent's end of the socket.
-        lifeline: the parent's end of a pipe. Nothing is ever written; that it closes is the message (see `worker.py`).
-        log: a file in memory, the child's standard error until it is ready.
-        theirs: the child's ends of socket and lifeline, open until `hand_over`.
+        lifeline: descriptor of the parent's end of a pipe, to which nobody writes; if this end closes, the child ends
+            (see `worker.py`).
+        log: descriptor of a file in memory, to which the child's standard error goes until the child is ready.
+        theirs: descriptors of the child's ends of socket and lifeline, open in this process until `hand_over`.
 
     Raises:
-        OSError: this process may open no more files.
+        OSError: this process cannot open more files.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,23 +46,23 @@ class ChildLink:
             opened.pop_all()
 
     def hand_over(self) -> None:
-        """Close the child's ends, once it has them."""
+        """Close this process's copies of the child's ends, after the child has received its own copies."""
         for fd in self.theirs:
             os.close(fd)
         self.theirs = ()
 
     def log_size(self) -> int:
-        """Return how many bytes the child has written to its log."""
+        """Return the number of bytes that the child has written to its log."""
         return os.fstat(self.log).st_size
 
     def log_tail(self, start: int = 0) -> str:
-        """Return the end of what the child has written to its log from byte `start` on."""
+        """Return the last part of the child's log after byte `start`, at most 8 KiB."""
         size = self.log_size()
         start = max(start, size - _TAIL_BYTES)
         return os.pread(self.log, size - start, start).decode(errors="replace")
 
     def close(self) -> None:
-        """Close all ends that this process has. Does nothing the second time."""
+        """Close all descriptors of the link in this process. Idempotent."""
         self.hand_over()
         self.connection.close()
         if self.log >= 0:
@@ -68,63 +72,70 @@ class ChildLink:
 
 
 class Process(Protocol):
-    """A process that was started, or asked for."""
+    """Interface of a process that was started or requested."""
 
     @property
     def pid(self) -> int | None:
-        """None until `await_start`."""
+        """Process id; None before `await_start`."""
 
     @property
     def pidfd(self) -> int:
-        """-1 until `await_start`."""
+        """Descriptor that refers to the process; -1 before `await_start`."""
 
     def await_start(self, deadline: float) -> bool:
-        """Return whether there is a process, waiting for that until the deadline, on the clock of `time.monotonic`.
+        """Wait for the start of the process, and return whether the process exists.
+
+        Args:
+            deadline: latest time of the answer, in seconds of `time.monotonic`.
 
         Raises:
-            RequestTimeoutError: it is not known yet.
-            OSError: the system starts no more processes, or this one may open no more files.
+            RequestTimeoutError: the fork server has not answered before the deadline.
+            OSError: the system cannot start more processes, or this process cannot open more files.
         """
 
     def exit_code(self, seconds: float) -> int | None:
-        """Return its code as subprocess counts them; None if it does not end within `seconds`, or nobody knows
-        the code."""
+        """Wait up to `seconds` for the end of the process and return its exit code, or minus the signal that killed it.
+
+        Returns:
+            Exit code; None if the process does not end in time, or if the exit code is unknown.
+        """
 
     def close(self) -> None:
-        """Close what this process has open for it. Does nothing the second time."""
+        """Close the descriptors that refer to the process. Idempotent."""
 
 
 class Spawned:
-    """A fresh interpreter, a `Process` that is there at once.
+    """A fresh Python interpreter; the class implements `Process`, and the process exists at once.
 
-    It runs a module as `python -m module SOCKET LIFELINE PARENT ARGUMENTS`, the first two are descriptors of the link.
+    The command is `python -m module SOCKET LIFELINE PARENT ARGUMENTS`: SOCKET and LIFELINE are descriptors of the link,
+    and PARENT is the id of this process.
 
     Args:
-        module: its full name.
-        link: joins it to this process.
-        environment: its environment.
-        arguments: more of what the module takes.
+        module: full name of the module that the interpreter runs.
+        link: link between this process and the new process.
+        environment: environment variables of the new process.
+        arguments: further arguments of the module.
 
     Raises:
-        OSError: the system starts no more processes, or this one may open no more files.
-        StartupError: it is not known which interpreter to start.
+        OSError: the system cannot start more processes, or this process cannot open more files.
+        StartupError: the path of the Python interpreter is unknown.
     """
 
     def __init__(self, module: str, link: ChildLink, environment: dict[str, str], *arguments: str) -> None:
         if not sys.executable:
             raise StartupError("sys.executable is empty, so there is no interpreter to start the workers with")
         self._popen = subprocess.Popen(
-            # -P: a torch.py or random.py in the current folder must not be found before the real one. -u: what a worker
-            # prints is seen even if it is killed right after.
+            # -P: a torch.py or random.py in the current folder must not shadow the real module. -u: output of a worker
+            # appears even if the worker is killed right afterwards.
             [sys.executable, "-P", "-u", "-m", module, *map(str, link.theirs), str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stderr=link.log,
             pass_fds=link.theirs,
-            # Enough to find this package and torch; the exact list follows in the first message.
+            # PYTHONPATH suffices to find this package and torch; the first message has the exact `sys.path`.
             env=environment | {"PYTHONPATH": os.pathsep.join(module_path())},
-            # Ctrl-C is for the parent alone. A session of its own would see to that, too; but the kernel may schedule
-            # sessions as groups (autogroup), between which sched_yield does not give way: a process that spins would
-            # keep the core.
+            # A process group of its own: Ctrl-C reaches only the parent. A new session would do the same, but the
+            # kernel may schedule each session as a group (autogroup). sched_yield does not yield to other groups, so a
+            # spinning process would keep the core.
             process_group=0,
             cwd=current_folder(),
         )
@@ -149,34 +160,35 @@ class Spawned:
 
 
 def environment_of_worker(threads: int) -> dict[str, str]:
-    """Return the environment of a worker: a copy of this process's, with variables that libraries read when they load.
+    """Return the environment of a worker: this process's environment, with variables that libraries read at import.
 
     Args:
-        threads: for its OpenMP and BLAS libraries.
+        threads: number of threads of the OpenMP and BLAS libraries.
     """
     environment = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         environment[name] = str(threads)
-    # A set of strings that a caller's processor goes through has the same order on every rank.
+    # With an equal hash seed, a set of strings has the same order on every rank.
     environment.setdefault("PYTHONHASHSEED", "0")
-    # The threads of libgomp spin 300,000 times before they sleep, on cores that the threads of the kernels need.
+    # By default, threads of libgomp spin 300,000 times before they sleep, on cores that other threads need.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
-    # A pass over a long prompt asks for the same few megabytes again and again; given back to the system in between,
-    # every page would be cleared and mapped anew. 32 MiB is the most that glibc takes.
+    # A pass over a long prompt allocates and frees the same few megabytes again and again. If malloc returned them to
+    # the system each time, the kernel would clear and map every page again. 32 MiB is the largest value of glibc.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
     environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
     return environment
 
 
 def module_path() -> list[str]:
-    """`sys.path`, with the current folder under its full name; without it if it was deleted."""
+    """Return `sys.path` with absolute paths; if the current folder was deleted, without relative entries."""
     if current_folder() != ".":
         return [entry for entry in sys.path if os.path.isabs(entry)]
     return [os.path.abspath(entry) for entry in sys.path]
 
 
 def current_folder() -> str:
-    """Return the working folder for children of this process: its current folder, or "/" if that was deleted."""
+    """Return the working folder for children of this process: its current folder, or "/" if the current folder was
+    deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -185,14 +197,14 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Return whether something can be read, waiting for that up to `seconds`; of a pidfd: whether the process has
-    ended."""
+    """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A
+    pidfd is readable after its process has ended."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(seconds, 0.0) * 1000))
 
 
 def send_signal(pidfd: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process; do nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)

@@ -1,4 +1,4 @@
-"""Starting a group: all ranks at once, watched together until each is ready or one has failed."""
+"""Starts the ranks of a group at the same time, and waits until all ranks are ready or one rank has failed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_e
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
-_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # in what faulthandler writes, of files, the innermost first
-_LATE_SECONDS = 1.0  # to read the workers' messages if the caller was busy until the deadline
+_PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # a file and line in a traceback of faulthandler, innermost first
+_LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
-    """Return the collectives' shared memory.
+    """Create the shared memory of the collectives.
 
     Raises:
-        SharedMemoryError, StartupError: the system has no memory, or no descriptor, for it.
+        SharedMemoryError: the system has no memory for the arena.
+        StartupError: the arena cannot be created for another reason, such as the limit of open files.
     """
     try:
         return Arena.create(world_size, cpus=cores.usable_cpus())
@@ -61,27 +62,27 @@ def launch(
     among: tuple[int, int],
     spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
-    """Start one worker per device. The caller ends the processes if this raises.
+    """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        processes: receives the workers.
-        arena: their shared memory.
-        target: `"module:Class"`.
-        imports: name of the module that the process imports which forks the workers, see `forks.running`.
+        processes: the group's processes, to which the workers are added.
+        arena: shared memory of the collectives.
+        target: `"module:Class"` of the object that each worker builds.
+        imports: name of the module that the fork server imports, see `forks.running`.
         device_names: torch device of each rank.
         backend: backend of the collectives.
         timeout: timeout of the collectives, in seconds.
-        start_timeout: seconds until all must be ready.
-        threads: threads of each worker; None divides the CPUs.
-        among: the first rank's place among how many ranks that share the CPUs.
-        spans: facts for each rank about ranks on other hosts, if there are any: see `connect`, and `caller`, the
-            socket and the keys of its connection to the group's caller.
+        start_timeout: maximum time in seconds until all workers are ready.
+        threads: CPU threads of each worker; None divides the CPUs among the ranks.
+        among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
+        spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
+            has the socket and keys of the connection to the group's caller. None on one host.
 
     Returns:
-        What waits until all are ready: `await_ready` with its arguments.
+        Function that waits until all workers are ready: `await_ready` with its arguments.
 
     Raises:
-        StartupError: a worker could not be started, or ended.
+        StartupError: a worker could not be started, or has ended.
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
@@ -89,11 +90,11 @@ def launch(
     threads = threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
     server, environment = forks.running(imports), environment_of_worker(threads)
-    before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
+    ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     for index in range(world_size):
-        workers.append(WorkerProcess(before + index, environment, server))
-        processes.workers.append(workers[-1])  # one by one: it ends those that are there where the next one fails
+        workers.append(WorkerProcess(ranks_before + index, environment, server))
+        processes.workers.append(workers[-1])  # added at once, so that the worker is ended if a later one fails
     standard_error = _standard_error()
     common: dict[str, Any] = {
         "target": target,
@@ -107,20 +108,20 @@ def launch(
         "arena": FileDescriptor(arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # whose ranks meet in the arena
+    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
-    spare_cpus = cores.usable_cpus() - 1  # besides the one that the caller needs
+    spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
     for rank, worker in enumerate(workers):
         try:
-            own = {
+            rank_settings = {
                 "rank": rank,
                 "device": device_names[rank],
                 "spins": first + rank < spare_cpus,
                 "cpus": None if cpus is None else sorted(cpus[first + rank]),
                 "span": None if spans is None else spans[rank],
             }
-            worker.channel.send(FrameKind.REQUEST, 0, common | own, deadline)
+            worker.channel.send(FrameKind.REQUEST, 0, common | rank_settings, deadline)
         except ChannelClosedError:
             _fail_ended(worker, _FIRST_PHASE)
     if standard_error != 2:
@@ -129,8 +130,8 @@ def launch(
 
 
 def _standard_error() -> int:
-    """Return the descriptor of this process's standard error; of a program that has none, number 2 may be another
-    file."""
+    """Return the descriptor of this process's standard error. If this process has no standard error,
+    open /dev/null and return its descriptor, because descriptor 2 may be another file."""
     if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
         return 2
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
@@ -139,13 +140,14 @@ def _standard_error() -> int:
 def await_ready(
     workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, start_timeout: float
 ) -> None:
-    """Wait until all workers are ready. The caller ends the processes if this raises.
+    """Wait until all workers are ready. If `await_ready` raises, the caller must end the processes.
 
     Args:
         workers: workers that `launch` started.
-        server: server that forks them.
-        deadline: when all must be ready, on the clock of `time.monotonic`. A late caller finds them ready or not.
-        start_timeout: the seconds that this was, for the message.
+        server: fork server of the workers; None if the workers are fresh processes.
+        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready`
+            waits at least 1 s, also after the deadline, so that a late caller can read the workers' messages.
+        start_timeout: maximum time of the start in seconds, for the error message.
 
     Raises:
         StartupError: a worker raised, ended, or took too long.
@@ -162,18 +164,18 @@ def await_ready(
         poll.register(worker.channel, select.POLLIN)
     phases = {worker.rank: _FIRST_PHASE for worker in workers}
     while waiting:
-        rest = deadline - time.monotonic()
+        remaining_seconds = deadline - time.monotonic()
         ahead = [fd for fd, worker in waiting.items() if worker.channel.has_more]
-        ready = ahead or [fd for fd, _ in poll.poll(max(rest, 0.0) * 1000)]
-        if not ready and rest <= 0:
-            late = next(iter(waiting.values()))
-            raise _too_late(late, phases[late.rank], start_timeout)
+        ready = ahead or [fd for fd, _ in poll.poll(max(remaining_seconds, 0.0) * 1000)]
+        if not ready and remaining_seconds <= 0:
+            late_worker = next(iter(waiting.values()))
+            raise _too_late(late_worker, phases[late_worker.rank], start_timeout)
         for fd in ready:
             worker = waiting[fd]
             try:
                 kind, _, value = worker.channel.recv(deadline)
             except (ChannelClosedError, ProtocolError, RequestTimeoutError):
-                # The socket closes with the process, so its end needs no watch of its own while starting.
+                # The socket closes when the process ends, so its pidfd need not be watched here.
                 _fail_ended(worker, phases[worker.rank])
             if kind is FrameKind.READY:
                 poll.unregister(fd)
@@ -196,12 +198,12 @@ def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> Startu
 
 
 def _place(worker: WorkerProcess) -> str:
-    """Return the code location of a worker that takes too long; "" if it does not answer."""
-    before = len(worker.startup_log())
+    """Return the code location of a worker that is late, in parentheses; "" if the worker does not answer."""
+    log_length = len(worker.startup_log())
     worker.request_traceback()
     end = time.monotonic() + _LATE_SECONDS
     while time.monotonic() < end and not worker.has_ended():
-        places = _PLACES.findall(worker.startup_log()[before:])
+        places = _PLACES.findall(worker.startup_log()[log_length:])
         if places:
             return f" ({places[0][0]}, line {places[0][1]})"
         time.sleep(0.02)
@@ -225,7 +227,7 @@ def _tail(worker: WorkerProcess) -> str:
 
 
 def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -> None:
-    """Show what the workers and their server wrote while starting, once if all wrote the same."""
+    """Write the start logs of the workers and of their server to standard error, and write equal logs only once."""
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())

@@ -1,4 +1,4 @@
-"""Keeps a group running: a worker that ends, busy or idle, is noticed at once, and the group replaced as a whole."""
+"""Keeps a group running: notices at once that a busy or idle worker has ended, and replaces the whole group."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ log = logging.getLogger("parallelformers_ng")
 
 Revive = Callable[[], WorkerGroup]
 
-_RETRY_SECONDS = 0.5  # between attempts to start a group, when one failed
+_RETRY_SECONDS = 0.5  # pause after a failed attempt to start a group
 
 
 @dataclass(frozen=True)
 class RestartLimit:
-    """How many restarts within how many seconds are an accident; one more is a storm, and the group stays down."""
+    """The limit of restarts: if `count` restarts within `seconds` were not enough, the group is not restarted again.
+
+    Attributes:
+        count: maximum number of restarts within `seconds`.
+        seconds: length of the time window in seconds.
+    """
 
     count: int = 3
     seconds: float = 60.0
 
 
 class Supervisor:
-    """Hands out a living group, which it has replaced in the background when a worker ended.
+    """An object that provides a running group, and replaces the group in the background after a worker has ended.
 
-    The thread that does so starts here and has but a weak reference to the supervisor: one that is dropped takes its
-    group and its thread along.
+    The supervising thread starts in the constructor and has only a weak reference to the supervisor. If the supervisor
+    is garbage-collected, its group and its thread end.
 
     Args:
-        group: a group that runs.
-        revive: starts a group that can take the place of `group`, ready for requests. None: it is never replaced.
-        limit: when to give up.
+        group: a running group.
+        revive: function that starts a new group, ready for requests; with None, the group is never replaced.
+        limit: limit of restarts.
 
     Attributes:
-        current: the group, alive or not, and its incarnation: how often the group was replaced. If that group is not
-            alive, `ready` says which to use.
+        current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
     """
 
     def __init__(self, group: WorkerGroup, revive: Revive | None = None, limit: RestartLimit | None = None) -> None:
@@ -71,18 +75,18 @@ class Supervisor:
 
     @property
     def group(self) -> WorkerGroup:
-        """The group, alive or not."""
+        """The current group, which may have died."""
         return self.current[0]
 
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
-        """Return the group to send a request to and its incarnation. While one is being started, wait for it.
+        """Return the running group and its incarnation; while a new group starts, wait for the new group.
 
         Args:
-            deadline: on the clock of `time.monotonic`, in seconds.
+            deadline: latest time to return, in seconds of `time.monotonic`.
 
         Raises:
             DeadlineExpiredError: no group was ready before the deadline.
-            RestartLimitError: the workers died too often, or cannot be started; for good.
+            RestartLimitError: the limit of restarts was reached; no new group will start.
             WrongProcessError: this is a forked process.
         """
         group = self.group
@@ -94,15 +98,15 @@ class Supervisor:
                 if self._given_up is not None:
                     raise self._given_up()
                 if self._stopped:
-                    return self.current  # its group says why it cannot be used
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    raise DeadlineExpiredError("the workers died, and new ones were not ready before the deadline")
-                self._changed.wait(min(rest, threading.TIMEOUT_MAX))
+                    return self.current  # a call of this group raises the reason
+                remaining_seconds = deadline - time.monotonic()
+                if remaining_seconds <= 0:
+                    raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
+                self._changed.wait(min(remaining_seconds, threading.TIMEOUT_MAX))
             return self.current
 
     def stop(self) -> None:
-        """Replace the group no more. A replacement that is under way is waited for, and ended. Idempotent."""
+        """Stop replacing the group. If a new group is starting, wait for the group and end it. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -112,12 +116,12 @@ class Supervisor:
             self._close_wakeup()
 
     def replace(self) -> list[int]:
-        """In the supervising thread: put a new group in the place of one that has ended.
+        """Replace the ended group by a new one; only the supervising thread calls this.
 
         Returns:
-            Descriptors that become readable when a worker of the new group ends; none if there is no new group.
+            Descriptors that become readable when a worker of the new group ends; an empty list without a new group.
         """
-        assert self._revive is not None, "without it there is no supervising thread"
+        assert self._revive is not None, "the supervising thread runs only with `revive`"
         ended, incarnation = self.current
         ended.wait_until_over()
         why = ended.why_over()
@@ -127,7 +131,7 @@ class Supervisor:
             try:
                 group = self._revive()
                 descriptors = group.watch_descriptors()
-            except Exception as error:  # whatever the reason, callers are told
+            except Exception as error:  # callers get every error
                 self._note_failure(why, error)
                 continue
             with self._changed:
@@ -155,8 +159,8 @@ class Supervisor:
             return True
         text = (
             f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:g} s (the limit is"
-            f" {self._limit.count} restarts, see max_restarts) and stay down; model.deparallelize() gives the weights"
-            " back"
+            f" {self._limit.count} restarts, see max_restarts) and are not restarted again; model.deparallelize()"
+            " returns the weights to this process"
         )
         with self._changed:
             self._given_up = functools.partial(RestartLimitError, text)
@@ -169,9 +173,9 @@ _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 def _stop_at_exit(supervisor: Supervisor) -> None:
-    """At interpreter exit the groups end, which must not look like an accident."""
+    """Stop all supervisors at interpreter exit, so that no supervisor replaces a group that ends at exit."""
     if not _running:
-        # Groups end in an exit handler, too, and the last one registered runs first: theirs is there once a group is.
+        # Groups also end in an exit handler. Handlers run in reverse order of registration, so register this one last.
         atexit.unregister(_stop_all)
         atexit.register(_stop_all)
     _running.add(supervisor)
@@ -183,7 +187,7 @@ def _stop_all() -> None:
 
 
 def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: list[int]) -> None:
-    """Wait for the end of a worker, replace the group, and again: the supervising thread."""
+    """Run the supervising thread: wait for the end of a worker, replace the group, and repeat."""
     while descriptors:
         poll = select.poll()
         for fd in (wakeup, *descriptors):
@@ -194,7 +198,7 @@ def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: lis
         if supervisor is None or supervisor._stopped:
             return
         descriptors = supervisor.replace()
-        del supervisor  # if its owner dropped it meanwhile, it ends here
+        del supervisor  # drop the reference, so that the supervisor can be garbage-collected
 
 
 def _close(descriptors: list[int]) -> None:

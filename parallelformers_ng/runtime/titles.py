@@ -1,4 +1,4 @@
-"""Titles for `ps` and `htop` of the processes that this package starts."""
+"""Sets the titles that `ps` and `htop` show for the processes of this package."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _caller = 0
 
 
 def begin(role: str, caller: int) -> None:
-    """Set the title of this process; its forks have it until they set their own.
+    """Set the title of this process; forks keep the title until `show` is called in the fork.
 
     Args:
-        role: "fork server".
-        caller: id of the process that uses it.
+        role: role of this process, such as "fork server".
+        caller: id of the process that started this process.
     """
     global _caller
     _caller = caller
@@ -20,12 +20,12 @@ def begin(role: str, caller: int) -> None:
 
 
 def show(role: str) -> None:
-    """Show that this process is something else from now on.
+    """Change the title of this process to a new role.
 
     Args:
-        role: "rank 0 of 2, LlamaForCausalLM".
+        role: role of this process, such as "rank 0 of 2, LlamaForCausalLM".
     """
-    with contextlib.suppress(ImportError):  # what people see is not worth a failure
+    with contextlib.suppress(ImportError):  # a missing title is no reason to fail
         from setproctitle import setproctitle
 
         setproctitle(f"parallelformers-ng: {role}, for process {_caller}")

@@ -1,8 +1,8 @@
-"""The entry point of a worker process.
+"""Runs a worker process from its start to its end.
 
-A fork server forks it, or it is started as `python -m parallelformers_ng.runtime.worker CONTROL LIFELINE PARENT`:
-CONTROL is the descriptor of an inherited socket, LIFELINE that of a pipe, PARENT the process id at their other ends.
-All else comes in the first message.
+A fork server forks the worker, or the command is `python -m parallelformers_ng.runtime.worker CONTROL LIFELINE PARENT`:
+CONTROL is the descriptor of an inherited socket, LIFELINE the descriptor of a pipe, and PARENT the id of the process at
+their other ends. The first message on the socket has all other settings.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PARENT_GONE = 113  # exit code of a worker whose parent ended
 
 
 def main() -> None:
-    """Start the worker and serve until the parent says goodbye or is gone."""
+    """Start the worker and serve until the parent ends the worker, or the parent process has ended."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
     titles.begin("worker", parent)
     run(control, lifeline, [open_parent(parent)])
 
 
 def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
-    """Serve until the parent says goodbye, or a process that the worker depends on is gone. Ends this process.
+    """Serve until the parent ends the worker, or a watched process has ended; then exit this process.
 
     Args:
         control: descriptor of the socket to the parent.
-        lifeline: the reading end of a pipe of this worker's own, which nobody ever writes to.
-        watched: pidfds of the processes without which the worker ends.
+        lifeline: descriptor of the reading end of this worker's pipe, to which nobody writes.
+        watched: pidfds of the processes without which the worker must end.
     """
     code = 1
     try:
@@ -48,8 +48,8 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not by way of the interpreter's own end: tearing down torch would cost most of a second for memory that the
-        # kernel takes back anyway, and threads that a model's code has left could keep the process for ever.
+        # os._exit instead of sys.exit: an ordinary end of torch takes most of a second to free memory that the kernel
+        # frees anyway, and threads started by a model's code could keep the process running forever.
         try:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -58,21 +58,24 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
 
 
 def set_signals() -> None:
-    """Leave Ctrl-C to the parent, and write a traceback when asked for one."""
+    """Ignore Ctrl-C, which only the parent handles, and write a traceback on SIGUSR1."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # writes its code location if the parent asks
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the parent requests a traceback
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores it, nobody could wait for a child
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # what it prints is no reason to stop it, whatever the terminal says
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the caller ignores SIGCHLD, waiting for a child would fail
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output to a terminal must not stop the worker
 
 
 def end_with_lifeline(lifeline: int) -> None:
-    """Have the kernel kill this process when its parent's end of the lifeline closes, whatever it is busy with.
+    """Make the kernel kill this process when the parent's end of the lifeline closes, whatever this process is doing.
 
-    A process that is stopped, or that loops in native code and never lets go of the interpreter lock, ends as well.
-    What it cannot show, while a copy of its other end is open in a child that the parent forked, a thread watches: the
-    parent (a pidfd), and the control socket. PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* that
-    started the process ends.
+    The kernel also kills a process that is stopped, or that loops in native code without releasing the interpreter
+    lock. A child that the parent has forked may keep a copy of the lifeline open; for this case a thread watches the
+    parent's pidfd and the control socket. PR_SET_PDEATHSIG is no alternative: its signal is sent when the parent's
+    *thread* that started this process ends.
+
+    Args:
+        lifeline: descriptor of the reading end of the pipe.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -80,12 +83,12 @@ def end_with_lifeline(lifeline: int) -> None:
 
 
 def open_parent(parent: int) -> int:
-    """Return a pidfd of the parent. This process ends once the parent has ended."""
+    """Return a pidfd of the parent process; exit this process if the parent has ended already."""
     try:
         pidfd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(PARENT_GONE)
-    if os.getppid() != parent:  # it ended before the pidfd was open, and its number may be another's by now
+    if os.getppid() != parent:  # the parent ended before the pidfd was open, and another process may have its id now
         os._exit(PARENT_GONE)
     return pidfd
 
@@ -94,14 +97,14 @@ def _await_end(watched: Sequence[int], control: int, lifeline: int) -> None:
     poll = select.poll()
     for pidfd in watched:
         poll.register(pidfd, select.POLLIN)
-    poll.register(lifeline, 0)  # it may have been cut before the kernel was asked to watch it
-    poll.register(control, 0)  # hang-up alone; what can be read is for the main thread
+    poll.register(lifeline, 0)  # the lifeline may have closed before `end_with_lifeline`
+    poll.register(control, 0)  # report only a hang-up; the main thread reads messages
     poll.poll()
     os._exit(PARENT_GONE)
 
 
 def _work(control: int) -> int:
-    # torch comes with these imports, after the watch has begun.
+    # The imports below load torch; by now the thread that watches the parent is running.
     from parallelformers_ng.errors import ChannelClosedError
     from parallelformers_ng.runtime import service
     from parallelformers_ng.wire.transport import Channel
@@ -114,7 +117,7 @@ def _work(control: int) -> int:
             return 1
         worker.serve()
     except ChannelClosedError:
-        return PARENT_GONE  # the watch is about to do the same
+        return PARENT_GONE  # the watching thread would exit with the same code
     worker.communicator.close()
     return 0
 

@@ -1,4 +1,4 @@
-"""One worker process as the parent sees it: forked or spawned, watched, ended."""
+"""Starts, watches and ends one worker process, from the parent's side."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
 
-EXIT_SECONDS = 1.0  # between the end of a worker's socket, or its farewell, and the end of the worker
+EXIT_SECONDS = 1.0  # maximum time between the end of a worker's socket and the end of its process
 
 
 class WorkerGoneError(GroupError):
-    """A worker ended, or hung up, in the middle of a request. Callers get a WorkerDiedError in its place."""
+    """A worker ended, or closed its socket, during a request. Callers get a WorkerDiedError instead."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the worker of rank {rank} is gone")
@@ -28,15 +28,21 @@ class WorkerGoneError(GroupError):
 
 
 class WorkerProcess:
-    """One worker, from the parent's side. It has a process after `await_start`.
+    """One worker, from the parent's side. The worker has a process after `await_start`.
 
     Args:
-        rank: its rank.
-        environment: environment of a fresh process.
-        server: server that forks it. Without one, or if it cannot, the worker is a fresh process.
+        rank: rank of the worker.
+        environment: environment variables of a fresh process.
+        server: fork server that forks the worker. If `server` is None
+            or has ended, the worker is a fresh process.
+
+    Attributes:
+        rank: argument `rank`.
+        link: link between this process and the worker.
+        channel: channel for messages, over the socket of the link.
 
     Raises:
-        StartupError: the interpreter could not be started, or this process may open no more files.
+        StartupError: the interpreter could not be started, or this process cannot open more files.
     """
 
     def __init__(self, rank: int, environment: dict[str, str], server: ForkServer | None) -> None:
@@ -59,24 +65,24 @@ class WorkerProcess:
     def _start_errors(self) -> Iterator[None]:
         try:
             yield
-        except RequestTimeoutError:  # an OSError, too
+        except RequestTimeoutError:  # RequestTimeoutError is also an OSError
             raise
         except OSError as error:
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:
-        """Wait until the worker has a process. Does nothing if it has.
+        """Wait until the worker has a process; return at once if the process exists already.
 
         Args:
-            deadline: on the clock of `time.monotonic`, in seconds.
+            deadline: latest time to return, in seconds of `time.monotonic`.
 
         Raises:
-            StartupError: the system starts no more processes, or this one may open no more files.
-            RequestTimeoutError: the fork server, which may be importing, has not answered.
+            StartupError: the system cannot start more processes, or this process cannot open more files.
+            RequestTimeoutError: the fork server, which may still be importing, has not answered before the deadline.
         """
         with self._start_errors():
             if not self._process.await_start(deadline):
-                assert self._server is not None, "a spawned process is there"
+                assert self._server is not None, "a spawned process exists at once"
                 why = self._server.link.log_tail().strip()
                 log.debug("rank %d is started as a fresh process; the fork server has ended: %s", self.rank, why)
                 self._process.close()
@@ -85,10 +91,10 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id.
+        """Process id of the worker.
 
         Raises:
-            StartupError: there is none before `await_start`.
+            StartupError: `await_start` has not returned yet.
         """
         if self._process.pid is None:
             raise StartupError(f"rank {self.rank} has no process yet")
@@ -100,55 +106,55 @@ class WorkerProcess:
 
     @property
     def pidfd(self) -> int:
-        """Readable once the process has ended; -1 before `await_start`."""
+        """Descriptor that is readable after the process has ended; -1 before `await_start`."""
         return self._process.pidfd
 
     def has_ended(self, timeout: float = 0.0) -> bool:
-        """True once the process is gone, or if there is none, waiting for that up to `timeout` seconds."""
+        """Wait up to `timeout` seconds for the end of the process; return whether it has ended or never existed."""
         pidfd = self.pidfd  # read once: another thread may be closing it
         return pidfd < 0 or is_readable(pidfd, timeout)
 
     def kill(self) -> None:
-        """End the process at once; one that is stopped, too."""
+        """Kill the process at once, even if it is stopped."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGKILL)
 
     def request_traceback(self) -> None:
-        """Have a worker that is starting, or the server that is to fork it, say in its log where in the code it is."""
+        """Make a starting worker, or its fork server if the worker is not forked yet, write a traceback to its log."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGUSR1)
         elif self._server is not None and not self._has_process:
             self._server.request_traceback()
 
     def exit_status(self) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a worker that ended: one of them None, or both if nobody can tell. One that lingers
-        is killed."""
+        """Return (signal, exit code) of a worker: either the signal or the exit code is None; both are None if the
+        exit code is unknown. A worker that does not end within 1 s is killed."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         code = self.reap()
         return (-code, None) if code is not None and code < 0 else (None, code)
 
     def reap(self) -> int | None:
-        """Collect a killed process. Returns its code as subprocess counts them, or None if it still hangs."""
+        """Wait for a killed process and return its exit code, or minus its signal; None if the process does not end."""
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return the error, raised once or often, about a worker that ended."""
+        """Return a function that makes the error about the end of this worker."""
         number, code = self.exit_status()
         manner = manner_of_end(number, code)
-        hint = "; the kernel's memory killer sends signal 9, see dmesg" if number == 9 else ""
+        hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
         text = (
             f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
-            "tensor-parallel ranks live and die together, so its group has ended"
+            "a group needs all its ranks, so the group has ended"
         )
         return functools.partial(WorkerDiedError, text, self.rank, number, code)
 
     def startup_log(self) -> str:
-        """Return the end of the standard error of the worker, or of the server that forks it, before it was ready."""
+        """Return the end of the start log of the worker, or of its fork server if the worker is not forked yet."""
         return self.link.log_tail() if self._server is None or self._has_process else self._server.link.log_tail()
 
     def close(self) -> None:
-        """Close this process's descriptors of the worker."""
+        """Close all descriptors that this process has for the worker."""
         self.channel.close()
         self._process.close()
         self.link.close()
@@ -156,7 +162,12 @@ class WorkerProcess:
 
 
 def manner_of_end(number: int | None, code: int | None) -> str:
-    """Return how a process ended, in words, given its signal or its exit code."""
+    """Return how a process ended, as text.
+
+    Args:
+        number: signal that killed the process, or None.
+        code: exit code of the process, or None.
+    """
     if number:
         return f"signal {number}"
     return "with its fork server" if code is None else f"exit code {code}"

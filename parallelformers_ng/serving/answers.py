@@ -1,4 +1,4 @@
-"""One answer as it is written: tokens to text, up to a stop string, with its reasoning and tool calls apart."""
+"""Turns the tokens of an answer into text up to a stop string, and separates reasoning and tool calls from the text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Piece:
 
     Attributes:
         index: number of the answer within its request.
-        read: its text, reasoning and tool calls.
-        tokens: how many tokens it has.
-        likelihoods: likelihood of each token, if the request asks for them.
-        finish: why the answer ends with it, "stop", "length" or "tool_calls"; None if it goes on.
+        read: text, reasoning and tool calls of the piece.
+        tokens: number of tokens in the piece.
+        likelihoods: likelihood of each token; empty if the request has no `logprobs`.
+        finish: reason why the answer ends after this piece, "stop", "length" or "tool_calls"; None if the answer
+            continues.
     """
 
     index: int
@@ -36,12 +37,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Form:
-    """How the tokens of a request's answers become pieces.
+    """Settings for turning the answer tokens of a request into pieces.
 
     Attributes:
         tokenizer: tokenizer of transformers.
-        stops: strings that an answer ends before.
-        reader: makes what takes reasoning and tool calls out, or None.
+        stops: stop strings; an answer ends before the first stop string.
+        reader: function that returns a parser of reasoning and tool calls, or None for plain text.
     """
 
     tokenizer: Any
@@ -50,7 +51,12 @@ class Form:
 
 
 async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGenerator[Piece, None]:
-    """Yield one answer, piece by piece. The last says why it ended."""
+    """Yield the pieces of one answer. The last piece has the reason why the answer ended.
+
+    Raises:
+        TimeoutError: the answer is not complete within the time limit.
+        ParallelError: the workers cannot answer.
+    """
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(form.stops)
@@ -86,7 +92,7 @@ async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGene
 
 
 async def write_all(engine: Engine, form: Form, jobs: Sequence[Asked]) -> AsyncGenerator[Piece, None]:
-    """Several answers at once, their pieces as they come. An error in one ends all."""
+    """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers."""
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, one: Asked) -> None:

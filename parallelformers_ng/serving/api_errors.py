@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Formats errors for OpenAI's clients: an HTTP status, and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_
 
 
 class ApiError(Exception):
-    """An error answer for a client.
+    """Error with an HTTP status, which the server sends to a client.
 
     Args:
         status: HTTP status.
-        message: in words.
-        param: the field of the request that it is about.
-        code: for programs.
+        message: description of the error for people.
+        param: field of the request that caused the error, or None.
+        code: name of the error for programs, or None.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -42,7 +42,7 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {"Retry-After": RETRY_SECONDS} if self.status == 503 else {}
         if self.status == 401:
-            headers["WWW-Authenticate"] = 'Basic realm="the key of this server is the password"'
+            headers["WWW-Authenticate"] = 'Basic realm="the password is the API key of this server"'
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -51,28 +51,34 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the error answer for an exception."""
+    """Convert an exception to an error with an HTTP status."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, GrammarError):  # of a rank
-        return bad_request("the answer cannot be kept to its constraint: it takes too much; send a simpler one")
+    if isinstance(error, GrammarError):  # raised on a rank
+        return bad_request(
+            "the constraint on the answer is too complex, or allows no next token; send a simpler constraint"
+        )
     if isinstance(error, BatchingError) and error.option not in ("", "waiting"):
         flag = "--" + error.option.replace("_", "-")
-        message = f"{str(error).partition('; ')[0]}; ask for fewer, or start the server with a larger {flag}"
+        message = f"{str(error).partition('; ')[0]}; send a smaller request, or start the server with a larger {flag}"
         return bad_request(message, code="context_length_exceeded")
     if isinstance(error, BatchingError):
-        return ApiError(503, f"{str(error).partition('; ')[0]}; ask again later", code="overloaded")
-    if isinstance(error, TimeoutError):  # ours, or the library's
-        return ApiError(503, "the request did not complete in its time; ask for less, or later", code="timeout")
-    if isinstance(error, ParallelError):  # of the workers: they are started again if possible
+        return ApiError(503, f"{str(error).partition('; ')[0]}; send the request again later", code="overloaded")
+    if isinstance(error, TimeoutError):  # raised by the server or by the model
+        return ApiError(
+            503,
+            "the request reached its time limit; ask for fewer tokens, or send the request again later",
+            code="timeout",
+        )
+    if isinstance(error, ParallelError):  # raised by the workers, which restart if possible
         log.error("%s: %s", type(error).__name__, error)
-        return ApiError(503, "the model cannot answer at the moment; ask again", code=type(error).__name__)
+        return ApiError(503, "the model cannot answer now; send the request again", code=type(error).__name__)
     log.error("a request failed", exc_info=error)
-    return ApiError(500, f"the server failed with {type(error).__name__}; its log says more")
+    return ApiError(500, f"the server failed with {type(error).__name__}; see the log of the server")
 
 
 def install(app: FastAPI) -> None:
-    """Have an application answer all that goes wrong in this shape."""
+    """Register handlers that format every error of an application as an `ApiError`."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(ParallelError)
@@ -83,7 +89,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
-        known = {404: f"there is nothing at {path}", 405: f"{path} takes no {request.method}"}
+        known = {404: f"no route has the path {path}", 405: f"{path} does not accept {request.method}"}
         response = ApiError(error.status_code, known.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})
         return response

@@ -1,4 +1,4 @@
-"""`/docs`: a page that lists the routes of the server and the fields of their requests. It needs no scripts."""
+"""Builds the page `/docs`, which lists the routes of the server and the fields of their requests without scripts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _HEAD = """<!doctype html>
 <link rel="stylesheet" href="page.css">
 </head>
 <body>
-<header><h1>What the API takes</h1></header>
+<header><h1>Routes and fields of the API</h1></header>
 <main class="documents">
-<p><a href="./">The chat</a>, <a href="openapi.json">the same for programs</a>. The routes are those of OpenAI and vLLM:
-<code>base_url</code> of OpenAI's client is the address of this server with <code>/v1</code>.</p>
+<p><a href="./">Chat page</a>, <a href="openapi.json">OpenAPI schema for programs</a>. The routes follow the APIs of
+OpenAI and vLLM. Set <code>base_url</code> of OpenAI's client to the address of this server followed by
+<code>/v1</code>.</p>
 """
 
 
 def api_page(app: FastAPI) -> str:
-    """Return the page in HTML: a section for each route, with a table of the fields of its requests.
+    """Return an HTML page with a section for each route and a table of the route's request fields.
 
     Args:
-        app: the application, with all its routes.
+        app: application that has all its routes already.
     """
     schema = app.openapi()
     parts = [_HEAD]
@@ -46,7 +47,7 @@ def api_page(app: FastAPI) -> str:
 
 
 def _fields(path: str, body: dict[str, Any]) -> str:
-    """Return a table of the fields of a request: those that act, then those that are refused or ignored."""
+    """Return an HTML table of request fields: first supported fields, then refused fields, then ignored fields."""
     rows = [
         (name, "needed" if name in body.get("required", ()) else "", NOTES.get(name, "")) for name in body["properties"]
     ]
@@ -56,7 +57,7 @@ def _fields(path: str, body: dict[str, Any]) -> str:
         f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{kind}</td><td>{escape(note)}</td></tr>'
         for name, kind, note in rows
     )
-    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">What it does</th></tr>'
+    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">Effect or replacement</th></tr>'
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Fields of {path}">'
         f"<table><thead>{head}</thead><tbody>{cells}</tbody></table></div>"

@@ -1,4 +1,4 @@
-"""The application: routes, the guard before them, and the page."""
+"""Builds the web application of the server: the routes, the access guard, and the chat page."""
 
 from __future__ import annotations
 
@@ -51,16 +51,20 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosni
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> AccessGuard:
-    """Return the server of a model.
+    """Return the web application that serves a model.
 
     Args:
-        model: a parallelized model, with `batching` where its calls are to share batches.
-        tokenizer: its tokenizer, or the processor that has it if the model reads pictures or sound.
-        options: the limits, and what clients call it.
-        kind: kind of model; by default text, or embeddings pooled by the normalized mean.
+        model: parallelized model; calls share batches only if the model has `batching`.
+        tokenizer: tokenizer of the model; for a model that reads pictures or sound, the processor.
+        options: limits of the server, and the model name for clients.
+        kind: kind of model; by default text, or embeddings with normalized mean pooling if the model cannot generate.
 
     Returns:
-        An ASGI application.
+        ASGI application, wrapped in the access guard.
+
+    Raises:
+        OSError: the file of `chat_template` cannot be read.
+        UnsupportedModelError: the model lower-cases texts, but its tokenizer is not a fast tokenizer.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()
     rows = options.rows * (options.replicas if options.launcher == "local" else 1)
@@ -76,7 +80,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     transcription = Transcription(engine, processor if kind.transcribes else None, options)
     embeddings = Embeddings(engine, chat, options, kind.pooling)
     scores = Scores(engine, chat, options, kind.activation)
-    # FastAPI's own page at /docs would fetch scripts from elsewhere; `api_page` makes one.
+    # FastAPI's own page at /docs loads scripts from other sites; `api_page` builds a page without scripts.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
     if options.cors:
@@ -95,7 +99,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest) -> Response:
-        """Continue one prompt or several."""
+        """Continue one or several prompts."""
         check_name(request)
         return await generation.complete(request)
 
@@ -107,20 +111,20 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     @app.post("/v1/responses")
     async def responses(request: ResponsesRequest) -> Response:
-        """Answer in the shape of OpenAI's Responses API; nothing is stored."""
+        """Answer in the format of OpenAI's Responses API; the server stores no responses."""
         check_name(request)
         return await generation.respond(request)
 
     @app.post("/v1/embeddings")
     async def embed(request: EmbeddingRequest) -> dict[str, Any]:
-        """Return vectors of texts."""
+        """Return one embedding vector for each text."""
         check_name(request)
         return await embeddings.embed(request)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def score(request: ScoreRequest) -> dict[str, Any]:
-        """Score pairs of texts."""
+        """Return a score for each pair of texts."""
         check_name(request)
         return await scores.score(request)
 
@@ -128,39 +132,39 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
     @app.post("/v2/rerank")
     @app.post("/rerank")
     async def rerank(request: RerankRequest) -> dict[str, Any]:
-        """Return documents in the order of their scores with a query."""
+        """Return documents sorted by their score against a query, best first."""
         check_name(request)
         return await scores.rerank(request)
 
     @app.post("/v1/audio/transcriptions")
     async def transcribe(request: Request) -> Response:
-        """Return the text of sound: a form with `file`, `language`, `prompt`, `response_format`, `temperature`."""
+        """Transcribe sound. The form fields are `file`, `language`, `prompt`, `response_format` and `temperature`."""
         return await transcription.answer(request, served)
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, Any]:
-        """Return the text of tokens."""
+        """Return the text of token ids."""
         check_name(request)
         engine.check_prompt(request.tokens, engine.positions)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        """Return the tokens of a prompt, or of the prompt that messages become."""
+        """Return the token ids of a prompt, or of chat messages after the chat template."""
         check_name(request)
         if (request.prompt is None) == (request.messages is None):
-            raise bad_request("give either a prompt or messages")
+            raise bad_request("send exactly one of prompt and messages")
         ids = await generation.tokenize(request)
         return {"count": len(ids), "max_model_len": engine.positions, "tokens": ids}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the models."""
+        """List the models and adapters of the server."""
         return {"object": "list", "data": [*served.cards.values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
-        """Describe a model."""
+        """Describe one model or adapter."""
         return served.cards[served.named(name)]
 
     for path, handler in (

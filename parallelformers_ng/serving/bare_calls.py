@@ -1,4 +1,4 @@
-"""Tool calls that are JSON with nothing around them: how they are written, forced, and read out of an answer."""
+"""Forces and parses tool calls that are plain JSON without markers around the JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SEPARATORS = " \t\r\n[],;"
 
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As models have seen most JSON; if white space is free, some write nothing else."""
+"""JSON style with fixed white space. If a grammar leaves white space free, some models write only white space."""
 
 
 def calls_grammar(form: BareForm, tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Return the grammar, in llguidance's Lark, of an answer that is calls and nothing else.
+    """Return a grammar, in llguidance's Lark syntax, that allows only tool calls in an answer.
 
     Args:
-        form: keys of the calls.
-        tools: tools that may be called, in OpenAI's shape.
-        several: whether the answer is a list of one call or more; else it is one call.
+        form: JSON keys for the name and the arguments of a call.
+        tools: tools that the model may call, in OpenAI's format.
+        several: whether the answer is a list of calls; False for exactly one call without a list.
     """
     rules = ['start: "[" call (", " call)* "]"' if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
@@ -38,48 +38,48 @@ def _text(value: Any) -> str:
 
 
 class BareReader:
-    """Reads calls from the beginning of an answer: JSON objects one after another, or a list of them.
+    """Parser of tool calls at the beginning of an answer: consecutive JSON objects, or a list of JSON objects.
 
-    An answer that begins otherwise is text.
+    An answer that does not begin with a tool call is text.
 
     Args:
-        form: keys of the calls.
-        names: names of the tools; an object that names none of them is text.
-        most_calls: most calls that are told; None for any number.
+        form: JSON keys for the name and the arguments of a call.
+        names: names of the tools; a JSON object without a tool name is text.
+        most_calls: maximum number of calls to return; None for no limit.
     """
 
     def __init__(self, form: BareForm, names: set[str], most_calls: int | None = None) -> None:
         self._form = form
         self._names = names
         self._calls_left = most_calls
-        self._held = ""
+        self._buffer = ""
         self._has_called = self._is_text = False
 
     def add(self, text: str) -> Read:
-        self._held += text
+        self._buffer += text
         read = Read()
-        while not self._is_text and (rest := self._held.lstrip(_SEPARATORS)):
+        while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):
             if rest[0] != "{":
                 self._is_text = True
                 break
             try:
                 value, size = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError):  # it is not complete, or no JSON
+            except (ValueError, RecursionError):  # incomplete JSON, or text that is not JSON
                 break
             call = self._call(value)
             if call is None:
                 self._is_text = True
                 break
-            self._held, self._has_called = rest[size:], True
+            self._buffer, self._has_called = rest[size:], True
             if self._calls_left is None or self._calls_left > 0:
                 read.calls.append(call)
                 self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self._is_text:
-            read.text, self._held = self._held, ""
+            read.text, self._buffer = self._buffer, ""
         return read
 
     def end(self) -> Read:
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         return Read() if self._has_called and not text.strip(_SEPARATORS) else Read(text=text)
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Messages to a prompt, through the tokenizer's chat template, and prompts to tokens."""
+"""Turns chat messages into prompts with the tokenizer's chat template, and prompts into tokens."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_te
 
 
 class Chat:
-    """The tokenizer's work for a server.
+    """Tokenizer of a server, with its chat template and its format of tool calls.
 
     Args:
         tokenizer: tokenizer of transformers.
-        template: a chat template in the place of its own.
-        most: tokens that a prompt may have.
-        processor: the model's, if it reads pictures; its chat template counts.
+        template: chat template that replaces the tokenizer's own; None for the tokenizer's own.
+        most: maximum number of tokens in a prompt.
+        processor: processor of a model that reads pictures, or None; its chat template replaces the tokenizer's.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31, processor: Any = None) -> None:
         self.tokenizer = tokenizer
         self._reads_pictures = processor is not None
         self._template = template or getattr(processor, "chat_template", None)
-        self._most = most
-        self._longest = max(map(len, tokenizer.get_vocab()))
+        self._max_tokens = most
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     @property
     def has_template(self) -> bool:
-        """Whether the model can be talked to."""
+        """Whether the model has a chat template."""
         return bool(self._template or self.tokenizer.chat_template)
 
     @functools.cached_property
@@ -44,49 +44,59 @@ class Chat:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template reads text as parts of a message alone, and would leave out a string."""
+        """Whether the template reads only lists of message parts, and drops content that is a string."""
         mark = "parallelformers"
 
         def shows(content: Any) -> bool:
             try:
                 return mark in self._apply([{"role": "user", "content": content}])
-            except Exception:  # the template is code of the model's
+            except Exception:  # the template is foreign code and may raise any error
                 return False
 
         return not shows(mark) and shows([{"type": "text", "text": mark}])
 
     def begins_with_special(self, text: str) -> bool:
-        """Return whether special tokens come before the text of a chat, as a processor puts them there.
+        """Return whether the processor must add special tokens before the text of a chat.
 
-        Tokenizers leave them to the template; processors add them unless the text begins with one.
+        A tokenizer leaves special tokens to the template. A processor adds special tokens unless the text begins with
+        the BOS token.
         """
         begin = self.tokenizer.bos_token
         return self._reads_pictures and not (begin is not None and text.startswith(begin))
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """Return the tokens of a text.
+        """Return the token ids of a text.
 
         Args:
-            text: the text.
-            special: whether the tokens come first that the model's prompts begin with.
+            text: text to tokenize.
+            special: whether the tokenizer adds its special tokens, such as BOS.
+
+        Raises:
+            ApiError: the text is too long or invalid, status 400.
         """
         token_ids: list[int] = self.encoding(text, special)["input_ids"]
         return token_ids
 
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
-        """Return the tokens of a text, and what else the tokenizer has the model read; see `ids`."""
+        """Return all model inputs that the tokenizer makes from a text; the arguments are the same as in `ids`."""
         self.check_length(text)
         try:
             encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        except (ValueError, TypeError) as error:  # half a character, as JSON can write it
-            raise bad_request(f"the text cannot be made tokens: {error}", "prompt") from None
+        except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
+            raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
         return encoding
 
     def check_length(self, text: str) -> None:
-        """Raise an error if a text has more tokens than a prompt may have, without the seconds to count them."""
-        if len(text) > self._most * self._longest:
+        """Raise an error if a text surely has more tokens than the limit of a prompt.
+
+        The check uses the number of characters, because tokenizing a very long text takes seconds.
+
+        Raises:
+            ApiError: the text is too long, status 400.
+        """
+        if len(text) > self._max_tokens * self._longest_token:
             raise bad_request(
-                f"the prompt has {len(text)} characters, which are more than {self._most} tokens",
+                f"the prompt has {len(text)} characters, which is more than the limit of {self._max_tokens} tokens",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -94,12 +104,15 @@ class Chat:
     def prompt(
         self, messages: list[Message], tools: list[dict[str, Any]], arguments: Mapping[str, Any] | None = None
     ) -> str:
-        """Return the text that has the model answer.
+        """Return the prompt for chat messages.
 
         Args:
-            messages: the chat.
-            tools: tools that the model may call.
-            arguments: arguments of the template; by default an answer begins after the messages.
+            messages: messages of the chat.
+            tools: tools that the model may call, in OpenAI's format.
+            arguments: arguments of the chat template; by default `add_generation_prompt=True`.
+
+        Raises:
+            ApiError: the model has no chat template, or the template refuses the messages, status 400.
         """
         if not self.has_template:
             raise bad_request(
@@ -115,7 +128,7 @@ class Chat:
             return self._apply(read, tools=tools or None, **(arguments or {"add_generation_prompt": True}))
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
-        except Exception as error:  # the template is code of the model's, and judges the messages
+        except Exception as error:  # the template is foreign code and may refuse messages
             if hasattr(error, "param"):
                 raise
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
@@ -131,16 +144,16 @@ class Chat:
         return self._form if isinstance(self._form, BareForm) else BareForm()
 
     def forced_calls(self, choice: ToolChoice) -> Constraint:
-        """Return the constraint on an answer that calls a tool: JSON, with nothing before and after."""
+        """Return a constraint that allows only tool calls, as JSON, in an answer."""
         several = choice.most_calls is None
         return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
-        """Return the reader of reasoning and tool calls in an answer, None if all of it is text.
+        """Return a parser of reasoning and tool calls in an answer, or None if the whole answer is text.
 
         Args:
-            prompt: text that the answer continues.
-            choice: tools that the model may call.
+            prompt: prompt before the answer.
+            choice: tool choice of the request.
         """
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}
@@ -151,10 +164,16 @@ class Chat:
 
 
 def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
-    """Return a message as templates read it: one string, or parts if it has pictures; arguments of calls as objects."""
+    """Return a message in the format that chat templates read.
+
+    The content is one string, or a list of parts if the message has pictures. The arguments of tool calls are objects.
+    """
     plain = message.model_dump(exclude_none=True)
     if message.pictures and message.role != "user":
-        raise bad_request(f"a message of role {message.role!r} has a picture; messages of the user may", "messages")
+        raise bad_request(
+            f"a message of role {message.role!r} has a picture; only messages of role 'user' may have pictures",
+            "messages",
+        )
     if isinstance(message.content, list):
         parts = [_plain_part(part, reads_pictures) for part in message.content]
         plain["content"] = parts if message.pictures else "".join(part["text"] for part in parts)
@@ -166,7 +185,7 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
             try:
                 call["function"]["arguments"] = json.loads(arguments)
             except ValueError:
-                raise bad_request("the arguments of a tool call are no JSON", "messages") from None
+                raise bad_request("the arguments of a tool call are not valid JSON", "messages") from None
     return plain
 
 
@@ -175,11 +194,11 @@ def _plain_part(part: MessagePart, reads_pictures: bool) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if part.type == "image_url" and part.image_url is not None and reads_pictures:
         return {"type": "image"}
-    what = "text and pictures (image_url)" if reads_pictures else "text"
-    raise bad_request(f"a message has a part of type {part.type!r}; the model reads {what}", "messages")
+    types = "text and pictures (image_url)" if reads_pictures else "text"
+    raise bad_request(f"a message has a part of type {part.type!r}; the model reads {types}", "messages")
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose text is a part."""
+    """Return a message whose content is a list of parts instead of a string."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

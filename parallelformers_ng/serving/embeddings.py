@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: one vector for each text, of an encoder."""
+"""Answers `/v1/embeddings` with one vector for each text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from parallelformers_ng.serving.serve_options import ServeOptions
 
 
 class Embeddings:
-    """Answers requests for embeddings.
+    """Handler of requests for embeddings.
 
     Args:
-        engine: the model.
-        chat: its tokenizer.
-        options: the limits.
-        pooling: pooling that the model asks for; None if it gives no embeddings.
+        engine: engine of the model.
+        chat: tokenizer of the model.
+        options: limits of the server.
+        pooling: pooling of the model's outputs; None if the model makes no embeddings.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling | None) -> None:
@@ -40,26 +40,30 @@ class Embeddings:
             _lower_case(chat.tokenizer)
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
-        """`/v1/embeddings`."""
+        """Answer a request to `/v1/embeddings`.
+
+        Raises:
+            ApiError: the model makes no embeddings, or the input is too long or too large.
+        """
         texts = request.texts
         if self._pooling is None:
-            raise bad_request("the model gives no embeddings", "model")
+            raise bad_request("the model makes no embeddings", "model")
         if not 0 < len(texts) <= self._options.max_inputs:
             raise bad_request(
-                f"the input has {len(texts)} texts, and may have 1 to {self._options.max_inputs}", "input"
+                f"the input has {len(texts)} texts; send 1 to {self._options.max_inputs} (--max-inputs)", "input"
             )
         with self._engine.counted():
             vectors, tokens = await asyncio.to_thread(self._run, texts)
         self._engine.metrics.took(tokens)
         data = [
-            {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "data": data, "model": self._options.name, "usage": usage}
 
     def _run(self, texts: list[str]) -> tuple[torch.Tensor, int]:
-        """Vectors `[texts, width]`, and how many tokens the texts have."""
+        """Return vectors `[texts, width]`, and the total number of tokens in the texts."""
         assert self._pooling is not None
         pooling = self._pooling
         rows = [self._chat.encoding(pooling.prompt + text) for text in texts]
@@ -73,16 +77,18 @@ class Embeddings:
 
 
 def _lower_case(tokenizer: Any) -> None:
-    """Have a tokenizer lower-case texts before anything else, as sentence-transformers does."""
+    """Make a tokenizer lower-case texts before every other normalization, like sentence-transformers."""
     if not tokenizer.is_fast:
-        raise UnsupportedModelError("the model lower-cases its texts, for which its tokenizer must be a fast one")
+        raise UnsupportedModelError(
+            "the model lower-cases its texts, which only a fast tokenizer supports; this model has a slow tokenizer"
+        )
     backend = tokenizer.backend_tokenizer
     others = [] if backend.normalizer is None else [backend.normalizer]
     backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
 
-def _written(vector: torch.Tensor, form: str) -> list[float] | str:
-    """Return the vector in the requested form: a list, or little-endian floats of 4 bytes in base64."""
+def _encoded(vector: torch.Tensor, form: str) -> list[float] | str:
+    """Return a vector in the requested encoding: a list of numbers, or base64 of little-endian float32 values."""
     if form == "float":
         return vector.tolist()
     return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

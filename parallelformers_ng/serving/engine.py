@@ -1,4 +1,4 @@
-"""The model behind a server: calls of `agenerate`, with their tokens as they come."""
+"""Runs the model of a server: calls `agenerate` and streams the tokens to the handlers of requests."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
-_CANCEL_SECONDS = 60.0  # that ranks have to leave a call; workers that have not are started again
-_LOGITS_BYTES = 1 << 30  # what the logits of a prompt may take, where its probabilities are asked for
+_CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted
+_LOGITS_BYTES = 1 << 30  # memory limit for the logits of a prompt, if a request has `echo` and `logprobs`
 
 
 @dataclass
 class Places:
-    """Places that are kept for the answers of a request.
+    """Reserved places in the queue for the answers of one request.
 
     Attributes:
-        left: how many of its answers have not begun.
+        left: number of answers that have not started yet.
     """
 
     left: int
@@ -40,20 +40,20 @@ class Places:
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer to one prompt.
+    """Job of the engine: one answer to one prompt.
 
     Attributes:
-        ids: the prompt.
+        ids: token ids of the prompt.
         settings: values of `GenerationConfig` that differ from the model's own.
-        seed: seed of its random stream.
-        processors: processors of its scores.
-        alternatives: how many of the likeliest tokens are told beside each, None if no probabilities are.
-        ends: tokens that end it; None for those of the model.
-        min_tokens: tokens that come before it may end.
-        places: places of its request; None if none are counted.
-        penalties: penalties on tokens; they come before `processors`.
-        model: name of the model or adapter that answers.
-        inputs: further inputs of the model, of pictures; with them the call runs alone.
+        seed: seed of the sampling.
+        processors: logits processors.
+        alternatives: number of most likely tokens to return at each position; None to return no probabilities.
+        ends: ids of tokens that end the answer; None for the model's own end tokens.
+        min_tokens: minimum number of tokens in the answer.
+        places: reserved places of the request; None if the request has no reserved places.
+        penalties: penalties on tokens; penalties are applied before `processors`.
+        model: name of the model or adapter that answers; None for the model.
+        inputs: additional model inputs from pictures; a call with additional inputs runs alone, not in a batch.
     """
 
     ids: list[int]
@@ -71,27 +71,27 @@ class Asked:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of an answer, with a likelihood each where these were asked for."""
+    """New tokens of an answer. The likelihoods are empty if the job has no `alternatives`."""
 
     tokens: list[int]
     likelihoods: list[Likelihood]
 
 
 class Engine:
-    """Runs calls of one parallelized model.
+    """Engine that runs the calls of one parallelized model.
 
     Args:
-        model: it should have `batching`, or calls run one after another.
-        options: the limits.
-        metrics: are told of calls, tokens and times.
-        writes_text: whether it continues text.
+        model: parallelized model; without `batching`, calls run one after another.
+        options: limits of the server.
+        metrics: counters of calls, tokens and times; the engine updates the counters.
+        writes_text: whether the model generates text.
 
     Attributes:
-        vocabulary: how many tokens the model knows.
-        positions: how many tokens a prompt and its answer may have.
-        generates: whether it answers with text.
-        longest: how many tokens a prompt may have.
-        ends: the tokens that end an answer.
+        vocabulary: number of tokens in the vocabulary.
+        positions: maximum number of tokens in a prompt plus its answer.
+        generates: whether the model generates text.
+        longest: maximum number of tokens in a prompt.
+        ends: ids of tokens that end an answer.
     """
 
     def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
@@ -107,72 +107,85 @@ class Engine:
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._adapters = peft_names(options)
         self._ping: asyncio.Future[Any] | None = None
-        self._coming = 0  # answers that have a place, and have not begun
+        self._reserved = 0  # number of answers that have a reserved place and have not started
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[Places]:
-        """Keep places for answers until they begin, or until the block ends.
+        """Reserve places for answers until each answer starts, or until the block ends.
 
         Args:
-            answers: how many.
+            answers: number of places.
 
         Raises:
-            ApiError: more would wait than may, status 503.
+            ApiError: not enough places are free, status 503.
         """
-        limit, taken = self.options.most_answers, self.metrics.in_flight + self._coming
-        if taken + answers > limit:
+        limit, occupied = self.options.most_answers, self.metrics.in_flight + self._reserved
+        if occupied + answers > limit:
             raise ApiError(
                 503,
-                f"{taken} answers are being written or wait, {answers} more are asked for, and {limit} may be at a time"
-                " (--rows and --waiting); ask again later",
+                f"the server has {occupied} answers running or waiting, and the request needs {answers} more; the limit"
+                f" is {limit} (--rows plus --waiting); send the request again later",
                 code="overloaded",
             )
-        self._coming += answers
+        self._reserved += answers
         places = Places(answers)
         try:
             yield places
         finally:
-            self._coming -= places.left
+            self._reserved -= places.left
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count one call of the model that writes no text, if it may be made; see `admitted`."""
+        """Reserve one place and count one call that generates no text, until the block ends.
+
+        Raises:
+            ApiError: no place is free, status 503.
+        """
         with self.admitted(1) as places, self.metrics.answering():
             self._begin(places)
             yield
 
     def _begin(self, places: Places | None) -> None:
-        """Count one answer as being written, no longer as coming."""
+        """Release one reserved place because its answer starts."""
         if places is not None and places.left:
             places.left -= 1
-            self._coming -= 1
+            self._reserved -= 1
 
     def check_prompt(self, ids: list[int], longest: int | None = None) -> None:
         """Raise an error if the model cannot read a prompt.
 
         Args:
-            ids: the prompt.
-            longest: most tokens that it may have; by default those of prompts that text follows.
+            ids: token ids of the prompt.
+            longest: maximum number of tokens in the prompt; by default `Engine.longest`.
+
+        Raises:
+            ApiError: the prompt is empty, too long, or has an unknown token, status 400.
         """
         longest = self.longest if longest is None else longest
         if not ids:
             raise bad_request("the prompt has no tokens", "prompt")
         if len(ids) > longest:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, and may have {longest}", "prompt", "context_length_exceeded"
+                f"the prompt has {len(ids)} tokens; the limit is {longest}", "prompt", "context_length_exceeded"
             )
         if max(ids) >= self.vocabulary:
-            raise bad_request(f"token {max(ids)} is not one of the {self.vocabulary} that the model has", "prompt")
+            raise bad_request(f"the prompt has token {max(ids)}; the model has {self.vocabulary} tokens", "prompt")
 
     def answer_start(self, ids: list[int]) -> int:
-        """Return how many tokens a sequence has before the answer to a prompt.
+        """Return the number of tokens before the answer in a decoder's sequence.
 
-        A decoder continues the prompt. Beside an encoder, it begins with a token of its own.
+        A decoder-only model continues the prompt. An encoder-decoder model begins its answer with one start token.
         """
         return 1 if self.model.config.is_encoder_decoder else len(ids)
 
     async def generate(self, job: Asked) -> AsyncGenerator[NewTokens, None]:
-        """Yield the tokens of one answer, as they come. Whoever stops asking for them ends the call within a step."""
+        """Yield the new tokens of one answer after each decode step.
+
+        If the caller closes the generator, the call ends within one decode step.
+
+        Raises:
+            TimeoutError: the answer is not complete within the server's `timeout`.
+        """
         config = self._config(job)
         arguments: dict[str, Any] = {
             "input_ids": torch.tensor([job.ids]),
@@ -187,17 +200,17 @@ class Engine:
         processors = [each for each in (job.penalties, recorder, *job.processors) if each is not None]
         if processors:
             arguments["logits_processor"] = LogitsProcessorList(processors)
-        news: asyncio.Queue[NewTokens | None] = asyncio.Queue()
-        streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), news, recorder)
+        queue: asyncio.Queue[NewTokens | None] = asyncio.Queue()
+        streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), queue, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
         with self.metrics.answering(len(job.ids)) as answer:
             self._begin(job.places)
             call = asyncio.ensure_future(self.model.agenerate(**arguments))
-            call.add_done_callback(lambda _: news.put_nowait(None))
+            call.add_done_callback(lambda _: queue.put_nowait(None))
             try:
                 while True:
                     async with asyncio.timeout_at(end):
-                        step = await news.get()
+                        step = await queue.get()
                     if step is None:
                         break
                     answer.has(len(step.tokens))
@@ -210,15 +223,24 @@ class Engine:
                 call.cancel()
 
     def _adapter(self, name: str | None) -> dict[str, Any]:
-        """Return the argument that has a call run with the adapter of a model; none if there are no adapters."""
+        """Return the keyword argument that chooses the adapter; an empty dict if the server has no adapters."""
         return {"adapter_names": [self._adapters[name or self.options.name]]} if self._adapters else {}
 
     async def read(self, ids: list[int], alternatives: int, model: str | None = None) -> list[Likelihood]:
-        """Return how likely each token of a prompt was, from the second on."""
-        most = _LOGITS_BYTES // (4 * self.vocabulary)
-        if len(ids) > most:
+        """Return the likelihood of each token of a prompt, beginning with the second token.
+
+        Args:
+            ids: token ids of the prompt.
+            alternatives: number of most likely tokens to return at each position.
+            model: name of the model or adapter that reads; None for the model.
+
+        Raises:
+            ApiError: the prompt is too long, status 400.
+        """
+        most_tokens = _LOGITS_BYTES // (4 * self.vocabulary)
+        if len(ids) > most_tokens:
             raise bad_request(
-                f"with echo and logprobs a prompt may have {most} tokens, and this has {len(ids)}", "prompt"
+                f"the prompt has {len(ids)} tokens; with echo and logprobs the limit is {most_tokens}", "prompt"
             )
         return await asyncio.to_thread(self._read, ids, alternatives, model)
 
@@ -232,14 +254,19 @@ class Engine:
         ]
 
     async def ready(self, seconds: float) -> str:
-        """Return why the ranks do not answer, "" if each of them has, to the others: within so many seconds, or
-        with a token since."""
+        """Return the reason why the ranks do not answer, or "" if the ranks answer.
+
+        The ranks answer if all ranks complete a collective ping, or send a token, within the given seconds.
+
+        Args:
+            seconds: time limit for the answer of the ranks.
+        """
         if self._ping is None or self._ping.done():
             self._ping = asyncio.ensure_future(asyncio.to_thread(deployment_of(self.model).ping))
-        begun = time.monotonic()
+        start = time.monotonic()
         await asyncio.wait({self._ping}, timeout=seconds)
         if not self._ping.done():
-            return "" if self.metrics.last_token > begun else f"the ranks have not answered for {seconds:g} s"
+            return "" if self.metrics.last_token > start else f"the ranks have not answered for {seconds:g} s"
         error = self._ping.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
 
@@ -253,47 +280,48 @@ class Engine:
         if job.ends is not None:
             config.eos_token_id = sorted(job.ends)
         if config.pad_token_id is None:
-            config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers asks for one
+            config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers needs a pad token
         return config
 
 
 def draw_seed() -> int:
-    """Return a seed for who gives none: with one, calls that sample may share a batch."""
+    """Return a random seed for a request without a seed. Calls with a seed can share a batch if they sample."""
     return secrets.randbelow(1 << 63)
 
 
 class _Tokens(BaseStreamer):
-    """Brings tokens from the thread that decodes to the loop that serves, with their likelihoods if there are any:
-    a call that runs alone tells these at its end.
+    """Streamer that sends tokens and likelihoods from the decoding thread to the event loop of the server.
+
+    A call that runs alone returns its likelihoods only at the end of the call.
 
     Args:
         loop: event loop of the server.
-        news: queue of new tokens.
+        queue: queue of new tokens.
         recorder: recorder of the call's likelihoods, or None.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, news: asyncio.Queue[NewTokens | None], recorder: Recorder | None
+        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[NewTokens | None], recorder: Recorder | None
     ) -> None:
         self._loop = loop
-        self._news = news
+        self._queue = queue
         self._recorder = recorder
         self._is_prompt = True
-        self._told = 0
-        self._held: list[int] = []
+        self._streamed = 0
+        self._unsent: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
         if self._is_prompt:
             self._is_prompt = False
             return
-        self._held += value.flatten().tolist()
-        if self._recorder is None or self._recorder.knows(self._told + len(self._held) - 1):
-            self._loop.call_soon_threadsafe(self._news.put_nowait, self.rest())
+        self._unsent += value.flatten().tolist()
+        if self._recorder is None or self._recorder.knows(self._streamed + len(self._unsent) - 1):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:
-        """Return the tokens that are not told yet, None if there are none."""
-        tokens, begin = self._held, self._told
-        self._held, self._told = [], begin + len(tokens)
+        """Return the tokens that have not been streamed yet, or None if every token has been streamed."""
+        tokens, begin = self._unsent, self._streamed
+        self._unsent, self._streamed = [], begin + len(tokens)
         if not tokens:
             return None
         if self._recorder is None:

@@ -1,4 +1,4 @@
-"""Texts through a model without an answer of text: in batches of like lengths."""
+"""Runs a model's forward pass over texts, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from parallelformers_ng.serving.engine import Engine
 
-_TOKENS_AT_ONCE = 4096  # of one forward, padding included
+_TOKENS_AT_ONCE = 4096  # maximum number of tokens in one forward pass, padding included
 
 
 def run_rows(
@@ -20,17 +20,20 @@ def run_rows(
     longest: int,
     read: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, int]:
-    """Return what is read out of the model's outputs, a row for each text, and how many tokens the texts have.
+    """Run the model over texts and return one result row for each text.
 
     Args:
-        engine: the model.
-        tokenizer: its tokenizer, which pads.
-        rows: the tokenizer's output for each text.
-        longest: most tokens of a text.
-        read: maps an output and the mask `[rows, tokens]` of its inputs to rows.
+        engine: engine of the model.
+        tokenizer: tokenizer that pads the batches.
+        rows: the tokenizer's output for each text, without padding.
+        longest: maximum number of tokens in a text.
+        read: function of the model's output and the attention mask `[batch, tokens]`; returns the result rows.
+
+    Returns:
+        Result rows `[texts, …]` in the order of the texts, and the total number of tokens without padding.
 
     Raises:
-        ApiError: a text is longer.
+        ApiError: a text is empty, longer than `longest`, or has an unknown token, status 400.
     """
     inputs = inspect.signature(engine.model.forward).parameters
     sizes = [len(row["input_ids"]) for row in rows]
@@ -38,7 +41,7 @@ def run_rows(
         engine.check_prompt(row["input_ids"], longest)
     order = sorted(range(len(rows)), key=lambda index: sizes[index])
     outputs: dict[int, torch.Tensor] = {}
-    # A decoder with a head for classes finds the last token of a row by its padding.
+    # A decoder with a classification head finds the last token of each row by the pad token id.
     most_rows = len(rows) if engine.model.config.get_text_config().pad_token_id is not None else 1
     more = {"use_cache": False} if "use_cache" in inputs else {}
     while order:

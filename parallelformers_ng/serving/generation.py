@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/v1/chat/completions`: from a request to answers, at once or as a stream of events."""
+"""Answers `/v1/completions`, `/v1/chat/completions` and `/v1/responses`, with one JSON object or a stream of events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ from parallelformers_ng.serving.structured import Constraint
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its token ids, its text if the answer's parser needs it, and its pictures."""
+    """Prompt of a request.
+
+    Attributes:
+        ids: token ids of the prompt.
+        text: text of a chat prompt; "" for a completion.
+        inputs: additional model inputs from pictures.
+    """
 
     ids: list[int]
     text: str = ""
@@ -41,13 +47,13 @@ class Prompt:
 
 
 class Generation:
-    """Answers requests for text.
+    """Handler of requests for generated text.
 
     Args:
-        engine: the model.
-        chat: its tokenizer.
-        options: the limits.
-        pictures: makes inputs of pictures; None if the model reads text alone.
+        engine: engine of the model.
+        chat: tokenizer of the model.
+        options: limits of the server.
+        pictures: reader of pictures; None if the model reads only text.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pictures: Pictures | None = None) -> None:
@@ -58,7 +64,11 @@ class Generation:
         self._schemas = Schemas(chat.tokenizer, engine.vocabulary, engine.ends)
 
     async def complete(self, request: CompletionRequest) -> Response:
-        """`/v1/completions`."""
+        """Answer a request to `/v1/completions`.
+
+        Raises:
+            ApiError: the request is invalid, or no place is free.
+        """
         self._check(request, len(request.prompts))
         with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
             return await self._complete(request, places)
@@ -82,11 +92,11 @@ class Generation:
         return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
-        """`/v1/chat/completions`."""
+        """Answer a request to `/v1/chat/completions`; the errors are the same as in `complete`."""
         return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
-        """`/v1/responses`."""
+        """Answer a request to `/v1/responses`; the errors are the same as in `complete`."""
         chat = request.chat()
         return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
 
@@ -107,11 +117,11 @@ class Generation:
         return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
 
     async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
-        """Return the tokens of a chat, and what its pictures become."""
+        """Return the prompt of a chat, with additional model inputs if the chat has pictures."""
         special = request.add_special_tokens
         special = self._chat.begins_with_special(text) if special is None else special
         pictures = [address for message in request.messages or () for address in message.pictures]
-        if not pictures or self._pictures is None:  # without, the chat has refused pictures
+        if not pictures or self._pictures is None:  # without a reader of pictures, `Chat.prompt` has refused pictures
             return Prompt(await asyncio.to_thread(self._chat.ids, text, special), text)
         self._chat.check_length(text)
         inputs = await self._pictures.inputs(text, pictures, special)
@@ -119,7 +129,7 @@ class Generation:
         return Prompt(ids[0].tolist(), text, inputs)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """`/tokenize`: the tokens that a prompt or a chat would be."""
+        """Answer a request to `/tokenize` with the token ids of a prompt or a chat."""
         if request.messages is None:
             special = request.add_special_tokens is not False
             return await asyncio.to_thread(self._chat.ids, request.prompt or "", special)
@@ -130,7 +140,7 @@ class Generation:
     def _check(self, request: GenerationRequest, prompts: int) -> None:
         limits = self._options
         if not self._engine.generates:
-            raise bad_request("the model generates no text; GET /docs lists the other routes", "model")
+            raise bad_request("the model generates no text; see GET /docs for other routes", "model")
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
             ("stop", len(request.stops), limits.max_stops),
@@ -139,14 +149,16 @@ class Generation:
             ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
         ):
             if value > most:
-                raise bad_request(f"{name}: the request asks for {value}, and the limit is {most}", name)
+                raise bad_request(f"{name}: the request needs {value}, but the limit is {most}", name)
         if not prompts:
-            raise bad_request("there is no prompt", "prompt")
+            raise bad_request("the request has no prompt", "prompt")
         for name, tokens in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.logit_bias)):
             if any(token >= self._engine.vocabulary for token in tokens):
-                raise bad_request(f"{name}: the model has {self._engine.vocabulary} tokens", name)
+                raise bad_request(
+                    f"{name} has an unknown token id; the model has {self._engine.vocabulary} tokens", name
+                )
         if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
-            raise bad_request(f"a stop string has 1 to {STOP_LENGTH} characters", "stop")
+            raise bad_request(f"a stop string is empty or too long; send 1 to {STOP_LENGTH} characters", "stop")
 
     async def _answer(
         self,
@@ -157,7 +169,7 @@ class Generation:
         places: Places,
         forced: Constraint | None = None,
     ) -> Response:
-        jobs = await self._asked(request, prompts, places, forced)
+        jobs = await self._jobs(request, prompts, places, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), jobs)
@@ -166,18 +178,20 @@ class Generation:
                 async for piece in pieces:
                     shape.add(piece)
             return JSONResponse(shape.whole())
-        # An error before the first piece has a status of its own.
+        # An error before the first piece is sent with its own HTTP status.
         first = await anext(pieces)
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
-    async def _asked(
+    async def _jobs(
         self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
     ) -> list[Asked]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
         constraint = request.constraint(forced)
         if constraint is not None and request.ignore_eos:
-            raise bad_request(f"ignore_eos and {constraint.param} exclude each other; leave one out", "ignore_eos")
+            raise bad_request(
+                f"the request has ignore_eos and {constraint.param}; remove one of the two fields", "ignore_eos"
+            )
         ends = frozenset() if request.ignore_eos else frozenset(self._engine.ends)
         ends |= frozenset(request.stop_token_ids)
         for prompt in prompts:
@@ -190,13 +204,13 @@ class Generation:
                     [] if grammar is None else [self._schemas.processor(grammar, self._engine.answer_start(prompt.ids))]
                 )
                 penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
-                # The answers to one request differ, and are the same whenever its seed is.
-                own = (seed + number) % (1 << 63)
+                # Each answer of a request has its own seed, and the same request seed gives the same answers.
+                answer_seed = (seed + number) % (1 << 63)
                 jobs.append(
                     Asked(
                         prompt.ids,
                         settings,
-                        own,
+                        answer_seed,
                         processors,
                         request.alternatives,
                         ends,
@@ -210,11 +224,11 @@ class Generation:
         return jobs
 
     def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
-        """Return the penalties of an answer.
+        """Return the penalties of an answer, or None if the request has no penalties.
 
         Args:
-            request: the request.
-            start: tokens of the sequence before the answer.
+            request: request to answer.
+            start: number of tokens in the sequence before the answer.
         """
         if not request.penalizes:
             return None
@@ -223,12 +237,12 @@ class Generation:
         return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
-        """Return the request's values of `GenerationConfig`; the model's own settings hold for the rest."""
+        """Return values of `GenerationConfig` from a request; other values come from the model's own configuration."""
         settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
-        own = self._engine.model.generation_config
+        model_config = self._engine.model.generation_config
         temperature = request.temperature
         if temperature is None:
-            temperature = (own.temperature or 1.0) if own.do_sample else 1.0
+            temperature = (model_config.temperature or 1.0) if model_config.do_sample else 1.0
         settings |= {"do_sample": temperature > 0, "temperature": temperature or None}
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", None)):
             value = getattr(request, name)
@@ -236,19 +250,19 @@ class Generation:
                 settings[name] = None
             elif value is not None:
                 settings[name] = off if value == -1 else value
-            elif not own.do_sample:
-                settings[name] = off  # what stands there is the default of transformers, and no choice of the model's
+            elif not model_config.do_sample:
+                settings[name] = off  # the configuration has only transformers' default, not the authors' choice
         if request.repetition_penalty is not None:
             settings["repetition_penalty"] = request.repetition_penalty
         if request.penalizes:
-            settings["repetition_penalty"] = 1.0  # it is among the penalties, whose order counts
+            settings["repetition_penalty"] = 1.0  # `Penalties` applies it, because the order of penalties matters
         if request.min_tokens:
             settings["min_new_tokens"] = request.min_tokens
         return settings
 
 
 STOP_LENGTH = 256
-_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # for proxies
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # headers that stop proxies from buffering
 
 
 async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:
@@ -263,7 +277,7 @@ async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shap
                     yield shape.event(chunk)
             for chunk in shape.closing():
                 yield shape.event(chunk)
-        except Exception as error:  # the status is sent; the error is an event
+        except Exception as error:  # the HTTP status is sent already, so the error becomes an event
             yield shape.event(shape.failure(api_error(error)))
     if shape.end:
         yield shape.end

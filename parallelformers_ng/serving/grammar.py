@@ -1,4 +1,4 @@
-"""A grammar that says which tokens may come next. It runs on the ranks, which import this file and no server."""
+"""Restricts the next token to a grammar. Ranks import this file, so this file must not import the server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """Return a tokenizer as grammars read it, made of one of Hugging Face's. It takes a second, once in each process.
+    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance.
+
+    The conversion takes one second; each process caches the result.
 
     Args:
-        packed: its JSON, compressed.
+        packed: zlib-compressed JSON of the tokenizer.
         words: size of the model's vocabulary.
-        ends: tokens that end an answer.
+        ends: ids of tokens that end an answer.
     """
     from llguidance import LLTokenizer
 
@@ -30,10 +32,12 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """Return a matcher of an answer by a grammar; in an error state if the grammar is invalid or too expensive.
+    """Return a matcher that checks answers against a grammar.
+
+    The matcher is in an error state if the grammar is invalid or too expensive.
 
     Args:
-        grammar: grammar of llguidance.
+        grammar: grammar in llguidance's format.
         tokenizer: result of `grammar_tokenizer`.
     """
     from llguidance import LLMatcher, LLParserLimits
@@ -43,10 +47,10 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
 
 
 def _with_deep_stack(make: Callable[[], Any]) -> Any:
-    """Return what a function returns, called in a thread with a large stack.
+    """Call a function in a thread with a large stack, and return the result.
 
-    llguidance reads rules that refer to each other by recursion. A chain of 3,000 rules outgrows the stack of an
-    ordinary thread, which ends the process; this one has room for as many as fit into `MOST_CHARACTERS`.
+    llguidance follows references between rules by recursion. A chain of 3,000 rules overflows the stack of an ordinary
+    thread, which ends the process. The large stack is enough for every grammar of at most `MOST_CHARACTERS`.
     """
     results: list[Any] = []
     with _stack_size:
@@ -61,33 +65,35 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
 
 
 _stack_size = threading.Lock()
-_STACK_BYTES = 512 << 20  # of addresses; memory is taken as far as the recursion goes
+_STACK_BYTES = 512 << 20  # reserved addresses; only the used part of the stack takes memory
 
 
 MOST_SYMBOLS = 10_000
-"""Most symbols of a grammar, about 1,000 properties of an object. To read it takes 0.1 s, in which all rows wait;
-twice as many take four times as long."""
+"""Maximum number of symbols in a grammar, enough for an object with about 1,000 properties.
+
+Reading a grammar of this size takes 0.1 s, in which all rows wait. Twice as many symbols take four times as long."""
 _WORK = 50_000
-"""What the words of a grammar may take, in units of llguidance: about 4,000 words of one `enum`."""
+"""Limit of the lexer's work, in llguidance's units. An `enum` of about 4,000 words reaches the limit."""
 MOST_CHARACTERS = 128 << 10
-"""Of a grammar that is read at all: to find out that one is too large takes memory and time as well."""
+"""Maximum number of characters in a grammar. Longer grammars are refused unread, because reading takes time."""
 LARGE_CHARACTERS = 8 << 10
-"""A grammar of so many leaves frees megabytes, and the allocator would keep most of them."""
+"""Size of a grammar, in characters, above which the heap is trimmed. A large grammar frees megabytes, and the
+allocator would keep most of this memory."""
 
 
 class GrammarError(ValueError):
-    """A grammar is too expensive, or allows no next token."""
+    """Error of a grammar that is too expensive, or that allows no next token."""
 
 
 class Grammar(LogitsProcessor):
-    """Rules out the tokens that no continuation of an answer allows.
+    """Logits processor that forbids the tokens that a grammar does not allow next.
 
-    What it needs crosses to the ranks; how far it has read stays where it reads.
+    The arguments are sent to the ranks. The position in the grammar is stored only in the process that decodes.
 
     Args:
-        grammar: grammar of llguidance.
+        grammar: grammar in llguidance's format.
         packed, words, ends: same as in `grammar_tokenizer`.
-        prompt: how many tokens there are before the answer.
+        prompt: number of tokens before the answer.
     """
 
     def __init__(self, grammar: str, packed: bytes, words: int, ends: tuple[int, ...], prompt: int) -> None:
@@ -100,7 +106,7 @@ class Grammar(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         matcher = self._caught_up(input_ids[0, self.prompt :].tolist())
         if matcher.is_error():
-            raise GrammarError(f"the schema cannot be kept to: {matcher.get_error()}")
+            raise GrammarError(f"llguidance cannot follow the grammar: {matcher.get_error()}")
         if matcher.is_stopped():
             allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
             allowed[list(self.ends)] = True
@@ -108,21 +114,22 @@ class Grammar(LogitsProcessor):
             bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[: scores.shape[-1]]
         allowed = allowed.to(scores.device)
-        if not bool(scores[:, allowed].isfinite().any()):  # min_tokens forbids the end, and nothing else is left
+        # The test fails if min_tokens forbids the end token, and the grammar allows only the end token.
+        if not bool(scores[:, allowed].isfinite().any()):
             scores = torch.zeros_like(scores)
         return scores.masked_fill(~allowed, -torch.inf)
 
     def _caught_up(self, tokens: list[int]) -> Any:
         if self not in _read:
             if len(self.grammar) > LARGE_CHARACTERS:
-                weakref.finalize(self, trim_heap)  # after what follows has let go: the last callback is the first
+                weakref.finalize(self, trim_heap)  # runs last, because registered first
             _read[self] = matcher_of(self.grammar, grammar_tokenizer(self.packed, self.words, self.ends)), 0
-        matcher, read = _read[self]
-        if tokens[read:]:
-            matcher.consume_tokens(tokens[read:])
+        matcher, count = _read[self]
+        if tokens[count:]:
+            matcher.consume_tokens(tokens[count:])
             _read[self] = matcher, len(tokens)
         return matcher
 
 
 _read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDictionary()
-"""The position in a grammar, and the number of tokens taken in."""
+"""Matcher of each grammar, and the number of tokens that the matcher has consumed."""

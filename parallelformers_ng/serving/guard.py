@@ -1,4 +1,4 @@
-"""The guard in front of every request: keys, limits of size and time, and clients that have gone."""
+"""Checks every request before the application: API key, size limit, time limit, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from parallelformers_ng.serving.metrics import CLIENT_WENT, Metrics
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _OPEN = "/health"
-"""The path that needs no key, and that is served to the end."""
+"""Path that needs no key, and that is served even while the server shuts down."""
 _PROBES = ("/ready", "/metrics")
-"""Paths that `--open-probes` opens as well."""
+"""Paths that need no key if `--open-probes` is set."""
 LARGE_BYTES = 64 << 10
 LARGE_BYTES_A_SECOND = 4 << 20
-"""Of large bodies. To read a megabyte of JSON takes about 15 ms, in which no token of any answer goes on."""
+"""Limit of bytes per second for large bodies. Parsing 1 MB of JSON blocks all answers for about 15 ms."""
 _CALM_SECONDS = 1.0
 REFUSALS_A_SECOND = 40
 _REFUSALS_AT_ONCE = 20
@@ -32,46 +32,46 @@ MOST_HEADER_BYTES = 32 << 10
 
 
 class _Pace:
-    """Lets so much of something pass in a second, one after another.
+    """Rate limiter that lets callers pass one after another.
 
     Args:
-        a_second: how much.
-        at_once: how much may pass without a wait after none has for long.
+        a_second: number of bytes or requests that may pass per second.
+        at_once: number of bytes or requests that may pass without waiting after a long pause.
     """
 
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
         self._a_second = a_second
         self._before = (at_once - 1) / a_second
-        self._free = 0.0  # from when the next may pass, on the loop's clock
+        self._free = 0.0  # time on the clock of the event loop from which the next caller may pass
 
     def wait(self) -> float:
-        """Return seconds until the next may pass."""
+        """Return the seconds until the next caller may pass."""
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
-        """Wait for the turn of so much."""
+        """Wait until the given number of bytes or requests may pass."""
         wait = self.wait()
         self._free = max(self._free, asyncio.get_running_loop().time() - self._before) + amount / self._a_second
         await asyncio.sleep(wait)
 
 
 class AccessGuard:
-    """Serves an application to those who may use it.
+    """ASGI application that checks each request before another application answers the request.
 
-    A request is read whole, within its limits of bytes and seconds, before the application sees it. After that the
-    client can only go, which cancels its work. Bytes of large bodies, and refusals, are limited per second: so a flood
-    of them leaves the processor to other clients.
+    The guard reads the whole request within the limits of bytes and seconds. If the client disconnects afterwards, the
+    guard cancels the work. Large bodies and refusals are limited per second, so that a flood of requests does not
+    occupy the processor.
 
     Args:
-        app: the application.
-        options: key and limits.
-        metrics: count what is refused, fails or is cancelled.
+        app: ASGI application that answers the requests.
+        options: API key and limits of the server.
+        metrics: counters of refused, failed and canceled requests.
         reads_media: whether requests may have pictures or sound.
 
     Attributes:
-        draining: whether new requests are refused, as the server is about to end.
-        in_flight: how many requests are being served.
-        metrics: see above.
+        draining: whether the server is shutting down and refuses new requests.
+        in_flight: number of requests that are being served.
+        metrics: counters of refused, failed and canceled requests.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics, reads_media: bool = False) -> None:
@@ -122,31 +122,35 @@ class AccessGuard:
                 body = await self._body(scope, receive)
             if body is not None and len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
-                    raise ApiError(503, "too many large requests are waiting; ask again later", code="overloaded")
+                    raise ApiError(
+                        503, "too many large requests are waiting; send the request again later", code="overloaded"
+                    )
                 await self._large.turn(len(body))
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
             return
         except TimeoutError:
             seconds = self._options.client_timeout
-            await self._refuse(ApiError(408, f"the request was not there within {seconds:g} s"), scope, receive, send)
+            await self._refuse(
+                ApiError(408, f"the client did not send the whole request within {seconds:g} s"), scope, receive, send
+            )
             return
         if body is None:
             return
-        gone = asyncio.ensure_future(_gone(receive))
-        work = asyncio.ensure_future(self._app(scope, _replay(body, gone), send))
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        work = asyncio.ensure_future(self._app(scope, _replay(body, disconnected), send))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (work, gone):
+            for task in (work, disconnected):
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError, TimeoutError, Exception):
-                await work  # the application has told and logged what went wrong
+                await work  # the application has sent and logged the error already
             if len(body) > LARGE_BYTES and (self._giving_back is None or self._giving_back.done()):
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
-        """Large bodies leave much freed memory behind, and the allocator would keep more with each."""
+        """Return freed memory to the system, because each large body leaves more freed memory in the allocator."""
         await asyncio.sleep(_CALM_SECONDS)
         await asyncio.to_thread(give_back_freed)
 
@@ -156,15 +160,23 @@ class AccessGuard:
         if sum(map(len, chain(*scope["headers"]))) > MOST_HEADER_BYTES:
             raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes")
         if self.draining:
-            raise ApiError(503, "the server is about to end; ask another, or later", code="draining")
-        # A preflight is sent by the browser itself, which adds no key.
+            raise ApiError(
+                503, "the server is shutting down; send the request to another server, or later", code="draining"
+            )
+        # A browser sends preflight requests without a key.
         preflight = scope["method"] == "OPTIONS" and self._options.cors
         if self._options.api_key is not None and not preflight and not self._has_key(scope):
-            raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return whether the request brings the key: as OpenAI's clients do, or as the password that a browser asks
-        for."""
+        """Return whether the request has the right API key.
+
+        The key is a bearer token, as OpenAI's clients send it, or the password of a browser's login dialog.
+        """
         assert self._options.api_key is not None
         kind, _, key = _header(scope, b"authorization").strip().partition(b" ")
         if kind.lower() == b"basic":
@@ -178,15 +190,15 @@ class AccessGuard:
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error.response()
-        response.headers["Connection"] = "close"  # whatever else the client sends need not be read
+        response.headers["Connection"] = "close"  # the server does not read the remaining bytes of the request
         app: ASGIApp = response
-        if self._options.cors:  # a page of another origin reads why
+        if self._options.cors:  # so that a page of another origin can read the error
             app = CORSMiddleware(response, allow_origins=self._options.cors)
         with contextlib.suppress(TimeoutError):
             await app(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body of a request, None if the client has gone."""
+        """Return the body of a request, or None if the client has disconnected."""
         limit, parts, size = self._max_body_bytes, [], 0
         announced = _header(scope, b"content-length")
         if announced.isdigit() and int(announced) > limit:
@@ -203,7 +215,7 @@ class AccessGuard:
                 return b"".join(parts)
 
     def _patient(self, send: Send) -> Send:
-        """`send`, for clients that read. One that does not is left, and one that is refused waits for its turn."""
+        """Return `send` with a time limit for slow clients and a rate limit for refusals."""
 
         async def sending(message: Message) -> None:
             if 400 <= message.get("status", 0) < 500 and self._refusals.wait() < self._options.client_timeout:
@@ -222,20 +234,20 @@ def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-async def _gone(receive: Receive) -> None:
-    """Waits until the client is."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _replay(body: bytes, gone: asyncio.Future[None]) -> Receive:
-    """Return a `receive` that brings a body, and then waits for the end."""
+def _replay(body: bytes, disconnected: asyncio.Future[None]) -> Receive:
+    """Return an ASGI `receive` that returns a body, and then waits until the client disconnects."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
         if messages:
             return messages.pop()
-        await asyncio.wait({gone})
+        await asyncio.wait({disconnected})
         return {"type": "http.disconnect"}
 
     return receive

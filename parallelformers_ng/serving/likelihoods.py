@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer were. The ranks note it as they choose, and import this file and no server."""
+"""Records the probabilities of an answer's tokens. Ranks import this file, so this file must not import the server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from transformers import LogitsProcessor
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely a token was.
+    """Likelihood of one token of an answer.
 
     Attributes:
-        token, logprob: the token, and the natural logarithm of its probability.
-        top: the likeliest tokens with theirs, the first the likeliest.
+        token: id of the token.
+        logprob: natural logarithm of the token's probability.
+        top: ids and log-probabilities of the most likely tokens, most likely first.
     """
 
     token: int
@@ -23,17 +24,19 @@ class Likelihood:
 
 
 class Recorder(LogitsProcessor):
-    """Notes the scores of a sequence, and leaves them as they are. What it notes comes home with the tokens.
+    """Logits processor that records the log-probabilities of a sequence and does not change the scores.
+
+    The ranks return the recorded values to the caller with the tokens.
 
     Args:
-        alternatives: how many of the likeliest tokens are noted at each place.
+        alternatives: number of most likely tokens to record at each position.
     """
 
     def __init__(self, alternatives: int) -> None:
         self.alternatives = alternatives
         self.top: list[list[tuple[int, float]]] = []
         self.chosen: list[float] = []
-        self.last: torch.Tensor | None = None  # of the newest place, whose token is not chosen yet
+        self.last: torch.Tensor | None = None  # log-probabilities of the newest position, which has no chosen token yet
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.last is not None:
@@ -43,11 +46,11 @@ class Recorder(LogitsProcessor):
         return scores
 
     def knows(self, place: int) -> bool:
-        """Return whether it was told of a place, counted from the first new token."""
+        """Return whether a position has been recorded; position 0 is the first new token."""
         return place < len(self.top)
 
     def of(self, place: int, token: int) -> Likelihood:
-        """Return how likely the token at a place was."""
+        """Return the likelihood of the token at a position; position 0 is the first new token."""
         if place < len(self.chosen):
             return Likelihood(token, self.chosen[place], self.top[place])
         assert self.last is not None
@@ -55,10 +58,11 @@ class Recorder(LogitsProcessor):
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    """Return the likeliest tokens, the first the likeliest.
+    """Return ids and log-probabilities of the most likely tokens, most likely first.
 
     Args:
-        logprobs: log-probabilities of each, `[vocabulary]`.
+        logprobs: log-probability of each token, `[vocabulary]`.
+        count: number of tokens to return.
     """
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

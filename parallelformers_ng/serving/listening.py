@@ -1,4 +1,4 @@
-"""Checks that can fail before torch is imported: the address, the folder of the model, the device."""
+"""Checks the address, the model folder and the device before the slow import of torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.serving.serve_options import ServeOptions
 
-_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # of NVIDIA, of WSL, of AMD
+_DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # device files of NVIDIA, WSL and AMD
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """Return a socket that has its address, and refuses clients until the server listens.
+    """Return a bound socket; the socket refuses clients until the server listens.
+
+    Args:
+        options: options with the host and the port.
 
     Raises:
-        ParallelError: another program has the address.
-        OSError: the machine has no such address.
+        ParallelError: another program uses the port.
+        OSError: the machine does not have the address.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # By the named protocol asyncio knows a connection that shall not wait with small packets: 40 ms of each answer.
+    # asyncio sends small packets without a delay only if the protocol is named; the delay is 40 ms for each answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -29,26 +32,29 @@ def bound(options: ServeOptions) -> socket.socket:
         listener.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ParallelError(
-                f"port {options.port} of {options.host} is in use; --port takes another, and 0 any that is free"
+                f"port {options.port} of {options.host} is in use; set --port to another port, or 0 for any free port"
             ) from None
         raise
     return listener
 
 
 def check_at_once(options: ServeOptions) -> None:
-    """Raise an error if the server cannot start, as far as that is known without torch.
+    """Raise an error if the address, the model folder or the device is invalid. The checks do not import torch.
 
     Raises:
-        ParallelError: there is no such folder, the address is taken, or there is no GPU.
+        ParallelError: the port is in use, the folder is missing or is not a model folder, or the machine has no GPU.
+        OSError: the machine does not have the address.
     """
     bound(options).close()
     path = Path(options.model).expanduser()
-    is_path = options.model.count("/") > 1 or options.model.startswith((".", "/", "~"))  # no name on the hub
+    is_path = options.model.count("/") > 1 or options.model.startswith((".", "/", "~"))  # not a name on the hub
     if is_path and not path.exists():
-        raise ParallelError(f"there is no folder {options.model}; MODEL is a model folder or a name on the hub")
+        raise ParallelError(
+            f"the folder {options.model} does not exist; MODEL is a model folder or a name on the Hugging Face hub"
+        )
     if path.is_dir() and not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
-        raise ParallelError(f"the folder {options.model} has no config.json: it is no model")
+        raise ParallelError(f"the folder {options.model} is not a model folder: it has no config.json")
     if options.device == "cuda" and not any(
         device_file for name in _DEVICES for device_file in Path("/dev").glob(name)
     ):
-        raise ParallelError("--device is cuda, and the machine shows no GPU; --device cpu runs on the processor")
+        raise ParallelError("--device is cuda, but the machine has no GPU; use --device cpu to run on the processor")

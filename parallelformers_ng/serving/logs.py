@@ -1,4 +1,4 @@
-"""The server's log: lines with time, level and the id of the request, as text or JSON. Prompts are never logged."""
+"""Writes the server's log as text or JSON, with the time, the level and the request id, and without prompts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass
 class Record:
-    """The record of a request.
+    """Log record of one HTTP request.
 
     Attributes:
-        id: its `X-Request-Id`, or an id of the server's.
-        began: when it came, on the clock of `time.monotonic`.
-        prompt_tokens, tokens: tokens of its prompts and of its answers.
-        first: when its first token came; 0 for none.
+        id: value of the header `X-Request-Id`, or an id that the server chose.
+        began: arrival time of the request in seconds, on the clock of `time.monotonic`.
+        prompt_tokens: number of tokens in the prompts.
+        tokens: number of tokens in the answers.
+        first: time of the first token on the clock of `time.monotonic`; 0 if no token has come.
     """
 
     id: str
@@ -39,26 +40,27 @@ class Record:
 
 _NONE = Record("-")
 current: ContextVar[Record] = ContextVar("current", default=_NONE)
-"""The request that is being served."""
+"""Record of the request that the current task serves."""
 
 
 def new_record(request_id: bytes) -> Record:
     """Return the record of a new request.
 
     Args:
-        request_id: `X-Request-Id` as the client sent it; one that is not 1 to 128 visible ASCII characters is replaced.
+        request_id: header `X-Request-Id` of the client; the server replaces it unless it has 1 to 128 visible ASCII
+            characters.
     """
     text = request_id.decode("latin-1")
     return Record(text if _ID.fullmatch(text) else secrets.token_hex(12))
 
 
 def log_access(record: Record, method: str, path: str, status: int) -> None:
-    """Log that a request was served.
+    """Write the access log line of a request.
 
     Args:
         record: record of the request.
         method, path: method and path of the HTTP request.
-        status: HTTP status; 499 if the client went before the end.
+        status: HTTP status; 499 if the client disconnected before the end.
     """
     now = time.monotonic()
     facts: dict[str, Any] = {
@@ -72,7 +74,7 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
     }
     first = "-" if record.first == 0 else f"{record.first - record.began:.3f}"
     log.info(
-        "%s %r %d: %d prompt tokens, %d tokens, first after %s s, all after %.3f s",
+        "%s %r %d: %d prompt tokens, %d answer tokens, first token after %s s, end after %.3f s",
         method, facts["path"], status, record.prompt_tokens, record.tokens, first, now - record.began,
         extra={"facts": facts},
     )  # fmt: skip
@@ -106,16 +108,20 @@ class _Json(logging.Formatter):
 
 
 def formatter(log_format: str) -> logging.Formatter:
-    """Return what makes lines of one of `FORMATS`."""
+    """Return a formatter of log lines.
+
+    Args:
+        log_format: "text" or "json".
+    """
     return _Json() if log_format == "json" else _Text()
 
 
 def set_up_logs(log_format: str, log_level: str) -> None:
-    """Write the log to standard error. A program that has set up `logging` keeps its handlers.
+    """Set up the log on standard error, unless the program has set up `logging` handlers already.
 
     Args:
-        log_format: one of `FORMATS`.
-        log_level: one of `LEVELS`; other libraries' lines come from warnings on.
+        log_format: "text" or "json".
+        log_level: one of `LEVELS`; other libraries log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))

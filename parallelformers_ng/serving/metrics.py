@@ -1,4 +1,4 @@
-"""The server's metrics, under vLLM's names, so that its dashboards show them."""
+"""Counts and times the server's requests, under vLLM's metric names, so that vLLM's dashboards work."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ _SECONDS = (
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _RATE_SECONDS = 10.0
 CLIENT_WENT = 499
-"""Status of a request whose client went before the end, as nginx writes it."""
+"""HTTP status of a request whose client disconnected before the end; nginx uses the same number."""
 
 
 class Metrics:
-    """Figures of one server.
+    """Metrics of one server.
 
     Args:
-        name: name of the model, a label of each.
-        rows: answers that are decoded at a time; others wait in the order in which they came.
-        cache_tokens: tokens that the caches of all rows may have.
+        name: name of the model, used as the label `model_name` of each metric.
+        rows: maximum number of answers that are decoded together; other answers wait in order of arrival.
+        cache_tokens: maximum number of tokens in the key/value caches of all rows.
 
     Attributes:
-        running, waiting: answers that have a token, and those that wait for their first.
-        restarts: returns how often workers were started again.
-        last_token: when one came, on the clock of `time.monotonic`.
+        running: number of answers that have at least one token.
+        waiting: number of answers that have no token yet.
+        restarts: function that returns the number of worker restarts.
+        last_token: time of the newest token in seconds, on the clock of `time.monotonic`.
     """
 
     def __init__(self, name: str, rows: int = 16, cache_tokens: int = 1 << 20) -> None:
@@ -60,49 +61,57 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque()
         self._registry = CollectorRegistry()
 
-        def gauge(what: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{what}", text, ("model_name",), registry=self._registry).labels(name)
+        def gauge(metric: str, text: str) -> Gauge:
+            return Gauge(f"vllm:{metric}", text, ("model_name",), registry=self._registry).labels(name)
 
-        def counter(what: str, text: str) -> Counter:
-            return Counter(f"vllm:{what}", text, ("model_name",), registry=self._registry).labels(name)
+        def counter(metric: str, text: str) -> Counter:
+            return Counter(f"vllm:{metric}", text, ("model_name",), registry=self._registry).labels(name)
 
-        def histogram(what: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(f"vllm:{what}", text, ("model_name",), registry=self._registry, buckets=buckets).labels(
+        def histogram(metric: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"vllm:{metric}", text, ("model_name",), registry=self._registry, buckets=buckets).labels(
                 name
             )
 
-        gauge("num_requests_running", "Answers that are being written.").set_function(lambda: self.running)
-        gauge("num_requests_waiting", "Answers that wait for their first token.").set_function(lambda: self.waiting)
-        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = counter("generation_tokens", "Tokens of answers.")
-        self._first = histogram("time_to_first_token_seconds", "From a call to its first token.")
-        self._between = histogram("inter_token_latency_seconds", "From one token of an answer to its next.")
-        self._whole = histogram("e2e_request_latency_seconds", "From a call to its last token.")
+        gauge("num_requests_running", "Number of answers that have at least one token.").set_function(
+            lambda: self.running
+        )
+        gauge("num_requests_waiting", "Number of answers that have no token yet.").set_function(lambda: self.waiting)
+        self._prompt = counter("prompt_tokens", "Number of prompt tokens.")
+        self._generated = counter("generation_tokens", "Number of answer tokens.")
+        self._first = histogram("time_to_first_token_seconds", "Seconds from the call to the first token.")
+        self._between = histogram(
+            "inter_token_latency_seconds", "Seconds from one token of an answer to the next token."
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "Seconds from the call to the last token.")
         gauge(
-            "kv_cache_usage_perc", "Tokens of answers and their prompts, of those that the caches may have."
+            "kv_cache_usage_perc", "Tokens of running prompts and answers, as a share of the cache capacity, 0 to 1."
         ).set_function(lambda: min(1.0, sum(answer.cached for answer in self._active) / cache_tokens))
-        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self._length = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._longest = histogram("request_max_num_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._queued = histogram("request_queue_time_seconds", "From a call to a free row.")
-        self._prefill = histogram("request_prefill_time_seconds", "From a free row to the first token.")
-        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self._prompt_length = histogram("request_prompt_tokens", "Number of tokens in a prompt.", _TOKENS)
+        self._length = histogram("request_generation_tokens", "Number of tokens in an answer.", _TOKENS)
+        self._longest = histogram("request_max_num_generation_tokens", "Number of tokens in an answer.", _TOKENS)
+        self._queued = histogram("request_queue_time_seconds", "Seconds from the call to a free row.")
+        self._prefill = histogram("request_prefill_time_seconds", "Seconds from a free row to the first token.")
+        self._decode = histogram("request_decode_time_seconds", "Seconds from the first token to the last token.")
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Time of decoding by tokens after the first."
+            "request_time_per_output_token_seconds", "Decoding seconds per token after the first token."
         )
 
-        def own(what: str, text: str, *labels: str) -> Counter:
-            return Counter(f"parallelformers:{what}", text, ("model_name", *labels), registry=self._registry)
+        def own(metric: str, text: str, *labels: str) -> Counter:
+            return Counter(f"parallelformers:{metric}", text, ("model_name", *labels), registry=self._registry)
 
-        self._refused = own("requests_refused", "Requests that were refused, by status.", "status")
-        self._errors = own("requests_failed", "Requests that failed, by status.", "status")
-        self._cancelled = own("requests_cancelled", "Requests whose client went before the end.").labels(name)
+        self._refused = own("requests_refused", "Number of refused requests by HTTP status.", "status")
+        self._errors = own("requests_failed", "Number of failed requests by HTTP status.", "status")
+        self._cancelled = own(
+            "requests_cancelled", "Number of requests whose client disconnected before the end."
+        ).labels(name)
         Gauge(
-            "parallelformers:worker_restarts", "How often workers were started again.", ("model_name",),
+            "parallelformers:worker_restarts", "Number of worker restarts.", ("model_name",),
             registry=self._registry,
         ).labels(name).set_function(lambda: self.restarts())  # fmt: skip
         labels = ("model_name", "finished_reason")
-        self._ended = Counter("vllm:request_success", "Answers that ended, by how.", labels, registry=self._registry)
+        self._ended = Counter(
+            "vllm:request_success", "Number of complete answers by finish reason.", labels, registry=self._registry
+        )
         self._name = name
 
     @property
@@ -111,16 +120,16 @@ class Metrics:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of the last seconds."""
+        """Tokens per second, averaged over the last 10 seconds."""
         self._forget(time.monotonic())
         return sum(tokens for _, tokens in self._recent) / _RATE_SECONDS
 
     @contextmanager
     def answering(self, prompt: int = 0) -> Iterator[AnswerMetrics]:
-        """Count one answer, while it waits and while it is written.
+        """Count one answer from its arrival until the block ends.
 
         Args:
-            prompt: tokens of its prompt.
+            prompt: number of tokens in the prompt.
         """
         answer = AnswerMetrics(self, prompt)
         self.waiting += 1
@@ -132,20 +141,20 @@ class Metrics:
             self._leave(answer)
             if answer.begun:
                 self.running -= 1
-                self._whole.observe(time.monotonic() - answer.asked)
+                self._whole.observe(time.monotonic() - answer.arrived)
             else:
                 self.waiting -= 1
 
     def took(self, prompt_tokens: int) -> None:
-        """A prompt was read."""
+        """Add tokens to the counter of prompt tokens and to the record of the current request."""
         self._prompt.inc(prompt_tokens)
         current.get().prompt_tokens += prompt_tokens
 
     def served(self, status: int) -> None:
-        """Count a request that was not answered with success.
+        """Count a request if it was refused, failed or canceled.
 
         Args:
-            status: HTTP status; 499 if the client went before the end.
+            status: HTTP status; 499 if the client disconnected before the end.
         """
         if status == CLIENT_WENT:
             self._cancelled.inc()
@@ -155,7 +164,7 @@ class Metrics:
             self._refused.labels(self._name, str(status)).inc()
 
     def _admit(self) -> None:
-        """Answers begin as rows are free: the batch serves them in order."""
+        """Move waiting answers to free rows, in order of arrival."""
         while self._queue and len(self._active) < self._rows:
             answer = self._queue.popleft()
             answer.admitted = time.monotonic()
@@ -172,18 +181,22 @@ class Metrics:
         self._length.observe(answer.tokens)
         self._longest.observe(answer.tokens)
         admitted = answer.admitted or answer.first
-        self._queued.observe(admitted - answer.asked)
+        self._queued.observe(admitted - answer.arrived)
         self._prefill.observe(max(0.0, answer.first - admitted))
         self._decode.observe(answer.latest - answer.first)
         if answer.tokens > 1:
             self._per_token.observe((answer.latest - answer.first) / (answer.tokens - 1))
 
     def ended(self, reason: str) -> None:
-        """An answer is complete."""
+        """Count a complete answer.
+
+        Args:
+            reason: finish reason, "stop" or "length".
+        """
         self._ended.labels(self._name, reason).inc()
 
     def page(self) -> bytes:
-        """Return all of it, as Prometheus reads it."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _note(self, answer: AnswerMetrics, tokens: int) -> None:
@@ -196,7 +209,7 @@ class Metrics:
             self.waiting -= 1
             self.running += 1
             answer.first = now
-            self._first.observe(now - answer.asked)
+            self._first.observe(now - answer.arrived)
         record = current.get()
         record.tokens += tokens
         record.first = record.first or now
@@ -212,11 +225,11 @@ class Metrics:
 
 
 class AnswerMetrics:
-    """One answer that is being counted.
+    """Times and token counts of one answer.
 
     Args:
-        metrics: metrics that count it.
-        prompt: tokens of its prompt.
+        metrics: metrics of the server.
+        prompt: number of tokens in the prompt.
     """
 
     def __init__(self, metrics: Metrics, prompt: int) -> None:
@@ -224,15 +237,15 @@ class AnswerMetrics:
         self.prompt = prompt
         self.tokens = 0
         self.admitted = self.first = 0.0
-        self.asked = self.latest = time.monotonic()
+        self.arrived = self.latest = time.monotonic()
         self.begun = False
 
     @property
     def cached(self) -> int:
-        """Tokens that its row has in the cache."""
+        """Number of tokens in the key/value cache of the answer's row."""
         return self.prompt + self.tokens
 
     def has(self, tokens: int) -> None:
-        """So many more tokens came."""
+        """Count new tokens of the answer."""
         if tokens:
             self._metrics._note(self, tokens)

@@ -1,4 +1,4 @@
-"""The kind of a served model, known from its configuration: text, embeddings, scores, or nothing."""
+"""Finds the output of a model from its configuration: text, embeddings, scores or transcripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLASSIFIERS = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,)
 _BASES = (auto.MODEL_MAPPING_NAMES,)
 _PICTURES = ("vision_config", "vq_config", "image_token_id", "image_token_index")
 _SOUND = ("audio_config", "speech_config")
-"""Attributes of a configuration that say that the model reads pictures, or sound."""
+"""Configuration attributes of models that read pictures, and of models that read sound."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Kind:
     """The kind of a served model.
 
     Attributes:
-        pooling: pooling of its embeddings; None if it gives none.
-        activation: function from a classifier's logits to scores; None for other models.
+        pooling: pooling of the embeddings; None if the model makes no embeddings.
+        activation: function from a classifier's logits to scores; None if the model is not a classifier.
         reads_pictures: whether chats may have pictures.
-        reads_sound: whether the model also reads sound, which the server refuses in chats.
-        transcribes: whether it makes text of sound, and of nothing else.
-        model_class: class to load; None for the class that its configuration names.
+        reads_sound: whether the model also reads sound; the server refuses sound in chats.
+        transcribes: whether the model only transcribes sound.
+        model_class: class to load; None for the class in the model's configuration.
     """
 
     pooling: Pooling | None = None
@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model is served as one that continues text."""
+        """Whether the server generates text with the model."""
         return self.pooling is None and self.activation is None and not self.transcribes
 
     def __str__(self) -> str:
@@ -59,26 +59,26 @@ class Kind:
         if self.activation is not None:
             return "scores of pairs of texts"
         if self.transcribes:
-            return "text of sound"
-        what = "text, with pictures in chats" if self.reads_pictures else "text"
-        return f"{what}; sound in requests is refused" if self.reads_sound else what
+            return "transcripts of sound"
+        description = "text, with pictures in chats" if self.reads_pictures else "text"
+        return f"{description}; sound in requests is refused" if self.reads_sound else description
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a model is a file of llama.cpp's, which transformers reads as text models."""
+    """Return whether a model name is a GGUF file of llama.cpp. GGUF files are served as text models."""
     return name.endswith(".gguf")
 
 
 def kind_of(name: str, revision: str | None = None) -> Kind:
-    """Return what a model is served as; its weights are not read.
+    """Return the kind of a model from its configuration; the function reads no weights.
 
     Args:
         name: model folder, or name on the Hugging Face hub.
         revision: branch, tag or commit on the hub; None for the main branch.
 
     Raises:
-        UnsupportedModelError: the server has no use for such a model.
-        CheckpointError: there is no such model.
+        UnsupportedModelError: the server cannot serve a model of this class.
+        CheckpointError: the model does not exist.
     """
     if is_gguf(name):
         return Kind()
@@ -104,26 +104,26 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
         if _names(cls, _CLASSIFIERS) and not config.is_encoder_decoder:
             if config.num_labels != 1:
                 raise UnsupportedModelError(
-                    f"{name} is a {cls.__name__}, which is not served with {config.num_labels} labels: the server takes"
-                    " classifiers with one, which score pairs of texts"
+                    f"{name} is a {cls.__name__}, which the server cannot serve with {config.num_labels} labels; choose"
+                    " a classifier with 1 label, which scores pairs of texts"
                 )
             return Kind(activation=activation_of(config))
     raise UnsupportedModelError(
-        f"{name} is a {cls.__name__}, which is not served: the server takes models that continue text"
-        " (…ForCausalLM, …ForConditionalGeneration of text), encoders of text without a head, for embeddings,"
-        " classifiers of texts with one label, for scores, and Whisper, for text of sound"
+        f"{name} is a {cls.__name__}, which the server cannot serve; choose a text model (…ForCausalLM,"
+        " …ForConditionalGeneration), a text encoder without a head for embeddings, a text classifier with 1 label for"
+        " scores, or Whisper for transcripts"
     )
 
 
 def _has_modules(name: str, revision: str | None) -> bool:
-    """Return whether a decoder is one of sentence-transformers, which takes its vectors and not its text."""
+    """Return whether a decoder is a model of sentence-transformers, which makes embeddings instead of text."""
     try:
         return SentenceFiles(name, revision).find("modules.json") is not None
-    except UnsupportedModelError:  # the hub cannot be asked: it is a decoder like most
+    except UnsupportedModelError:  # the hub cannot be reached: assume an ordinary decoder
         return False
 
 
 def _names(cls: type, mappings: tuple[Any, ...]) -> bool:
-    """Return whether one of transformers' tables has a class."""
+    """Return whether a class is in one of transformers' mappings from model types to classes."""
     named = [name for mapping in mappings for name in mapping.values()]
     return any(cls.__name__ in ((name,) if isinstance(name, str) else name) for name in named)

@@ -1,4 +1,4 @@
-"""The names that clients may ask for: the model's, and those of adapters that are in it."""
+"""Lists the model names that clients may use: the name of the model, and the names of its adapters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from parallelformers_ng.serving.serve_options import ServeOptions
 
 
 class Models:
-    """The models of a server.
+    """Table of a server's model and adapters.
 
     Args:
-        options: the model and its adapters.
+        options: options of the server, with the names of the model and the adapters.
+        created: start time of the server, in Unix seconds.
+        positions: maximum number of tokens in a prompt plus its answer.
 
     Attributes:
         name: name of the model itself.
-        cards: entry of each model in `/v1/models`, by its name.
+        cards: map from the name of each model or adapter to its entry in `/v1/models`.
     """
 
     def __init__(self, options: ServeOptions, created: int, positions: int) -> None:
@@ -27,27 +29,29 @@ class Models:
         self.cards |= {name: {"id": name, "parent": self.name, **common} for name in options.adapters}
 
     def named(self, name: str | None) -> str:
-        """Return the name of the model that a request means.
+        """Return the name of the model or adapter for a request.
 
         Args:
             name: name in the request; None or "" for the model itself.
 
         Raises:
-            ApiError: there is no such model, status 404.
+            ApiError: the server has no model or adapter of this name, status 404.
         """
         name = name or self.name
         if name not in self.cards:
-            known = " or ".join(map(repr, self.cards))
-            raise ApiError(404, f"there is no model {name!r} here; it is {known}", "model", "model_not_found")
+            known = " and ".join(map(repr, self.cards))
+            raise ApiError(404, f"the server has no model {name!r}; it has {known}", "model", "model_not_found")
         return name
 
 
 def peft_names(options: ServeOptions) -> dict[str, str]:
-    """Return PEFT's name of each adapter by the name that clients know; empty if no adapters are named.
+    """Return a map from the clients' names of the model and its adapters to PEFT's adapter names.
 
-    The model's own name stands for it without an adapter, or with that of its folder.
+    The map is empty if `lora_modules` is empty. The model's own name maps to the base model, or to the adapter in the
+    model's folder if the folder is an adapter.
     """
     if not options.adapters:
         return {}
-    names = {name: f"adapter{number}" for number, name in enumerate(options.adapters)}  # PEFT's have no dots
+    # PEFT allows no dots in adapter names.
+    names = {name: f"adapter{number}" for number, name in enumerate(options.adapters)}
     return {options.name: "__base__" if base_of_adapter(options.model) is None else "default", **names}

@@ -1,5 +1,8 @@
-"""The server on Ray Serve: replicas behind one route. Serve asks the replica with the fewest requests, scales by its
-settings, and replaces unhealthy replicas."""
+"""Runs the server on Ray Serve, with several replicas behind one address.
+
+The router sends each request to the replica with the fewest requests. Ray Serve scales the number of replicas and
+replaces unhealthy replicas.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _NAME = "parallelformers_ng"
 
 
 class ServedReplica:
-    """One replica: the caller of its ranks, which lie on the cluster if there is room for them.
+    """Replica of the server on Ray Serve, with its own model and ranks on the cluster.
 
     Args:
         options: options of the server.
@@ -43,7 +46,7 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Do the check of `/ready`: every rank has answered to the others."""
+        """Raise an error unless all ranks complete a collective ping, like `/ready`."""
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:
@@ -53,20 +56,23 @@ class ServedReplica:
 
 @contextlib.contextmanager
 def deployed(options: ServeOptions) -> Iterator[str]:
-    """The server on a cluster, ready; within the block it serves at this address.
+    """Deploy the server on a Ray cluster, yield its URL, and delete the server when the block ends.
+
+    Args:
+        options: options of the server.
 
     Raises:
-        ParallelError: an option does not act on Ray, or is none of Serve's.
-        StartupError: there is no such cluster.
+        ParallelError: an option is not supported on Ray, or Ray Serve refuses a value of `autoscaling`.
+        StartupError: the cluster cannot be reached, or Ray Serve cannot start the server.
     """
-    _refuse_what_does_not_act(options)
+    _refuse_unsupported_options(options)
     scale = _scale(options)
     with contextlib.closing(Connection(RayOptions(address=options.ray_address))):
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
         try:
             deployment = serve.deployment(serve.ingress()(ServedReplica)).options(
                 **scale,
-                ray_actor_options={"num_cpus": 0},  # the ranks have bundles of their own
+                ray_actor_options={"num_cpus": 0},  # the ranks reserve their resources separately
                 max_ongoing_requests=options.rows + options.waiting,
                 request_router_config=RequestRouterConfig(request_router_class=f"{ray_router.__name__}:FewestRequests"),
                 graceful_shutdown_timeout_s=options.drain,
@@ -84,20 +90,20 @@ def deployed(options: ServeOptions) -> Iterator[str]:
 
 
 def serve_on_ray(options: ServeOptions) -> int:
-    """Serve until told to end. Returns the exit status; raises what `deployed` does."""
+    """Serve until SIGTERM or Ctrl-C, and return the exit status; the errors are the same as in `deployed`."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     with deployed(options) as address:
         key = "a key" if options.api_key else "no key"
-        say(f"serving {options.name} on {address} with {key}: on Ray, {_scale(options)}")
+        say(f"serving {options.name} on {address} with {key}, on Ray with {_scale(options)}")
         ended.wait()
-        say("ending: requests in flight may complete")
+        say("shutting down; running requests may complete")
     return 0
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """Return how many replicas, in the words of Serve's."""
+    """Return the number of replicas, or the autoscaling settings, as options of a Ray Serve deployment."""
     if not options.autoscaling:
         return {"num_replicas": options.replicas}
     settings: dict[str, float] = {}
@@ -107,23 +113,27 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
             settings[name] = int(value) if value.isdecimal() else float(value)
         except ValueError:
             raise ParallelError(
-                f"autoscaling has {word!r}; it takes NAME=NUMBER, as in min_replicas=1 max_replicas=4"
+                f"autoscaling has {word!r}; write NAME=NUMBER, such as min_replicas=1 max_replicas=4"
             ) from None
     for name in settings:
-        if name not in AutoscalingConfig.model_fields:  # which Serve would drop
+        if name not in AutoscalingConfig.model_fields:  # Ray Serve drops unknown names silently
             hint = did_you_mean(name, AutoscalingConfig.model_fields)
-            raise ParallelError(f"autoscaling has {name!r}, which Ray Serve does not take{hint}")
+            raise ParallelError(f"autoscaling has {name!r}, which is not a setting of Ray Serve{hint}")
     try:
         AutoscalingConfig(**settings)
     except ValueError as error:
-        raise ParallelError(f"autoscaling is {settings}, which Ray Serve does not take: {error}") from None
+        raise ParallelError(f"autoscaling is {settings}, which Ray Serve refuses: {error}") from None
     return {"autoscaling_config": settings}
 
 
-def _refuse_what_does_not_act(options: ServeOptions) -> None:
+def _refuse_unsupported_options(options: ServeOptions) -> None:
     if options.client_timeout != ServeOptions.client_timeout:
-        raise ParallelError("client_timeout does not act with launcher 'ray': connections are those of Serve's proxy")
+        raise ParallelError(
+            "client_timeout has no effect with launcher 'ray', because Ray Serve's proxy holds connections; remove it"
+        )
     if not options.port:
-        raise ParallelError("port is 0; Ray Serve takes a number from 1 to 65535")
+        raise ParallelError("port is 0; with launcher 'ray', set a port from 1 to 65535")
     if options.autoscaling and options.replicas != ServeOptions.replicas:
-        raise ParallelError(f"replicas is {options.replicas}, and autoscaling says how many; leave one of them out")
+        raise ParallelError(
+            f"replicas is {options.replicas}, but autoscaling sets the number of replicas; remove one of the options"
+        )

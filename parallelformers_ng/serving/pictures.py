@@ -1,4 +1,4 @@
-"""Pictures in chats: from the parts of messages to what the model's own processor makes of them."""
+"""Reads the pictures of chats and turns them into model inputs with the model's own processor."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from parallelformers_ng.serving.serve_options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_RATIO = 200
-"""Long side to short side, as Qwen2-VL's processor has it. Others scale the short side, and the long one with it."""
+"""Maximum ratio of a picture's long side to its short side, the same limit as in Qwen2-VL's processor.
+
+Other processors enlarge the short side to a fixed length, so that a long picture would become huge.
+"""
 
 
 class Pictures:
-    """Makes inputs of a model from a chat's text and its pictures, one request after another.
+    """Reader of pictures, which makes the inputs of a model from the text and the pictures of a chat.
+
+    Only one request at a time is read, to limit memory.
 
     Args:
-        processor: the model's, of transformers.
-        options: the limits, and where files may lie.
+        processor: processor of the model, from transformers.
+        options: limits of the server, and the folder of picture files.
     """
 
     def __init__(self, processor: Any, options: ServeOptions) -> None:
         self._processor = processor
         self._options = options
-        self._turn = asyncio.Lock()  # the memory is that of one request's pictures
+        self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
     async def inputs(self, text: str, addresses: list[str], special: bool) -> dict[str, torch.Tensor]:
-        """Return what the model reads: `input_ids` `[1, tokens]`, `pixel_values` and more, as its processor names them.
+        """Return the model inputs: `input_ids` `[1, tokens]`, `pixel_values`, and other outputs of the processor.
 
         Args:
-            text: the prompt, with the processor's mark for each picture.
-            addresses: data URLs, or URLs of files, in the order of the marks.
-            special: whether the tokens come first that the model's prompts begin with.
+            text: prompt with one of the processor's placeholders for each picture.
+            addresses: data URLs or file URLs, in the order of the placeholders.
+            special: whether the processor adds its special tokens, such as BOS.
 
         Raises:
-            ApiError: a picture is not there, is damaged or too large, or the text has other marks, status 400.
+            ApiError: a picture is missing, damaged or too large, or the number of placeholders is wrong, status 400.
         """
         async with self._turn:
             return await asyncio.to_thread(self._inputs, text, addresses, special)
 
     def _inputs(self, text: str, addresses: list[str], special: bool) -> dict[str, torch.Tensor]:
         pictures = self._read(addresses)
-        # As `apply_chat_template` of processors calls them.
+        # The call is the same as in `apply_chat_template` of processors.
         no_special = {} if special else {"add_special_tokens": False}
         try:
             return dict(self._processor(text=text, images=[pictures], return_tensors="pt", **no_special))
@@ -57,16 +62,17 @@ class Pictures:
             raise bad_request(f"the model's processor refuses the pictures: {error}", "messages") from None
 
     def _read(self, addresses: list[str]) -> list[Any]:
-        """Return the pictures, decoded. The sizes of all are checked before the first is decoded."""
+        """Decode the pictures after a check of every picture's size."""
         from PIL import Image
         from transformers.image_utils import load_image
 
         if len(addresses) > self._options.max_pictures:
             raise bad_request(
-                f"the request has {len(addresses)} pictures, and may have {self._options.max_pictures}", "messages"
+                f"the request has {len(addresses)} pictures; the limit is {self._options.max_pictures}",
+                "messages",
             )
         too_large = bad_request(
-            f"the pictures have more than {self._options.max_pixels} pixels (--max-pixels)", "messages"
+            f"the pictures have more than {self._options.max_pixels} pixels together (--max-pixels)", "messages"
         )
         pictures, pixels = [], 0
         try:
@@ -75,46 +81,52 @@ class Pictures:
                 sides = sorted(pictures[-1].size)
                 if sides[1] > MOST_RATIO * sides[0]:
                     raise bad_request(
-                        f"a picture is {sides[0]} by {sides[1]}; it may have {MOST_RATIO} to 1", "messages"
+                        f"a picture has {sides[0]} by {sides[1]} pixels; the limit of the ratio is {MOST_RATIO} to 1",
+                        "messages",
                     )
                 pixels += sides[0] * sides[1]
                 if pixels > self._options.max_pixels:
                     raise too_large
             return [load_image(picture) for picture in pictures]
-        except Image.DecompressionBombError:  # a limit of Pillow's own
+        except Image.DecompressionBombError:  # Pillow's own size limit
             raise too_large from None
         except (OSError, SyntaxError, ValueError, EOFError) as error:
             raise bad_request(
-                f"a picture cannot be read as {', '.join(_FORMATS)}: {type(error).__name__}", "messages"
+                f"a picture is damaged or not in a known format ({', '.join(_FORMATS)}): {type(error).__name__}",
+                "messages",
             ) from None
 
     def _bytes(self, address: str) -> bytes:
-        """Return the content of a picture's file."""
+        """Return the bytes of a picture from its data URL or file URL."""
         scheme = address[:8].partition(":")[0].lower()
         if scheme == "data":
             head, _, data = address.partition(",")
             if not head.lower().endswith(";base64"):
-                raise bad_request("a data URL takes base64: data:image/png;base64,…", "messages")
+                raise bad_request("a data URL is not in base64; write data:image/png;base64,…", "messages")
             try:
                 return base64.b64decode(data, validate=True)
             except binascii.Error as error:
-                raise bad_request(f"the data of a picture are no base64: {error}", "messages") from None
+                raise bad_request(f"the data URL of a picture is not valid base64: {error}", "messages") from None
         if scheme == "file":
             return self._file(unquote(urlsplit(address).path))
         raise bad_request(
-            "a picture is a data URL (data:image/png;base64,…) or a file of the server's; the server fetches nothing",
+            "the server does not download pictures; send a data URL (data:image/png;base64,…) or a file URL (file:///path)",
             "messages",
         )
 
     def _file(self, name: str) -> bytes:
-        """Return the content of a file within the folder that may be read; symbolic links are followed first."""
+        """Return the bytes of a file inside the media folder, after symbolic links are resolved."""
         if self._options.media_folder is None:
-            raise bad_request("files are not read; start the server with --media-folder FOLDER", "messages")
+            raise bad_request(
+                "the server reads no picture files; start the server with --media-folder FOLDER", "messages"
+            )
         root = Path(self._options.media_folder).resolve()
         path = (root / name).resolve() if "\0" not in name else root
-        # A path outside is as one that is not there: the answer tells nothing of other folders.
+        # A path outside the folder and a missing file give the same error, which reveals nothing about other folders.
         if not path.is_relative_to(root) or not path.is_file():
-            raise bad_request("there is no such file in the folder of --media-folder", "messages")
+            raise bad_request("the file does not exist in the folder of --media-folder", "messages")
         if path.stat().st_size > self._options.media_bytes:
-            raise bad_request(f"the file is larger than {self._options.media_bytes} bytes", "messages")
+            raise bad_request(
+                f"the picture file is larger than {self._options.media_bytes} bytes (--max-body-bytes)", "messages"
+            )
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""From the vectors of tokens to one vector for each text, by the modules of sentence-transformers."""
+"""Pools the vectors of tokens into one vector for each text, with the modules of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 Module = Callable[[torch.Tensor], torch.Tensor]
-"""Maps vectors `[texts, width]` to vectors `[texts, new width]`."""
+"""Function from vectors `[texts, width]` to vectors `[texts, new width]`."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """Makes one vector for each text.
+    """Pooling of a model's token vectors, followed by further modules.
 
     Attributes:
-        modes: ways of pooling, of `MODES`; the vectors of several are joined.
-        modules: modules that follow, in order.
-        prompt: text put before each input.
+        modes: pooling modes from `MODES`; the vectors of several modes are concatenated.
+        modules: modules that run after the pooling, in order.
+        prompt: text that is put before each input.
         lower_case: whether inputs are lower-cased.
-        max_tokens: most tokens of a text; None if the model alone sets the limit.
+        max_tokens: maximum number of tokens in a text; None for the limit of the model.
     """
 
     modes: Sequence[str] = ("mean",)
@@ -36,7 +36,7 @@ class Pooling:
 
         Args:
             states: output of the last layer, `[texts, tokens, width]`, padded on the right.
-            mask: 1 for a token and 0 for padding, `[texts, tokens]`.
+            mask: attention mask `[texts, tokens]`, 1 for a token and 0 for padding.
         """
         states = states.float()
         pooled = torch.cat([_pool(mode, states, mask) for mode in self.modes], -1)

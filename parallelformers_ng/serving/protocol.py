@@ -1,4 +1,4 @@
-"""Connections that do not wait for ever: a client has so long to send the head of a request as it has for the rest."""
+"""Limits the time that a client may take to send the headers of a request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, which waits as long as a client sends a byte now and then.
+    """HTTP protocol of uvicorn with a time limit for the headers of each request.
+
+    uvicorn's own protocol has no such limit: a client can hold a connection by sending single bytes.
 
     Attributes:
-        seconds: from the first byte of a request, or from the connection, to the end of the request's head.
+        seconds: time limit from the connection, or from the first byte of a request, to the end of the headers.
     """
 
     seconds = 30.0
@@ -20,19 +22,19 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._time()
+        self._update_limit()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._time()
+        self._update_limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_limit()
         super().connection_lost(exc)
 
-    def _time(self) -> None:
+    def _update_limit(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._end_limit()  # a request is there; the guard times its body
+            self._end_limit()  # the headers are complete; the guard limits the time for the body
         elif self._limit is None:
             self._limit = self.loop.call_later(self.seconds, self.transport.close)
 

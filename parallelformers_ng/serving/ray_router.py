@@ -1,5 +1,7 @@
-"""Chooses the replica for a request on Ray Serve. Serve's proxies import this, so it imports nothing else of this
-package."""
+"""Chooses the replica for each request on Ray Serve.
+
+Ray Serve's proxies import this file, so this file must not import other files of this package.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,38 @@ from ray.serve.request_router import RequestRouter
 
 
 class FewestRequests(RequestRouter):
-    """Asks the replica that has the fewest requests of this proxy, wherever it is.
+    """Router that sends each request to the replica with the fewest requests of this proxy, on any host.
 
-    Serve's own router asks replicas on the host of its proxy first, as long as they take more; and it goes by what
-    replicas said of themselves the last time, so that requests that come together go to one of them.
+    Ray Serve's own router prefers replicas on the proxy's host. That router also uses outdated request counts, so that
+    simultaneous requests go to the same replica.
     """
 
     def initialize_state(self) -> None:
-        """Serve calls this once."""
-        self._asked: dict[str, tuple[Any, Any]] = {}  # request → its replica, and the future of its way there
+        """Create the table of open requests; Ray Serve calls this method once."""
+        self._open_requests: dict[str, tuple[Any, Any]] = {}  # request → its replica, and the future of its routing
 
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
-        """Return the one to ask, and the others for the case that it is full."""
-        self._asked = {request: sent_to for request, sent_to in self._asked.items() if not sent_to[1].cancelled()}
-        counts = Counter(replica for replica, _ in self._asked.values())
+        """Return the replica with the fewest requests, then the other replicas for the case that the first is full."""
+        self._open_requests = {
+            request: routed for request, routed in self._open_requests.items() if not routed[1].cancelled()
+        }
+        counts = Counter(replica for replica, _ in self._open_requests.values())
         first, *others = sorted(
             random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # all are full
-            self._asked[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
+            pending_request.routing_context.should_backoff = True  # wait if all replicas are full
+            self._open_requests[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future
         return [[first], others]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Note the replica that has taken the request; another one if the first was full."""
+        """Record the replica that accepted the request, which is another replica if the first choice was full."""
         request = pending_request.metadata.internal_request_id
-        if request in self._asked:  # else it has been answered by now
-            self._asked[request] = replica_id, pending_request.future
+        if request in self._open_requests:  # a request that is answered already is no longer in the table
+            self._open_requests[request] = replica_id, pending_request.future
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        """It has been answered, or has failed."""
-        self._asked.pop(internal_request_id, None)
+        """Remove a request that was answered or has failed."""
+        self._open_requests.pop(internal_request_id, None)

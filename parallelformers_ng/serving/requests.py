@@ -1,4 +1,7 @@
-"""The requests of clients: the fields of OpenAI's and vLLM's requests that act here. `fields.py` has all others."""
+"""Defines the requests of clients, with the supported fields of OpenAI's and vLLM's requests.
+
+`fields.py` lists the unsupported fields.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-MOST_MESSAGES = 4096  # a template takes its time for each
+MOST_MESSAGES = 4096  # each message costs time in the chat template
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
-TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a word of JSON, "17"
+TokenName = Annotated[int, Field(ge=0, le=1 << 31)]  # a key of a JSON object, such as "17"
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-MOST_BIASES = 1024  # each is added at every step
+MOST_BIASES = 1024  # each bias is added at every decode step
 _NO_TEMPLATE_VARIABLES = {
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""Arguments of `apply_chat_template` that are no variables of the template, or have fields of their own."""
+"""Arguments of `apply_chat_template` that are not template variables, or that have their own request fields."""
 
 
 class ApiRequest(Fields):
-    """A request. Unknown fields are ignored: clients send many that matter to other servers alone.
+    """Base class of requests. Unknown fields are ignored, because clients send many fields for other servers.
 
     Attributes:
-        route: its route, for the table of fields.
+        route: path of the route, for the tables in `fields.py`.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
@@ -45,7 +48,7 @@ class ApiRequest(Fields):
         for name in sorted(REFUSED.keys() & extra.keys()):
             field = REFUSED[name]
             if self.route in field.routes and not field.takes(extra[name]):
-                raise bad_request(f"{name} does not act here: {field.instead}", name, "unsupported_parameter")
+                raise bad_request(f"{name} is not supported: {field.instead}", name, "unsupported_parameter")
         return self
 
 
@@ -55,7 +58,7 @@ class StreamOptions(Fields):
 
 
 class Sampling(ApiRequest):
-    """How tokens of an answer are chosen."""
+    """Fields that control the sampling of an answer."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Probability | None = None
@@ -74,7 +77,7 @@ class Sampling(ApiRequest):
 
     @property
     def penalizes(self) -> bool:
-        """Whether an answer has penalties that count its own tokens, or a bias."""
+        """Whether the request has a presence penalty, a frequency penalty or a logit bias."""
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     @property
@@ -83,7 +86,7 @@ class Sampling(ApiRequest):
 
 
 class GenerationRequest(Sampling, GuidedFields):
-    """The common fields of chats and completions."""
+    """Common fields of chats and completions."""
 
     max_tokens: Count | None = None
     n: Count | None = None
@@ -95,7 +98,7 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are told beside each, None if no probabilities are."""
+        """Number of most likely tokens to return at each position, or None to return no probabilities."""
         raise NotImplementedError
 
     @property
@@ -124,7 +127,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ImageUrl(Fields):
-    """The address of a picture. `detail` does not act: the model's processor chooses the size."""
+    """Address of a picture. The server ignores `detail`, because the model's processor chooses the size."""
 
     url: str
     detail: Any = None
@@ -161,14 +164,14 @@ class Message(Fields):
     @model_validator(mode="before")
     @classmethod
     def _name_reasoning(cls, data: Any) -> Any:
-        """Take the newer name of vLLM for `reasoning_content`."""
+        """Accept `reasoning`, vLLM's newer name, for `reasoning_content`."""
         if isinstance(data, dict) and "reasoning" in data:
             data = {"reasoning_content": data["reasoning"], **data}
         return data
 
     @property
     def pictures(self) -> list[str]:
-        """The addresses of the pictures of the message."""
+        """URLs of the pictures in the message."""
         parts = self.content if isinstance(self.content, list) else []
         return [part.image_url.url for part in parts if part.type == "image_url" and part.image_url is not None]
 
@@ -176,7 +179,9 @@ class Message(Fields):
     def _refuse(self) -> Message:
         for name in ("function_call", "refusal", "audio"):
             if getattr(self, name) is not None:
-                raise bad_request(f"a message has {name}, which does not reach the model; leave it out", "messages")
+                raise bad_request(
+                    f"a message has {name}, which the server does not support; remove the field", "messages"
+                )
         return self
 
 
@@ -195,7 +200,7 @@ class Tool(Fields):
 
 
 class TemplateFields(ApiRequest):
-    """How messages become a prompt."""
+    """Fields that control how chat messages become a prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -209,15 +214,18 @@ class TemplateFields(ApiRequest):
         """Arguments of the chat template.
 
         Raises:
-            ApiError: the template takes its messages and tools, and how the prompt ends, from other fields.
+            ApiError: two fields contradict each other, or `chat_template_kwargs` has a reserved name.
         """
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_request(
-                "continue_final_message and add_generation_prompt exclude each other; leave one out",
+                "the request has continue_final_message and add_generation_prompt; remove one of the two fields",
                 "continue_final_message",
             )
-        if taken := sorted(_NO_TEMPLATE_VARIABLES & self.chat_template_kwargs.keys()):
-            raise bad_request(f"chat_template_kwargs has {taken[0]}, which it does not take", "chat_template_kwargs")
+        if reserved := sorted(_NO_TEMPLATE_VARIABLES & self.chat_template_kwargs.keys()):
+            raise bad_request(
+                f"chat_template_kwargs has {reserved[0]}, which is not a variable of the template; remove it",
+                "chat_template_kwargs",
+            )
         arguments = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             arguments = {"enable_thinking": self.reasoning_effort != "none", **arguments}
@@ -243,12 +251,12 @@ class ChatRequest(TemplateFields, GenerationRequest):
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         return self
 
     @property
     def tool_choice_read(self) -> ToolChoice:
-        """The tools that the model may call, and whether it must."""
+        """Tools that the model may call, and whether the answer must call a tool."""
         tools = [tool.model_dump() for tool in self.tools or ()]
         return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
 
@@ -272,7 +280,7 @@ class EmbeddingRequest(ApiRequest):
         texts = [self.input] if isinstance(self.input, str) else self.input
         if not all(isinstance(text, str) for text in texts):
             raise bad_request(
-                "the input holds token ids, which are of another tokenizer unless you are sure; send texts (LangChain:"
+                "the input has token ids, which may belong to another tokenizer; send texts (with LangChain:"
                 " OpenAIEmbeddings(check_embedding_ctx_length=False))",
                 "input",
             )
@@ -285,7 +293,7 @@ class DetokenizeRequest(Fields):
 
 
 class TokenizeRequest(TemplateFields):
-    """A prompt, or the messages of a chat."""
+    """Request with either a prompt or chat messages."""
 
     route = TOKENIZE
 

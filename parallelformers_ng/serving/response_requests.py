@@ -1,4 +1,4 @@
-"""Requests of `/v1/responses`, and the chats that they are."""
+"""Defines the requests of `/v1/responses`, and converts them to chat requests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ class ResponseTool(Fields):
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
-        """Return the tool as chats have it."""
+        """Return the tool in the format of chat requests."""
         if self.type != "function":
-            raise bad_request(f"tools: the server has no tool of type {self.type!r}; it takes functions", "tools")
+            raise bad_request(
+                f"tools: the server does not support tools of type {self.type!r}; send tools of type 'function'",
+                "tools",
+            )
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -46,8 +49,8 @@ class Reasoning(Fields):
 
 
 class ResponseStreamOptions(Fields):
-    include_obfuscation: bool = False  # characters that hide the lengths of tokens; there are none here
-    include_usage: bool = True  # the last event has it
+    include_obfuscation: bool = False  # random characters that hide the token lengths; the server sends none
+    include_usage: bool = True  # the last event always has the usage
 
 
 class ResponsesRequest(Sampling):
@@ -68,10 +71,10 @@ class ResponsesRequest(Sampling):
     structured_outputs: StructuredOutputs | None = None
 
     def chat(self) -> ChatRequest:
-        """Return the request as one of `/v1/chat/completions`.
+        """Convert the request to a request of `/v1/chat/completions`.
 
         Raises:
-            ApiError: the input has an item that no message can be made of.
+            ApiError: an item of the input or a tool is invalid or not supported, status 400.
         """
         fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
         tells_logprobs = _LOGPROBS in self.include
@@ -86,27 +89,29 @@ class ResponsesRequest(Sampling):
             "top_logprobs": self.top_logprobs if tells_logprobs else None,
         }
         if self.text.format is not None:
-            written = {"name": self.text.format.name, "schema": self.text.format.schema_}
-            fields["response_format"] = {"type": self.text.format.type, "json_schema": written}
+            schema = {"name": self.text.format.name, "schema": self.text.format.schema_}
+            fields["response_format"] = {"type": self.text.format.type, "json_schema": schema}
         try:
             chat = ChatRequest.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             raise bad_request(
-                f"input, as a chat: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
+                f"the input is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
             ) from None
         chat.structured_outputs = self.structured_outputs
         return chat
 
     def echo(self) -> dict[str, Any]:
-        """Return the fields that an answer repeats."""
+        """Return the request fields that the response repeats."""
         as_sent = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
         text_format = self.text.format or TextFormat(type="text")
-        written = text_format.model_dump(by_alias=True, exclude=None if text_format.type == "json_schema" else _SCHEMA)
+        format_fields = text_format.model_dump(
+            by_alias=True, exclude=None if text_format.type == "json_schema" else _SCHEMA
+        )
         return {
             **{name: getattr(self, name) for name in (*as_sent, "top_logprobs", "top_p")},
             "tools": [tool.model_dump() for tool in self.tools],
-            "text": {"format": written, "verbosity": "medium"},
+            "text": {"format": format_fields, "verbosity": "medium"},
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
         }
 
@@ -117,7 +122,7 @@ class ResponsesRequest(Sampling):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         if not 0 < len(self.input) <= MOST_MESSAGES:
-            raise bad_request(f"the input has {len(self.input)} items, and may have 1 to {MOST_MESSAGES}", "input")
+            raise bad_request(f"the input has {len(self.input)} items; send 1 to {MOST_MESSAGES} items", "input")
         for number, item in enumerate(self.input):
             _add(messages, item, f"input.{number}")
         if all("reasoning_content" in message and "content" not in message for message in messages):
@@ -129,9 +134,9 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
     """Add an item of the input to the messages of a chat.
 
     Args:
-        messages: messages so far.
+        messages: messages of the chat, changed in place.
         item: item of the input.
-        where: place of the item, for errors.
+        where: path of the item for error messages, such as "input.0".
     """
     kind = item.get("type") or "message"
     last = messages[-1] if messages else {}
@@ -142,7 +147,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         if role == "system" == last.get("role"):
             last["content"] += f"\n\n{content}"
         elif role == "assistant" == last.get("role") and "content" not in last and "tool_calls" not in last:
-            last["content"] = content  # what was thought before it
+            last["content"] = content  # the last message has only the reasoning before this content
         else:
             messages.append({"role": role, "content": content})
     elif kind == "reasoning":
@@ -159,14 +164,14 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         messages.append({"role": "tool", "tool_call_id": item.get("call_id") or "", "content": content})
     else:
         raise bad_request(
-            f"{where} is of type {kind!r}; it takes message, reasoning, function_call and function_call_output, since"
-            " nothing is stored and the server runs no tools",
+            f"{where} has type {kind!r}, which the server does not support; send message, reasoning, function_call or"
+            " function_call_output",
             "input",
         )
 
 
 def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a user's message: text, or parts if there are pictures."""
+    """Return the content of a user's message: text, or a list of parts if the message has pictures."""
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("image_url") for part in content):
         return _content(content, where)
     return [
@@ -178,7 +183,7 @@ def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str) -> str:
-    """Return the text of a message or of an output."""
+    """Return the text of a message or a function output."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -189,14 +194,15 @@ def _content(content: Any, where: str) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
         if not isinstance(text, str):
             raise bad_request(
-                f"{where} has a part of type {kind!r}; it takes text, and pictures of the user's", "input"
+                f"{where} has a part of type {kind!r}; only text parts, and pictures in user messages, are supported",
+                "input",
             )
         texts.append(text)
     return "".join(texts)
 
 
 def _choice_of_chat(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return `tool_choice` as chats have it."""
+    """Return `tool_choice` in the format of chat requests."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":

@@ -1,4 +1,4 @@
-"""Answers in the shape of `/v1/responses`: items of output, whole or as events of a stream."""
+"""Formats answers for `/v1/responses`, as one response object or as a stream of events."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """The shape of `/v1/responses`. A whole answer runs through the same events, unread.
+    """Format of answers for `/v1/responses`. An answer without streaming makes and discards the events.
 
     Args:
         name: name of the model.
         tokenizer: tokenizer of transformers.
-        chat: request that is answered, as a chat.
-        request: request as it came.
+        chat: request, converted to a chat request.
+        request: original request.
     """
 
     prefix, end = "resp", ""
 
     def __init__(self, name: str, tokenizer: Any, chat: ChatRequest, request: ResponsesRequest) -> None:
         super().__init__(name, tokenizer, chat)
-        self._asked = request
+        self._original = request
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._spaces = ""  # before the text of a message; spaces alone make no message
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
+        self._spaces = ""  # white space before the text of a message; white space alone starts no message
+        self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not sent yet
         self._reasoning_tokens = 0
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ class ResponseShape(Shape):
         return self._open is not None and self._open["type"] == kind
 
     def _continue(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """Add text to the item that is being written; begin one if that is of another kind."""
+        """Add text to the open item of a kind. If no such item is open, close the open item and begin a new item."""
         if not self._is_open(kind):
             yield from self._close()
             if kind == "message":
@@ -125,7 +125,7 @@ class ResponseShape(Shape):
         return {"item_id": self._open["id"], "output_index": len(self._output)}
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """End the item that is being written."""
+        """Close the open item, if any item is open."""
         if self._open is None:
             return
         item = self._open
@@ -168,7 +168,7 @@ class ResponseShape(Shape):
             "background": False,
             "truncation": "disabled",
             "service_tier": "default",
-            **self._asked.echo(),
+            **self._original.echo(),
         }
 
     def _response_usage(self) -> dict[str, Any]:

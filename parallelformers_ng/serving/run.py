@@ -1,4 +1,4 @@
-"""A server from its start to its end: load, listen, and after SIGTERM let those in flight complete."""
+"""Runs a server: loads the model, listens, and after SIGTERM completes the running requests."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from parallelformers_ng.serving.serve_options import ServeOptions
 
 log = logging.getLogger("parallelformers_ng")
 
-_LEAVE_SECONDS = 2  # that connections have to close once all requests are served
+_LEAVE_SECONDS = 2  # time limit for closing connections after all requests are answered
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to end.
+    """HTTP server that shuts down in two steps.
 
-    After the first SIGTERM or Ctrl-C it refuses new requests with status 503, and ends once the running ones are
-    complete or out of time. The second one ends it at once.
+    After the first SIGTERM or Ctrl-C, the server refuses new requests with status 503. The server ends when the running
+    requests are complete or the time limit `drain` has passed. The second signal ends the server immediately.
 
     Args:
         app: application to serve.
-        options: address and limits.
-        say: is told of what happens, a line at a time.
-        abandon: ends the calls of requests that are not waited for any longer.
+        options: address and limits of the server.
+        say: function that logs one line.
+        abandon: function that ends the calls of requests that are still running at the end.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_level="error",  # clients could fill a log with warnings,
+                log_level="error",  # clients could fill a log with warnings
                 ws="none",
                 http=type("Protocol", (PatientProtocol,), {"seconds": options.client_timeout}),
                 backlog=1024,
@@ -77,15 +77,15 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._told_to_end)
+            self._loop.call_soon_threadsafe(self._begin_shutdown)
 
-    def _told_to_end(self) -> None:
+    def _begin_shutdown(self) -> None:
         if self._drain is not None:
-            self._say("ending now")
+            self._say("shutting down now")
             self._end()
             return
         self._app.draining = True
-        self._say(f"ending: {self._app.in_flight} requests are in flight and may complete, new ones get 503")
+        self._say(f"shutting down: {self._app.in_flight} running requests may complete; new requests get status 503")
         self._drain = asyncio.ensure_future(self._end_when_served())
 
     async def _end_when_served(self) -> None:
@@ -94,50 +94,61 @@ class Server(uvicorn.Server):
                 while self._app.in_flight:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            self._say(f"{self._app.in_flight} requests were not complete after {self._options.drain:g} s")
+            self._say(
+                f"shutting down: {self._app.in_flight} requests were not complete after {self._options.drain:g} s"
+            )
         self._end()
 
     def _end(self) -> None:
         if self._app.in_flight:
-            threading.Thread(target=self._abandon, daemon=True).start()  # their clients are told so
+            threading.Thread(target=self._abandon, daemon=True).start()  # the clients of these requests get an error
         self.should_exit = True
 
 
 def serve(options: ServeOptions) -> int:
-    """Load the model, listen, and serve until told to end.
+    """Load the model, listen, and serve until SIGTERM or Ctrl-C.
+
+    Args:
+        options: options of the server.
 
     Returns:
-        The exit status.
+        Exit status, always 0.
 
     Raises:
         ParallelError: the model cannot be served; see `parallelize`.
-        OSError: the address cannot be listened on.
+        OSError: the server cannot listen on the address.
     """
     set_up_logs(options.log_format, options.log_level)
-    with bound(options) as listening:  # before a minute of loading
+    with bound(options) as listener:  # checked before the model loads, which can take a minute
         kind = kind_of(options.model, options.revision)
-        say(f"loading {options.model}, to be served as {kind}")
+        say(f"loading {options.model}; output: {kind}")
         model, tokenizer = load(options, kind)
         deployment = deployment_of(model)
-        end, first = deployment.close, deployment.incarnation
+        close, first = deployment.close, deployment.incarnation
         try:
             app = create_app(model, tokenizer, options, kind)
             app.metrics.restarts = lambda: deployment.incarnation - first
-            server = Server(app, options, say, end)
+            server = Server(app, options, say, close)
             warm_up(model)
-            say(started(model, options, listening.getsockname()[1]))
-            server.run([listening])
+            say(started(model, options, listener.getsockname()[1]))
+            server.run([listener])
         finally:
-            end()
+            close()
     return 0
 
 
 def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
-    """Return the model, parallelized, and its tokenizer.
+    """Load and parallelize a model, and load its tokenizer.
 
     Args:
-        options: the model, and where its ranks are.
-        kind: kind of model; by default the class in its configuration decides.
+        options: options of the server.
+        kind: kind of the model; by default, the class in the model's configuration is loaded.
+
+    Returns:
+        Parallelized model, and tokenizer. If the model reads pictures or sound, the second item is the processor.
+
+    Raises:
+        ParallelError: the model cannot be served; see `parallelize`.
     """
     arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
@@ -145,12 +156,12 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         source, tokenizer = _from_gguf(Path(options.model).expanduser(), options.dtype)
     else:
         base = base_of_adapter(options.model)
-        own = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
-        tokenizer = _tokenizer(options.model if own else base, options.revision, kind)
+        has_tokenizer = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
+        tokenizer = _tokenizer(options.model if has_tokenizer else base, options.revision, kind)
     if options.adapters:
         if kind is not None and not kind.writes_text:
             raise UnsupportedModelError(
-                f"lora_modules is for models that write text; {options.model} is served as {kind}"
+                f"lora_modules is only for models that write text; the output of {options.model} is {kind}"
             )
         names = peft_names(options)
         arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
@@ -175,52 +186,55 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
 
 
 def _tokenizer(name: str | None, revision: str | None, kind: Kind | None) -> Any:
-    """Return the tokenizer of a model, or its processor if it reads pictures or sound.
+    """Return the tokenizer of a model, or the processor of a model that reads pictures or sound.
 
     Raises:
-        UnsupportedModelError: the model reads sound alone, and its processor cannot be loaded.
+        UnsupportedModelError: the processor of a model that transcribes sound cannot be loaded.
     """
     if kind is not None and (kind.reads_pictures or kind.transcribes):
         try:
             processor = AutoProcessor.from_pretrained(name, revision=revision)
             for package in ("python_multipart", "soundfile", "soxr") if kind.transcribes else ():
                 importlib.import_module(package)
-            if hasattr(processor, "tokenizer"):  # else transformers has found the tokenizer alone
+            if hasattr(processor, "tokenizer"):  # without a processor, transformers returns a tokenizer
                 return processor
             why = f"{name} has no processor"
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
-            why = f"its processor cannot be loaded: {str(error).strip()}"
+            why = f"the processor cannot be loaded: {str(error).strip()}"
         if kind.transcribes:
-            raise UnsupportedModelError(f"{name} is not served: {why}")
-        log.warning("pictures in requests are refused: %s", why)
+            raise UnsupportedModelError(f"the server cannot serve {name}: {why}")
+        log.warning("the server refuses pictures in requests: %s", why)
     return AutoTokenizer.from_pretrained(name, revision=revision)
 
 
 def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a GGUF file, whose weights transformers makes floats of.
+    """Return the model and the tokenizer of a GGUF file. transformers converts the quantized weights to floats.
 
     Args:
-        path: path of the file.
+        path: path of the GGUF file.
         dtype: data type of the weights; by default float32.
     """
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        return AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "float32"), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        return AutoModelForCausalLM.from_pretrained(**source, dtype=dtype or "float32"), tokenizer
     except ImportError as error:
-        raise UnsupportedModelError(f"{path} is a GGUF file, which needs another package: {error}") from None
-    except ValueError as error:  # an architecture that transformers does not read from GGUF
+        raise UnsupportedModelError(f"reading the GGUF file {path} needs another package: {error}") from None
+    except ValueError as error:  # transformers does not read this architecture from GGUF
         raise UnsupportedModelError(f"transformers cannot read {path}: {error}") from None
 
 
 def warm_up(model: Any) -> None:
-    """Answer once, so that the first client does not wait for what is made once.
+    """Run the model once, so that the first client does not wait for one-time preparations.
 
-    Afterwards the garbage collector walks new objects only. A walk of all objects takes a quarter of a second; large
-    requests cause it, and it would hold up all others for so long.
+    Afterwards the garbage collector skips the existing objects. A full collection would take a quarter of a second and
+    delay every answer; large requests would start full collections.
+
+    Args:
+        model: parallelized model.
 
     Raises:
-        UnsupportedModelError: the model does not answer.
+        UnsupportedModelError: the model fails, or returns neither token vectors nor scores nor text.
     """
     prompt = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -232,26 +246,26 @@ def warm_up(model: Any) -> None:
         else:
             output = model(input_ids=prompt, attention_mask=prompt + 1)
             if getattr(output, "last_hidden_state", getattr(output, "logits", None)) is None:
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} gives no vectors of tokens, no scores, and no text"
-                )
+                raise UnsupportedModelError(f"{type(model).__name__} returns neither token vectors nor scores nor text")
     except WorkerError as error:
-        raise UnsupportedModelError(f"{type(model).__name__} is not served: it fails with a token: {error}") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: the model fails with a prompt of one token: {error}"
+        ) from error
     gc.collect()
     gc.freeze()
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """Return the first line of the log: model, address, devices and limits."""
+    """Return the log line of a ready server, with the model, the address, the devices and the limits."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"
     url = f"http://{host}:{port}"
     return (
-        f"serving {options.name} on {url} with {key}, its page at {url}/, its API at {url}/v1:"
+        f"serving {options.name} on {url} with {key}; page: {url}/; API: {url}/v1;"
         f" {type(model).__name__} on ranks {devices};"
-        f" {options.rows} rows, {options.waiting} waiting, {options.max_tokens} tokens unless asked for others,"
-        f" {options.timeout:g} s a request"
+        f" {options.rows} rows, {options.waiting} waiting places, {options.max_tokens} tokens by default,"
+        f" {options.timeout:g} s per request"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers that meet a constraint: from a constraint to a grammar, which is checked here and kept to by the ranks."""
+"""Converts constraints on answers to grammars, and checks the grammars before the ranks enforce them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from parallelformers_ng.serving.structured import Constraint
 
 
 class Schemas:
-    """Makes processors of constraints.
+    """Converter of constraints to logits processors.
 
     Args:
         tokenizer: tokenizer of transformers.
         words: size of the model's vocabulary.
-        ends: tokens that end an answer.
+        ends: ids of tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, words: int, ends: set[int]) -> None:
@@ -41,40 +41,45 @@ class Schemas:
     def _packed(self) -> bytes:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not self._ends:
-            raise bad_request("constraints on answers need a fast tokenizer, and a token that ends answers")
+            raise bad_request("constraints need a fast tokenizer and an end token; the model lacks one of the two")
         text = json.loads(backend.to_str())
         return zlib.compress(json.dumps({**text, "padding": None, "truncation": None}).encode(), 1)
 
     async def read(self, constraint: Constraint) -> str:
-        """`grammar`, beside the loop: one at a time, so that many large ones take no more than one core."""
+        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
-        """Keeps an answer to a grammar.
+        """Return a logits processor that restricts an answer to a grammar.
 
         Args:
             grammar: result of `grammar`.
-            prompt: how many tokens there are before the answer.
+            prompt: number of tokens before the answer.
         """
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)
 
     def grammar(self, constraint: Constraint) -> str:
-        """Return the grammar of the answers that meet a constraint.
+        """Convert a constraint to a grammar in llguidance's format.
+
+        Args:
+            constraint: constraint of a request.
 
         Raises:
-            ApiError: no answer can be kept to it, or it takes too much.
+            ApiError: the constraint is invalid or too complex, status 400, or llguidance is missing, status 501.
         """
         param = constraint.param
         try:
             grammar = _grammar(constraint)
         except ImportError:
             raise ApiError(
-                501, f"{param} needs llguidance on the server: pip install 'parallelformers-ng[serve]'"
+                501, f"{param} needs the package llguidance on the server: pip install 'parallelformers-ng[serve]'"
             ) from None
         except (ValueError, RecursionError) as error:
             raise bad_request(f"{param}: {error}", param) from None
         if len(grammar) > MOST_CHARACTERS:
-            raise bad_request(f"{param} has {len(grammar)} characters, and may have {MOST_CHARACTERS}", param)
+            raise bad_request(
+                f"{param} has {len(grammar)} characters as a grammar; the limit is {MOST_CHARACTERS}", param
+            )
         why = self._why_not(grammar)
         if len(grammar) > LARGE_CHARACTERS:
             trim_heap()
@@ -83,10 +88,10 @@ class Schemas:
         return grammar
 
     def _why_not(self, grammar: str) -> str:
-        """Return what is wrong with a grammar, "" if nothing is."""
+        """Return the error message for an invalid grammar, or "" for a valid grammar."""
         matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what takes too much at the first token shall not come to the ranks
+            matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it
         return matcher.get_error() if matcher.is_error() else ""
 
 
@@ -101,7 +106,7 @@ def _grammar(constraint: Constraint) -> str:
             style = {"whitespace_pattern": constraint.whitespace}
         return LLMatcher.grammar_from_json_schema(constraint.value, defaults=style)
     value: str = json.dumps(constraint.value) if constraint.kind == "choice" else constraint.value
-    if len(value) > MOST_CHARACTERS:  # before it is converted, in Python
+    if len(value) > MOST_CHARACTERS:  # checked before the slow conversion in Python
         return value
     kind: Any = constraint.kind
     return grammar_from(kind, value)

@@ -1,4 +1,4 @@
-"""Requests of `/v1/score` and `/v1/rerank`, in vLLM's words, Jina's and Cohere's."""
+"""Defines the requests of `/v1/score` and `/v1/rerank`, with the field names of vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECOND = ("text_2", "data_2", "documents", "items")
 
 
 class ScoreRequest(ApiRequest):
-    """Either one first text and any number of second ones, or as many of both."""
+    """Request for scores of text pairs: one first text for all second texts, or one first text for each second text."""
 
     route = SCORE
 
@@ -31,13 +31,18 @@ class ScoreRequest(ApiRequest):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The pairs of texts that are scored."""
+        """Text pairs to score.
+
+        Raises:
+            ApiError: the numbers of first and second texts do not match, status 400.
+        """
         first, second = self._texts(_FIRST), self._texts(_SECOND)
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
             raise bad_request(
-                f"{len(first)} first texts do not fit {len(second)} second texts; send one first text, or as many",
+                f"the request has {len(first)} first texts and {len(second)} second texts; send one first text, or the"
+                " same number of both",
                 "text_1",
             )
         return list(zip(first, second, strict=True))
@@ -45,7 +50,9 @@ class ScoreRequest(ApiRequest):
     def _texts(self, names: tuple[str, ...]) -> list[str]:
         values = [value for name in names if (value := getattr(self, name)) is not None]
         if len(values) != 1:
-            raise bad_request(f"the request has {len(values)} of {', '.join(names)}; send one", names[0])
+            raise bad_request(
+                f"the request has {len(values)} of the fields {', '.join(names)}; send exactly one", names[0]
+            )
         return [values[0]] if isinstance(values[0], str) else values[0]
 
 

@@ -1,4 +1,4 @@
-"""`/v1/score` and `/v1/rerank`: how well texts fit each other, by a classifier with one label."""
+"""Answers `/v1/score` and `/v1/rerank` with the scores of text pairs, from a classifier with one label."""
 
 from __future__ import annotations
 
@@ -21,29 +21,34 @@ _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tan
 
 
 def activation_of(config: Any) -> torch.nn.Module:
-    """Return what makes a score of the classifier's logit, as the CrossEncoder of sentence-transformers.
+    """Return the function from a classifier's logit to a score, as in the CrossEncoder of sentence-transformers.
 
-    It is named by the configuration; the sigmoid is the default.
+    The configuration names the function; the default is the sigmoid.
+
+    Args:
+        config: configuration of the model.
 
     Raises:
-        UnsupportedModelError: the configuration names one that is not known.
+        UnsupportedModelError: the configuration names an unsupported function.
     """
-    written = getattr(config, "sentence_transformers", None) or {}
-    path = written.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
+    settings = getattr(config, "sentence_transformers", None) or {}
+    path = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     name = path.rpartition(".")[2]
     if name not in _ACTIVATIONS or not path.startswith(("torch.", name)):
-        raise UnsupportedModelError(f"the model's scores go through {path}; the server knows {', '.join(_ACTIVATIONS)}")
+        raise UnsupportedModelError(
+            f"the model has the activation function {path}; the server supports {', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]()
 
 
 class Scores:
-    """Answers requests for scores.
+    """Handler of requests for scores.
 
     Args:
-        engine: the model.
-        chat: its tokenizer.
-        options: the limits.
-        activation: function from a logit to a score; None if the model is no classifier.
+        engine: engine of the model.
+        chat: tokenizer of the model.
+        options: limits of the server.
+        activation: function from a logit to a score; None if the model is not a classifier.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, activation: torch.nn.Module | None) -> None:
@@ -54,14 +59,18 @@ class Scores:
         self._longest = min(engine.longest, chat.tokenizer.model_max_length)
 
     async def score(self, request: ScoreRequest) -> dict[str, Any]:
-        """`/v1/score`."""
+        """Answer a request to `/v1/score`.
+
+        Raises:
+            ApiError: the model is not a classifier, or the texts are too many or too long.
+        """
         scores, usage = await self._scores(request.pairs, request.use_activation)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         common = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
         return {**common, "model": self._options.name, "data": data, "usage": usage}
 
     async def rerank(self, request: RerankRequest) -> dict[str, Any]:
-        """`/v1/rerank`."""
+        """Answer a request to `/v1/rerank`; the errors are the same as in `score`."""
         texts = request.texts
         scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)
         results: list[dict[str, Any]] = [
@@ -75,9 +84,11 @@ class Scores:
 
     async def _scores(self, pairs: list[tuple[str, str]], activates: bool) -> tuple[list[float], dict[str, int]]:
         if self._activation is None:
-            raise bad_request("the model is no classifier of pairs; it does not score", "model")
+            raise bad_request("the model is not a classifier of text pairs and cannot score", "model")
         if not 0 < len(pairs) <= self._options.max_inputs:
-            raise bad_request(f"the request has {len(pairs)} pairs, and may have 1 to {self._options.max_inputs}")
+            raise bad_request(
+                f"the request has {len(pairs)} pairs of texts; send 1 to {self._options.max_inputs} (--max-inputs)"
+            )
         with self._engine.counted():
             logits, tokens = await asyncio.to_thread(self._run, pairs)
         self._engine.metrics.took(tokens)
@@ -87,8 +98,8 @@ class Scores:
     def _run(self, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:
         try:
             rows = [self._tokenizer(first, second, verbose=False) for first, second in pairs]
-        except (ValueError, TypeError) as error:  # half a character, as JSON can write it
-            raise bad_request(f"a text cannot be made tokens: {error}") from None
+        except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
+            raise bad_request(f"the tokenizer cannot read a text: {error}") from None
         return run_rows(
             self._engine, self._tokenizer, rows, self._longest, lambda output, _: output.logits[:, 0].float()
         )

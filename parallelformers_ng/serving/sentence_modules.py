@@ -1,4 +1,4 @@
-"""Reads the modules of a model of sentence-transformers from a folder, or from the hub and its cache."""
+"""Reads the modules of a sentence-transformers model from a folder, or from the Hugging Face hub and its cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRANSFORMER: dict[str, Any] = {
     "processing_kwargs": {},
     "tokenizer_name_or_path": None,
 }
-"""Settings of the Transformer module that are served, and their one served value."""
+"""Supported settings of the Transformer module, with the only supported value of each setting."""
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -34,13 +34,13 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Older words for the ways of pooling, in the order in which the vectors of several are joined."""
+"""Older names of the pooling modes, in the order in which the vectors of several modes are concatenated."""
 _HARMLESS = ("unpad_inputs", "backend")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Softplus", "Mish")
 
 
 class SentenceFiles:
-    """The files of a model.
+    """Reader of a model's files in a folder or on the Hugging Face hub.
 
     Args:
         name: model folder, or name on the Hugging Face hub.
@@ -52,34 +52,37 @@ class SentenceFiles:
         self._revision = revision
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file, None if the model lacks it.
+        """Return the path of a file, or None if the model does not have the file.
+
+        Args:
+            file: path of the file in the model's folder.
 
         Raises:
-            UnsupportedModelError: the hub cannot be asked, and its cache does not tell.
+            UnsupportedModelError: the hub cannot be reached, and its cache has no record of the file.
         """
         if Path(self.name).is_dir():
             path = Path(self.name) / file
             return path if path.is_file() else None
         cached = try_to_load_from_cache(self.name, file, revision=self._revision)
-        if cached is not None and not isinstance(cached, str):  # the cache knows that there is none
+        if cached is not None and not isinstance(cached, str):  # the cache has a record that the file does not exist
             return None
         try:
             return Path(hf_hub_download(self.name, file, revision=self._revision))
         except LocalEntryNotFoundError:
             raise UnsupportedModelError(
-                f"the cache of the hub does not tell whether {self.name} has {file}, and the hub cannot be reached;"
+                f"the hub cannot be reached, and its cache has no record of {file} of {self.name};"
                 f" run `hf download {self.name}` with a connection, or serve the model's folder"
             ) from None
         except EntryNotFoundError:
             return None
 
     def json(self, file: str) -> Any:
-        """Return the content of a JSON file, None if the model lacks it."""
+        """Return the content of a JSON file, or None if the model does not have the file."""
         path = self.find(file)
         return None if path is None else json.loads(path.read_text())
 
     def tensors(self, folder: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a module, float32."""
+        """Return the weights of a module by name, in float32."""
         if path := self.find(f"{folder}/model.safetensors"):
             weights = load_file(path)
         elif path := self.find(f"{folder}/pytorch_model.bin"):
@@ -90,14 +93,14 @@ class SentenceFiles:
 
 
 def read_pooling(name: str, revision: str | None = None) -> Pooling:
-    """Return the pooling that a model asks for; the normalized mean if it has no `modules.json`.
+    """Return the pooling of a model; the default without `modules.json` is the normalized mean.
 
     Args:
         name: model folder, or name on the Hugging Face hub.
         revision: branch, tag or commit on the hub; None for the main branch.
 
     Raises:
-        UnsupportedModelError: the model has a module or a setting that the server does not have.
+        UnsupportedModelError: the model has a module or a setting that the server does not support.
     """
     files = SentenceFiles(name, revision)
     listed = files.json("modules.json")
@@ -106,34 +109,38 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
     kinds = [_kind(module["type"], name) for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= _FOLLOWING.keys() | {"Dropout"}:
         raise UnsupportedModelError(
-            f"{name} has the modules {', '.join(kinds)}; the server takes Transformer, Pooling, then any of"
+            f"{name} has the modules {', '.join(kinds)}; the server supports Transformer, Pooling, then any of"
             f" {', '.join(_FOLLOWING)} and Dropout"
         )
     if listed[0]["path"]:
         raise UnsupportedModelError(
             f"{name} has its Transformer in the folder {listed[0]['path']!r}; save it again with a newer release of"
-            " sentence-transformers, which puts it at the top"
+            " sentence-transformers, which saves the Transformer in the top folder"
         )
     pooling = files.json(f"{listed[1]['path']}/config.json")
     if pooling is None:
-        raise UnsupportedModelError(f"{name} has no {listed[1]['path']}/config.json, which says how it pools")
+        raise UnsupportedModelError(f"{name} has no {listed[1]['path']}/config.json, which names the pooling mode")
     following = [_FOLLOWING[kind](files, module["path"])
                  for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
     lower_case, most = _transformer_settings(files)
     prompt = _prompt(files)
     if prompt and not pooling.get("include_prompt", True):
-        raise UnsupportedModelError(f"{name} pools without its prompt {prompt!r}, which the server cannot leave out")
+        raise UnsupportedModelError(
+            f"{name} excludes its prompt {prompt!r} from the pooling, which the server does not support"
+        )
     return Pooling(_modes(pooling, name), following, prompt, lower_case, most)
 
 
-def _kind(written: str, name: str) -> str:
-    if not written.startswith("sentence_transformers."):
-        raise UnsupportedModelError(f"{name} has the module {written}, which is no module of sentence-transformers")
-    return written.rpartition(".")[2]
+def _kind(module_type: str, name: str) -> str:
+    if not module_type.startswith("sentence_transformers."):
+        raise UnsupportedModelError(
+            f"{name} has the module {module_type}, which is not a module of sentence-transformers"
+        )
+    return module_type.rpartition(".")[2]
 
 
 def _modes(config: dict[str, Any], name: str) -> list[str]:
-    """Return the ways of pooling that the configuration of a Pooling module names, in newer or older words."""
+    """Return the pooling modes from the configuration of a Pooling module, with newer or older key names."""
     chosen = config.get("pooling_mode")
     if chosen is None:
         older = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
@@ -141,24 +148,26 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
     modes = [chosen] if isinstance(chosen, str) else list(chosen)
     for mode in modes:
         if mode not in MODES:
-            raise UnsupportedModelError(f"{name} pools by {mode!r}; the server pools by {', '.join(MODES)}")
+            raise UnsupportedModelError(f"{name} has the pooling mode {mode!r}; the server supports {', '.join(MODES)}")
     return modes
 
 
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
-    """Return whether texts are lower-cased, and the most tokens of a text."""
+    """Return whether texts are lower-cased, and the maximum number of tokens in a text or None."""
     configs = (files.json(file) for file in _TRANSFORMER_FILES)
     config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():
         if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:
             continue
         if key not in _TRANSFORMER or value != _TRANSFORMER[key]:
-            raise UnsupportedModelError(f"{files.name} sets {key} to {value!r} in its Transformer module; not served")
+            raise UnsupportedModelError(
+                f"{files.name} sets {key} to {value!r} in its Transformer module, which the server does not support"
+            )
     return bool(config.get("do_lower_case")), config.get("max_seq_length")
 
 
 def _prompt(files: SentenceFiles) -> str:
-    """Return the text that comes before every input by default."""
+    """Return the default prompt, which is put before every input; "" if the model has no default prompt."""
     config = files.json("config_sentence_transformers.json") or {}
     prompt: str | None = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
     return prompt or ""
@@ -169,10 +178,14 @@ def _dense(files: SentenceFiles, folder: str) -> Module:
     path = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"{files.name} has the activation {path} in {folder}, which the server has not")
+        raise UnsupportedModelError(
+            f"{files.name} has the activation {path} in {folder}, which the server does not support"
+        )
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
-            raise UnsupportedModelError(f"{files.name} sets {key} to {config[key]!r} in {folder}; not served")
+            raise UnsupportedModelError(
+                f"{files.name} sets {key} to {config[key]!r} in {folder}, which the server does not support"
+            )
     act, weight, bias = getattr(torch.nn, activation)(), weights["linear.weight"], weights.get("linear.bias")
     return lambda vectors: act(torch.nn.functional.linear(vectors, weight, bias))
 
@@ -184,4 +197,4 @@ def _layer_norm(files: SentenceFiles, folder: str) -> Module:
 
 
 _FOLLOWING = {"Dense": _dense, "LayerNorm": _layer_norm, "Normalize": lambda files, folder: normalize}
-"""Readers of the modules that may follow the pooling."""
+"""Functions that load the modules after the pooling, by the name of the module."""

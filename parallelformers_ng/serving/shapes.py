@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API: whole ones, and chunks of a stream."""
+"""Formats answers for OpenAI's API, as one JSON object or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallelformers_ng.serving.token_bytes import TokenBytes
 
 
 class Shape:
-    """The common shape of answers on all routes.
+    """Base class of the answer formats of all routes.
 
     Args:
         name: name of the model.
@@ -26,7 +26,7 @@ class Shape:
         request: request to answer.
 
     Attributes:
-        prompt_tokens: tokens of all prompts.
+        prompt_tokens: number of tokens in all prompts of the request.
         end: text after the last event of a stream.
     """
 
@@ -48,17 +48,17 @@ class Shape:
         }
 
     def add(self, piece: Piece) -> None:
-        """Take a piece of an answer that is told whole."""
+        """Store a piece of an answer that is not streamed."""
         self._tokens += piece.tokens
         self._pieces.setdefault(piece.index, []).append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the answers, complete."""
+        """Return the complete answers as one JSON object."""
         choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before any text."""
+        """Yield the chunks of a stream before the text."""
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -68,7 +68,7 @@ class Shape:
             yield self._chunk([choice])
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Chunks after all text."""
+        """Yield the chunks of a stream after the text."""
         if self._request.tells_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
@@ -81,12 +81,12 @@ class Shape:
         return error.body()
 
     def _likelihood(self, each: Likelihood) -> dict[str, Any]:
-        top = [self._one(token, logprob) for token, logprob in each.top]
-        return {**self._one(each.token, each.logprob), "top_logprobs": top}
+        top = [self._entry(token, logprob) for token, logprob in each.top]
+        return {**self._entry(each.token, each.logprob), "top_logprobs": top}
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         word, raw = self._token_bytes.text(token), self._token_bytes.bytes(token)
-        return {"token": word, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
+        return {"token": word, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(raw)}
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         raise NotImplementedError
@@ -104,7 +104,7 @@ class Shape:
 
 
 class ChatShape(Shape):
-    """The shape of `/v1/chat/completions`."""
+    """Format of answers for `/v1/chat/completions`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _request: ChatRequest
@@ -151,18 +151,19 @@ class ChatShape(Shape):
         return {"content": [self._likelihood(each) for each in likelihoods], "refusal": None}
 
 
-_LEAST = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class CompletionShape(Shape):
-    """The shape of `/v1/completions`.
+    """Format of answers for `/v1/completions`.
 
     Args:
         name, tokenizer, request: same as in `Shape`.
-        prompts: prompts in tokens.
+        prompts: token ids of each prompt.
 
     Attributes:
-        before: likelihoods of each prompt's tokens from the second on, if they are echoed.
+        before: likelihoods of each prompt's tokens, beginning with the second token; empty unless the request has
+            `echo` and `logprobs`.
     """
 
     kind = chunk_kind = "text_completion"
@@ -206,7 +207,7 @@ class CompletionShape(Shape):
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._offsets:
             first = self._prompts[prompt][0]
-            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # nothing foretold it
+            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # without a likelihood
             for each in self.before[prompt]:
                 self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
@@ -216,7 +217,7 @@ class CompletionShape(Shape):
 
     def _note_likelihood(self, logprobs: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
         top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
-        self._note(logprobs, index, each.token, max(each.logprob, _LEAST), top, shown)
+        self._note(logprobs, index, each.token, max(each.logprob, _MIN_LOGPROB), top, shown)
 
     def _note(
         self,
@@ -230,7 +231,7 @@ class CompletionShape(Shape):
         if index not in self._offsets:
             self._offsets[index] = _Offset()
             if not self._tokenizer.decode([token]).startswith(" "):
-                shown = shown.removeprefix(b" ")  # texts begin without it
+                shown = shown.removeprefix(b" ")  # the decoded text begins without the space
         for name, value in (
             ("tokens", self._token_bytes.text(token)),
             ("token_logprobs", logprob),
@@ -241,14 +242,14 @@ class CompletionShape(Shape):
 
 
 class _Offset:
-    """Counts the characters of a text whose bytes come token by token."""
+    """Counter of characters in a text whose bytes arrive token by token."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def add(self, raw: bytes) -> int:
-        """Take in a token. Return its beginning in the text; for a part of a character, the character's beginning."""
+        """Add the bytes of a token, and return the number of complete characters before the token."""
         begin = self._characters
         self._characters += len(self._decoder.decode(raw))
         return begin

@@ -1,4 +1,4 @@
-"""The state of the server and its ranks: health, readiness, metrics, and the figures of its page."""
+"""Answers requests about the state of the server and its ranks: health, readiness, metrics, plan and page data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from parallelformers_ng.serving.engine import Engine
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _READY_SECONDS = 5.0
-_MEMORY_SECONDS = 5.0  # between looks at the memory, for which ranks walk their pages
+_MEMORY_SECONDS = 5.0  # time between memory measurements, which take time on the ranks
 
 
 class Status:
-    """Says how the server is.
+    """Handler of requests about the state of the server.
 
     Args:
-        engine: the model.
-        chat: its tokenizer.
+        engine: engine of the model.
+        chat: tokenizer of the model.
         options: options of the server.
 
     Attributes:
-        began: when the server did, in seconds of Unix.
+        began: start time of the server, in Unix seconds.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
@@ -40,31 +40,35 @@ class Status:
         self._last_memory: dict[str, int] = {}
 
     async def health(self) -> Response:
-        """Return an answer: the process lives."""
+        """Return status 200 while the server process runs."""
         return PlainTextResponse("alive\n")
 
     async def ready(self) -> Response:
-        """Return an answer once every rank has answered to the others."""
+        """Return status 200 if all ranks answer within 5 seconds.
+
+        Raises:
+            ApiError: the ranks do not answer, status 503.
+        """
         if why := await self._engine.ready(_READY_SECONDS):
             raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
         return PlainTextResponse("ready\n")
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     async def plan(self) -> Response:
-        """Return how the model is cut: for each kind of tensor its bytes, whole and on each rank."""
+        """Return the bytes of each part of the model, as a whole and on each rank."""
         return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
 
     async def status(self) -> Response:
-        """Return the figures that change from second to second."""
+        """Return the current figures for the page, such as tokens per second and memory."""
         metrics = self._engine.metrics
         if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
             self._measured = time.monotonic()
             self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
         if self._memory is not None:
-            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # it waits for its turn
+            done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # the measurement waits for its turn on the ranks
             if done and self._memory.exception() is None:
                 self._last_memory = self._memory.result()
         return JSONResponse(
@@ -84,8 +88,13 @@ class Status:
 
 
 def summary(model: Any) -> dict[str, Any]:
-    """Return a plan in short: tensors of one place of the model together, layers that differ only in their number
-    too."""
+    """Return a summary of a model's plan.
+
+    The summary adds up the sizes of all tensors of a module, and of modules that differ only in the layer number.
+
+    Args:
+        model: parallelized model.
+    """
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}
     for tensor in plan.stored():

@@ -1,4 +1,4 @@
-"""The constraints that a request puts on its answer, in OpenAI's words and in vLLM's older and newer ones."""
+"""Reads constraints on answers from OpenAI's request fields and from vLLM's older and newer request fields."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Constraint:
     """A constraint on the text of an answer.
 
     Attributes:
-        kind: "json" for a schema, "regex", "choice", "grammar" in Lark or GBNF, or "lark".
-        value: the schema, the pattern, the choices or the grammar.
-        param: field of the request that it comes from, for errors.
-        whitespace: pattern of the white space of JSON; "" for none, None for that after commas and colons.
+        kind: "json" for a JSON schema, "regex", "choice", "grammar" for Lark or GBNF, or "lark".
+        value: JSON schema, pattern, list of choices, or grammar.
+        param: request field with the constraint, for error messages.
+        whitespace: pattern of the white space in JSON; "" for no white space, None for one space after commas and
+            colons.
     """
 
     kind: str
@@ -31,7 +32,7 @@ class Constraint:
 
 
 class Fields(BaseModel):
-    """Fields of a request. `null` is a field that is left out."""
+    """Base class of request fields. A field with the value `null` counts as missing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -49,18 +50,18 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the grammar of an answer, None if it may be any text."""
+        """Return the constraint on the answer, or None if any text is allowed."""
         if self.type == "text":
             return None
         if self.type == "json_object":
             return Constraint("json", {"type": "object"})
         if self.json_schema is None:
-            raise bad_request("response_format has the type json_schema, and no json_schema", "response_format")
+            raise bad_request("response_format has the type json_schema, but no field json_schema", "response_format")
         return Constraint("json", self.json_schema.schema_)
 
 
 class StructuredOutputs(Fields):
-    """`structured_outputs` of vLLM: one of the first five fields, and how JSON is written."""
+    """Field `structured_outputs` of vLLM: one of the first five fields, and options for writing JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,22 +74,26 @@ class StructuredOutputs(Fields):
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: Any = None
-    disable_fallback: bool = False  # it is about libraries of vLLM
+    disable_fallback: bool = False  # chooses between libraries of vLLM; has no effect here
 
     def constraint(self, param: str = "structured_outputs") -> Constraint:
-        """Return what an answer must meet.
+        """Return the constraint on the answer.
 
         Args:
-            param: field of the request, for errors.
+            param: name of the request field, for error messages.
+
+        Raises:
+            ApiError: not exactly one of the first five fields is set, or a field is invalid, status 400.
         """
         if self.structural_tag is not None:
-            raise bad_request("structural_tag does not act here: use a grammar", param, "unsupported_parameter")
+            raise bad_request("structural_tag is not supported: use a grammar", param, "unsupported_parameter")
         schema = {"type": "object"} if self.json_object else _schema(self.json_, param)
         choices = {"json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         kinds = [kind for kind, value in choices.items() if value is not None]
         if len(kinds) != 1 or (self.json_object and self.json_ is not None):
             raise bad_request(
-                f"{param} takes one of json, regex, choice, grammar and json_object, and has {len(kinds)}", param
+                f"{param} needs exactly one of json, regex, choice, grammar and json_object, but has {len(kinds)}",
+                param,
             )
         if self.disable_additional_properties and schema is not None:
             schema = _closed(schema)
@@ -97,7 +102,7 @@ class StructuredOutputs(Fields):
 
 
 class GuidedFields(Fields):
-    """Fields of a request that put constraints on its answer."""
+    """Request fields with constraints on the answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -108,10 +113,10 @@ class GuidedFields(Fields):
     guided_whitespace_pattern: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Return the constraint of the answer, None if it may be any text.
+        """Return the constraint on the answer, or None if any text is allowed.
 
         Args:
-            forced: constraint of an answer that must call a tool; it has no text for `response_format` to act on.
+            forced: constraint of a forced tool call, which replaces `response_format`; None without a forced call.
 
         Raises:
             ApiError: the request has more than one constraint.
@@ -128,7 +133,9 @@ class GuidedFields(Fields):
         constraints = [each for each in guides if each is not None]
         if len(constraints) > 1:
             names = " and ".join(each.param for each in constraints)
-            raise bad_request(f"an answer takes one constraint, and the request has {names}", constraints[1].param)
+            raise bad_request(
+                f"an answer can have only one constraint, but the request has {names}", constraints[1].param
+            )
         return constraints[0] if constraints else None
 
 
@@ -140,12 +147,12 @@ def _schema(value: str | dict[str, Any] | None, param: str) -> dict[str, Any] | 
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
-        raise bad_request(f"{param}: the JSON schema is no JSON object", param)
+        raise bad_request(f"{param}: the JSON schema is not a JSON object", param)
     return schema
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names."""
+    """Return a JSON schema that forbids properties that the schema does not name."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

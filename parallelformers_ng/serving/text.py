@@ -1,22 +1,22 @@
-"""Tokens to text, piece by piece: whole characters alone, and nothing after a stop string."""
+"""Converts tokens to text piece by piece, in complete characters, up to a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for a character of which tokens are missing
+_UNFINISHED = "\ufffd"  # replacement character, which a tokenizer writes for an incomplete character
 
 
 class Detokenizer:
-    """The text of a sequence that grows.
+    """Incremental converter of tokens to text.
 
-    A token's text depends on those before it (spaces, characters of several tokens): what is decoded each time is the
-    last pieces that were complete, with the new tokens after them, and the difference is new.
+    The text of a token depends on the tokens before it, because of spaces and characters of several tokens. Each call
+    decodes the last complete piece with and without the new tokens. The difference is the new text.
 
     Args:
-        tokenizer: any of transformers.
-        keep_special: whether special tokens are part of the text.
+        tokenizer: tokenizer of transformers.
+        keep_special: whether the text contains special tokens.
     """
 
     def __init__(self, tokenizer: Any, keep_special: bool = False) -> None:
@@ -26,10 +26,11 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Return the text that is complete with these tokens.
+        """Add tokens and return the new text in complete characters.
 
         Args:
-            last: none follow, so that also what is unfinished is text.
+            tokens: ids of the new tokens.
+            last: whether no tokens follow; then incomplete characters are returned too.
         """
         self._tokens += tokens
         before = self._decode(self._tokens[self._context : self._read])
@@ -45,36 +46,42 @@ class Detokenizer:
 
 
 class Stopper:
-    """Holds text back while it may be the beginning of a stop string, and ends with the first of them.
+    """Filter that ends a text before the first stop string.
+
+    The filter delays the end of the text if the end may be the beginning of a stop string.
 
     Args:
-        stops: the strings, none of them empty.
+        stops: stop strings, not empty.
+
+    Attributes:
+        stopped: whether the text has reached a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._delayed = ""
         self.stopped = False
 
     def add(self, text: str, last: bool = False) -> str:
-        """Return the text that may be shown now.
+        """Add text and return the text that cannot belong to a stop string.
 
         Args:
-            last: none follows.
+            text: new text.
+            last: whether no text follows; then delayed text is returned too.
         """
         if self.stopped:
             return ""
-        text = self._held + text
+        text = self._delayed + text
         ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped, self._delayed = True, ""
             return text[: min(ends)]
-        hold = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+        delay = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
+        self._delayed = text[len(text) - delay :]
+        return text[: len(text) - delay]
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` a stop string begins with."""
+    """Return the length of the longest end of `text` that is a beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

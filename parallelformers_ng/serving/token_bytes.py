@@ -1,4 +1,4 @@
-"""The bytes that each token stands for. A token may be part of a character, so that it has bytes and no text."""
+"""Converts tokens to bytes. A token can be a part of a character, which has bytes but no text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items
 
 
 class TokenBytes:
-    """Knows the bytes of the tokens of a tokenizer.
+    """Converter of a tokenizer's tokens to bytes.
 
     Args:
         tokenizer: tokenizer of transformers.
@@ -26,7 +26,7 @@ class TokenBytes:
 
     @functools.cached_property
     def _decoders(self) -> str:
-        """Decoders of a fast tokenizer, as JSON: names of their kinds and their settings."""
+        """Types and settings of a fast tokenizer's decoders, as JSON; "" for a slow tokenizer."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
 
@@ -35,7 +35,7 @@ class TokenBytes:
         if token in self._added:
             return self._added[token].encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the model has more rows than its tokenizer has tokens
+        if piece is None:  # the model's vocabulary can be larger than the tokenizer's
             return b""
         if '"ByteLevel"' in self._decoders:
             parts = (_OF_CHARACTER.get(each, each) for each in piece)
@@ -48,7 +48,7 @@ class TokenBytes:
         return text.encode()
 
     def text(self, token: int) -> str:
-        """Return the text of a token; bytes that are no text are written as escapes: `\\xf0\\x9f`."""
+        """Return the text of a token. Bytes that are not valid UTF-8 become escapes, such as `\\xf0\\x9f`."""
         raw = self.bytes(token)
         try:
             return raw.decode()

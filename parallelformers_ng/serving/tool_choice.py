@@ -1,4 +1,4 @@
-"""The tools that a request lets the model call, and whether it must call one."""
+"""Reads from a request which tools the model may call, and whether the model must call a tool."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _OBJECTS: TypeAdapter[Any] = TypeAdapter(_Choice)
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Tools of an answer.
+    """Tool choice of a request.
 
     Attributes:
-        tools: tools that the model may call, in OpenAI's shape.
-        forced: whether the answer is a call of one of them.
-        most_calls: most calls of the answer; None for any number.
+        tools: tools that the model may call, in OpenAI's format.
+        forced: whether the answer must be a tool call.
+        most_calls: maximum number of calls in the answer; None for no limit.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -50,12 +50,17 @@ class ToolChoice:
 
 
 def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, several: bool) -> ToolChoice:
-    """Return what `tools`, `tool_choice` and `parallel_tool_calls` of a request say.
+    """Return the tool choice of a request.
+
+    Args:
+        tools: field `tools` of the request.
+        choice: field `tool_choice` of the request.
+        several: field `parallel_tool_calls` of the request.
 
     Raises:
-        ApiError: they contradict each other, or name no tool.
+        ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
     """
-    most = None if several else 1
+    most_calls = None if several else 1
     if isinstance(choice, dict):
         try:
             named = _OBJECTS.validate_python(choice)
@@ -66,19 +71,19 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
         if isinstance(named, _Named):
             return ToolChoice(_among(tools, [named.function.name]), forced=True, most_calls=1)
         allowed = [each.function.name for each in named.allowed_tools.tools]
-        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most)
+        return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most_calls)
     if choice not in (None, "auto", "none", "required"):
         raise bad_request(
-            f"tool_choice is {choice!r}; it takes 'auto', 'none', 'required', or an object that names a function",
+            f"tool_choice is {choice!r}; set 'auto', 'none', 'required', or an object that names a function",
             "tool_choice",
         )
     if choice == "required" and not tools:
-        raise bad_request("tool_choice is 'required', and the request has no tools", "tool_choice")
-    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most)
+        raise bad_request("tool_choice is 'required', but the request has no tools", "tool_choice")
+    return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most_calls)
 
 
 def _among(tools: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
     known = {tool["function"]["name"] for tool in tools}
     if missing := [name for name in names if name not in known]:
-        raise bad_request(f"tool_choice names {missing[0]!r}, which is none of the request's tools", "tool_choice")
+        raise bad_request(f"tool_choice names {missing[0]!r}, which is not in the tools of the request", "tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in names]

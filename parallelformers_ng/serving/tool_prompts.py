@@ -1,25 +1,25 @@
-"""Tools and their calls as plain messages, for models whose chat template knows nothing of tools."""
+"""Describes tools and tool calls in plain messages, for models whose chat template does not support tools."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-_HOW = (
+_INSTRUCTION = (
     'You can call tools. To call one, answer with a JSON object alone: {"name": NAME, "arguments": {…}}. The tools,'
     " with JSON schemas of their arguments:"
 )
 
 
 def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of which all is text.
+    """Convert messages with tools to messages without tools.
 
-    The tools are described before the text of the first message. A call becomes the text of the assistant's message; a
-    result becomes a message of the user's.
+    The text of the first message begins with a description of the tools. A tool call becomes text of the assistant's
+    message. A tool result becomes a user message.
 
     Args:
-        messages: a chat, as templates read it.
-        tools: tools that the model may call, in OpenAI's shape.
+        messages: messages of a chat, in the format that chat templates read.
+        tools: tools that the model may call, in OpenAI's format.
     """
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -29,8 +29,8 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
         for call in calls:
             names[call["id"]] = call["function"]["name"]
         if calls:
-            written = [_text({key: call["function"][key] for key in ("name", "arguments")}) for call in calls]
-            kept["content"] = "\n".join(filter(None, (message["content"], *written)))
+            call_texts = [_text({key: call["function"][key] for key in ("name", "arguments")}) for call in calls]
+            kept["content"] = "\n".join(filter(None, (message["content"], *call_texts)))
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id", ""), message.get("name", "the tool"))
             kept = {"role": "user", "content": f"Result of {name}: {message['content']}"}
@@ -41,7 +41,7 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
         plain.append(kept)
     plain = [{key: value for key, value in message.items() if key != "is_result"} for message in plain]
     if tools:
-        described = "\n".join([_HOW, *(_text(tool["function"]) for tool in tools)])
+        described = "\n".join([_INSTRUCTION, *(_text(tool["function"]) for tool in tools)])
         content = plain[0]["content"]
         text = {"type": "text", "text": f"{described}\n\n"}
         plain[0] = {**plain[0], "content": text["text"] + content if isinstance(content, str) else [text, *content]}

@@ -1,4 +1,4 @@
-"""How a model writes tool calls, and reading them out of its answers with transformers' parser."""
+"""Finds out how a model writes tool calls, and parses answers with transformers' response parser."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-_THINKING = ("reasoning_content", "thinking", "reasoning")  # what response templates name it
+_THINKING = ("reasoning_content", "thinking", "reasoning")  # field names of reasoning in response templates
 _NAME, _KEY, _VALUE = "probe_tool", "probe_argument", "probe value"
 
 
 @dataclass
 class Read:
-    """The content of a piece of an answer.
+    """Parsed content of one piece of an answer.
 
     Attributes:
-        text, reasoning: additions to either.
-        calls: tool calls that are complete, in OpenAI's shape.
+        text: new text of the answer.
+        reasoning: new text of the reasoning.
+        calls: complete tool calls, in OpenAI's format.
     """
 
     text: str = ""
@@ -26,14 +27,14 @@ class Read:
 
 
 class AnswerReader:
-    """Reads an answer piece by piece.
+    """Incremental parser of text, reasoning and tool calls in an answer.
 
     Args:
         tokenizer: tokenizer of transformers.
-        template: a response template, see `tokenizer.parse_response`.
-        prompt: the text that the answer continues; its template may have begun the answer.
-        tools: tools that the model may call.
-        most_calls: most calls that are told, as `parallel_tool_calls` says; None for any number.
+        template: response template, see `tokenizer.parse_response`.
+        prompt: prompt before the answer; the chat template may have written the beginning of the answer.
+        tools: tools that the model may call, in OpenAI's format.
+        most_calls: maximum number of calls to return; None for no limit.
     """
 
     def __init__(
@@ -46,15 +47,15 @@ class AnswerReader:
     ) -> None:
         self._calls_left = most_calls
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
-        self._held = ""
+        self._unparsed = ""
 
     def add(self, text: str) -> Read:
         if self._parser is None:
             return Read(text=text)
-        self._held += text
+        self._unparsed += text
         try:
             return self._take(self._parser.feed(text))
-        except Exception:  # it looked like a call and is none, or the client's schema of the tool is no schema
+        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
             return self._give_up()
 
     def end(self) -> Read:
@@ -67,7 +68,7 @@ class AnswerReader:
 
     def _give_up(self) -> Read:
         self._parser = None
-        return Read(text=self._held)
+        return Read(text=self._unparsed)
 
     def _take(self, events: list[dict[str, Any]]) -> Read:
         read = Read()
@@ -83,14 +84,18 @@ class AnswerReader:
                 read.calls += map(openai_call, calls)
                 if self._calls_left is not None:
                     self._calls_left -= len(calls)
-                self._held = ""
+                self._unparsed = ""
             if kind == "region_chunk" and name != "tool_calls":
-                self._held = self._held.partition(event["text"])[2]
+                self._unparsed = self._unparsed.partition(event["text"])[2]
         return read
 
 
 def openai_call(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a call in OpenAI's shape, with an id of its own."""
+    """Return a tool call in OpenAI's format, with a new random id.
+
+    Args:
+        value: parsed call, with the key `function` that has `name` and `arguments`.
+    """
     function = value["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, str):
@@ -101,11 +106,11 @@ def openai_call(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BareForm:
-    """Keys of a call that is a JSON object with nothing around it.
+    """Keys of a tool call that is a plain JSON object without markers around the JSON.
 
     Attributes:
         name: key of the tool's name.
-        arguments: key of its arguments.
+        arguments: key of the tool's arguments.
     """
 
     name: str = "name"
@@ -113,18 +118,21 @@ class BareForm:
 
 
 def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | BareForm | None:
-    """Return how answers of a model are read.
+    """Return the format of a model's answers, for the parser.
 
-    The tokenizer's own `response_template` goes first. Else it is the form in which the chat template writes a call of
-    the assistant's: JSON behind a mark, which becomes a response template, or JSON alone. None if neither tells.
+    The tokenizer's own `response_template` is used if it exists. Otherwise the function writes a sample tool call with
+    the chat template, and reads the format from the result.
 
     Args:
         tokenizer: tokenizer of transformers.
-        chat_template: chat template in the place of the tokenizer's own.
+        chat_template: chat template that replaces the tokenizer's own, or None.
+
+    Returns:
+        Response template for calls after a marker, `BareForm` for calls in plain JSON, or None for an unknown format.
     """
-    told: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
-    if told is not None:
-        return told
+    own_template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if own_template is not None:
+        return own_template
     function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
     schema = {"type": "object", "properties": {_KEY: {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": _NAME, "description": "", "parameters": schema}}]
@@ -138,7 +146,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
             )
             for messages, prompts in ((question, True), (answered, False))
         )
-    except Exception:  # whatever a template raises of what it does not know
+    except Exception:  # a template may raise any error if it does not support tools
         return None
     if not after.startswith(before):
         return None
@@ -146,7 +154,12 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """Return the response template of a call as it was written."""
+    """Return the format of the sample call in a text.
+
+    Args:
+        written: text of the assistant's message with the sample call.
+        end: token that ends the message.
+    """
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

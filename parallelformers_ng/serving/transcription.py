@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions`: text of sound, by models such as Whisper."""
+"""Answers `/v1/audio/transcriptions` with the transcript of sound, from models such as Whisper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REFUSED = ("timestamp_granularities", "timestamp_granularities[]", "include", "
 
 
 class TranscriptionRequest(Fields):
-    """The fields of the form, but for the file."""
+    """Form fields of a transcription request, except the file."""
 
     model: str | None = None
     language: Annotated[str, Field(max_length=32)] | None = None
@@ -35,29 +35,32 @@ class TranscriptionRequest(Fields):
 
 
 class Transcription:
-    """Answers requests for the text of sound, one after another.
+    """Handler of requests for transcripts. The handler decodes one sound file at a time.
 
     Args:
-        engine: the model.
-        processor: the model's; None if it transcribes nothing.
-        options: the limits.
+        engine: engine of the model.
+        processor: processor of the model; None if the model does not transcribe sound.
+        options: limits of the server.
     """
 
     def __init__(self, engine: Engine, processor: Any, options: ServeOptions) -> None:
         self._engine = engine
         self._processor = processor
         self._options = options
-        self._turn = asyncio.Lock()  # the memory is that of one request's sound
+        self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
     async def answer(self, request: Request, models: Models) -> Response:
-        """Answer a form.
+        """Answer a request to `/v1/audio/transcriptions`.
 
         Args:
-            request: the form, in a body that is read already.
-            models: the names that it may ask for.
+            request: HTTP request with a form, whose body has been read already.
+            models: names of the model and its adapters.
+
+        Raises:
+            ApiError: the model does not transcribe sound, or the form is invalid.
         """
         if self._processor is None:
-            raise bad_request("the model reads no sound; see GET /v1/models", "model")
+            raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
         self._check_origin(request)
         async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
             file = form.get("file")
@@ -65,7 +68,7 @@ class Transcription:
                 raise bad_request("the form has no file", "file")
             for name in _REFUSED:
                 if name in form:
-                    raise bad_request(f"{name} does not act here; leave it out", name, "unsupported_parameter")
+                    raise bad_request(f"{name} is not supported; remove the field", name, "unsupported_parameter")
             try:
                 fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
             except ValidationError as error:
@@ -84,16 +87,26 @@ class Transcription:
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
 
     def _check_origin(self, request: Request) -> None:
-        """Refuse forms of other origins' pages: browsers send these without asking, unlike JSON."""
-        origin, host = request.headers.get("origin"), request.headers.get("host")
-        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
-            raise ApiError(403, f"a page of {origin} sends forms only if --cors names it", code="origin")
+        """Raise an error for a form from a page of an unknown origin.
 
-    def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
-        """Return arguments of `generate`.
+        Browsers send forms to other origins without a preflight request, unlike JSON.
 
         Raises:
-            ApiError: the model knows no such language, or the prompt has a mark of the model's, status 400.
+            ApiError: `cors` does not name the origin, status 403.
+        """
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
+            raise ApiError(
+                403,
+                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
+                code="origin",
+            )
+
+    def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
+        """Return the arguments of `generate` for a request.
+
+        Raises:
+            ApiError: the model does not know the language, or the prompt has a special token, status 400.
         """
         config = self._engine.model.generation_config
         arguments: dict[str, Any] = {"timeout": self._options.timeout}
@@ -104,24 +117,25 @@ class Transcription:
             if f"<|{request.language.lower()}|>" not in known:
                 codes = ", ".join(sorted(mark.strip("<|>") for mark in known))
                 raise bad_request(
-                    f"language is {request.language!r}; the model knows {codes or 'one alone'}", "language"
+                    f"language is {request.language!r}; the model knows {codes or 'only one; remove the field'}",
+                    "language",
                 )
             arguments["language"] = request.language.lower()
         if request.prompt:
             try:
                 arguments["prompt_ids"] = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
             except ValueError as error:
-                raise bad_request(f"the prompt cannot be made tokens: {error}", "prompt") from None
+                raise bad_request(f"the tokenizer cannot read the prompt: {error}", "prompt") from None
         if request.temperature:
             seed = draw_seed() if request.seed is None else request.seed % (1 << 63)
             arguments |= {"temperature": request.temperature, "seed": seed}
         return arguments
 
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:
-        """Return what the model reads of a file, and its seconds."""
+        """Return the model inputs for a sound file, and the length of the sound in seconds."""
         extractor = self._processor.feature_extractor
         samples = read_sound(data, extractor.sampling_rate, self._options.max_audio_seconds)
-        # Longer sound than the model reads at a time keeps its length, and `generate` walks over it by timestamps.
+        # Sound that is longer than the model's window keeps its length; `generate` splits the sound at timestamps.
         is_long = len(samples) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
         features = extractor(

@@ -1,1 +1,1 @@
-"""Policies, the plan made of them, and the parallel layers that carry it out: every model passes through here."""
+"""Shards models: policies give a plan, and parallel layers carry out the plan on each rank."""

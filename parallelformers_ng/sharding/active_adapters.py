@@ -1,4 +1,4 @@
-"""Active adapters of a model: read from the caller's modules for each call, set on the modules of the ranks."""
+"""Reads the caller's active adapters for each call, and activates the same adapters on the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 SWITCHES = ("_active_adapter", "_disable_adapters")
-"""Attributes of peft's layers that say which adapters are active: each call brings its own."""
+"""Attributes of peft's layers that select the active adapters; each call sends the caller's values to the ranks."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class ActiveAdapters:
     """The adapters that a call runs with.
 
     Attributes:
-        settings: distinct settings of layers: names of the active adapters, whether all are off, and the
-            scale of each.
-        which: index into `settings` of each layer with adapters, in the model's order.
+        settings: distinct settings of layers: names of the active adapters, whether all adapters are off, and the
+            scale of each adapter.
+        which: index into `settings` for each layer with adapters, in the model's order.
     """
 
     settings: tuple[tuple[tuple[str, ...], bool, tuple[tuple[str, float], ...]], ...]
@@ -27,7 +27,7 @@ class ActiveAdapters:
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> ActiveAdapters:
-        """Read the active adapters of some layers."""
+        """Read the active adapters of `layers`, which all have adapters."""
         each = [
             (tuple(layer.active_adapters), layer.disable_adapters, tuple(getattr(layer, "scaling", {}).items()))
             for layer in layers
@@ -36,12 +36,12 @@ class ActiveAdapters:
         return cls(tuple(settings), tuple(settings[setting] for setting in each))
 
     def with_one(self, name: str | None) -> ActiveAdapters:
-        """Return the same with one adapter, or with none, unless all are off anyway."""
+        """Return a copy in which `name` is the only active adapter of every layer; None activates no adapter."""
         settings = tuple((() if name is None else (name,), off, scaling) for _, off, scaling in self.settings)
         return replace(self, settings=settings)
 
     def activate(self, layers: Sequence[Any]) -> None:
-        """Have the same layers of a rank compute with them."""
+        """Activate the call's adapters in the same layers of a rank."""
         for layer, index in zip(layers, self.which, strict=True):
             names, off, scaling = self.settings[index]
             layer._active_adapter, layer._disable_adapters = [*names], off
@@ -49,5 +49,5 @@ class ActiveAdapters:
 
 
 def layers_with_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that have switchable adapters or switchable copies of a layer."""
+    """Return the modules of a model whose active adapter, or active copy of a layer, can be switched."""
     return [module for module in model.modules() if "_active_adapter" in vars(module)]

@@ -1,11 +1,11 @@
-"""Adapters: small matrices that peft adds to layers of a model, cut with the layers that they are added to.
+"""Cuts adapters, the small matrices that peft adds to layers of a model, together with their layers.
 
     z = x Wᵀ + s · (x Aᵀ) Bᵀ      (LoRA, arXiv:2106.09685)
 
-An adapter layer stands in the place of a layer and holds it. How the model is cut is worked out as if there were no
-adapters; each adapter layer then takes its layer's place in the plan. A is cut where the inputs of W are, B where its
-outputs are, and what ranks exchange for the layer they exchange for the sum, once. A module that has trained copies
-(`modules_to_save`) is cut as they are.
+An adapter layer replaces a layer and contains it. The plan is first made for the model without adapters; then each
+adapter layer replaces its layer in the plan. A is cut at the same inputs as W, and B at the same outputs as W. Ranks
+exchange the sum of the layer's and the adapter's output once. Trained copies of a module (`modules_to_save`) are cut
+like the module.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COUNTS: dict[str, tuple[str, ...]] = {
     "lora_A": ("", "inputs"), "lora_B": ("outputs", ""), "ia3_l": ("outputs", "inputs"),
     "lora_embedding_A": ("", "inputs"), "lora_embedding_B": ("outputs", ""), "lora_magnitude_vector": ("outputs",),
 }  # fmt: skip
-"""Which dimensions of an adapter's tensors are those of its layer; a single number stands for all."""
+"""Kind of adapter tensor → the layer's dimension that each of the tensor's dimensions equals; "" equals none."""
 _VARIANTS = frozenset({"DoraLinearVariant"})
 _MERGE = "merge it into the weights first (merge_and_unload)"
-_Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made them
+_Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule that made the shards
 
 
 class NormOverRanks(ParallelLayer):
-    """DoRA's norm of each output's weights, over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖²."""
+    """DoRA module that takes norms of weights over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖²."""
 
     def get_weight_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         norm = super().get_weight_norm(*args, **kwargs)  # type: ignore[misc]
@@ -47,11 +47,12 @@ class NormOverRanks(ParallelLayer):
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model without its adapters, made of the same tensors and layers; the model itself if it has no
-    adapters.
+    """Return a copy of the model without adapters that shares the model's tensors and layers.
+
+    A model without adapters is returned itself.
 
     Raises:
-        UnsupportedModelError: it has adapters that cannot be cut.
+        UnsupportedModelError: the model has adapters that cannot be cut.
     """
     places = list(_places(model))
     if not places:
@@ -63,13 +64,13 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 
 def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a model with adapters, of the same tensors, but with other layers in the places of its quantized ones.
+    """Return a copy of a model with adapters in which other layers replace its quantized layers; tensors are shared.
 
     Args:
-        layers: by the paths that those have without adapters.
+        layers: the replacement layers, by the paths of the quantized layers in the model without adapters.
 
     Raises:
-        UnsupportedModelError: one of those has a trained copy, which is as it is.
+        UnsupportedModelError: a quantized layer has a trained copy, which would stay quantized.
     """
     places, shared = list(_places(model)), _shared(model)
     for path, layer in layers.items():
@@ -77,14 +78,14 @@ def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
         own, *copies = [path] if place is None else place.moved(path)
         if copies:
             raise UnsupportedModelError(
-                f"{own} is quantized, and so is {copies[0]}, which is trained; leave it out of modules_to_save"
+                f"{own} and its trained copy {copies[0]} are quantized; leave that layer out of modules_to_save"
             )
         shared[id(model.get_submodule(own))] = layer
     return copy.deepcopy(model, shared)
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """Pair a model with its copy, by id: shared tensors, and modules that hold no tensors and no modules."""
+    """Return a memo for `copy.deepcopy`: the copy shares all tensors, and all modules without submodules."""
     modules = (module for module in model.modules() if not module._modules)
     return {id(each): each for each in (*model.parameters(), *model.buffers(), *modules)}
 
@@ -92,16 +93,17 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 def with_adapters(
     plan: ShardPlan, plain: nn.Module, model: nn.Module, dtype: torch.dtype | None, dequantize: bool = False
 ) -> ShardPlan:
-    """Return the plan of a model, made of that of the same without its adapters.
+    """Return the plan of a model with adapters, made from the plan of the model without adapters.
 
     Args:
-        plain: the model without.
-        dtype: data type that floating-point tensors are cast to; None leaves them.
-        dequantize: whether what is stored quantized may be in high precision.
+        plan: plan of `plain`.
+        plain: the model without adapters.
+        dtype: data type of floating-point tensors after the cast; None keeps their data types.
+        dequantize: whether weights that are stored quantized may become high precision on the ranks.
 
     Raises:
-        UnsupportedModelError: a layer is cut in a way in which its adapter cannot be, or stored quantized, and its
-            adapter adds to its numbers.
+        UnsupportedModelError: an adapter cannot be cut like its layer, or an adapter changes a weight that is stored
+            quantized.
     """
     places = {place.path: place for place in _places(model)}
 
@@ -123,7 +125,7 @@ def with_adapters(
     for path, place in places.items():
         if path.rpartition(".")[0] in renewed and reads_parameters(plain, path):
             raise UnsupportedModelError(
-                f"{path} has an adapter, past which one process reads its weight, and ranks would not; {_MERGE}"
+                f"the model reads the weight of {path} without its adapter, but ranks would add the adapter; {_MERGE}"
             )
         cuts.update(place.cuts(plan, place in with_cuts and path not in in_parts))
     types = {moved(name)[0]: tensor.dtype for name, tensor in plan.tensors.items()}
@@ -140,7 +142,7 @@ def with_adapters(
                 name, tuple(owned.shape), types.get(name, cast), shards, storage, is_buffer, rule
             )
     added_to = {name for place in places.values() for name in place.parameters} & plan.quantized.keys()
-    reasons = dict.fromkeys(sorted(added_to), "an adapter adds to its numbers")
+    reasons = dict.fromkeys(sorted(added_to), "an adapter changes this weight")
     misfits = plan.misfits | reasons
     stored = {name: why for name, why in reasons.items() if is_stored_quantized(plain.get_parameter(name))}
     if stored and not dequantize:
@@ -161,13 +163,14 @@ def with_adapters(
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A place in a model with a layer that has adapters, or copies.
+    """A path in a model at which a layer has adapters or trained copies.
 
     Attributes:
-        path: path of the place.
+        path: the path.
         layers: paths of the layer itself and of its copies.
         layer: the layer itself.
-        adapters: the adapter layers by path; several lie within each other, each for a parameter of the layer.
+        adapters: adapter layers, by path. An adapter layer contains the next adapter layer if several parameters of
+            the layer have adapters.
     """
 
     path: str
@@ -176,21 +179,21 @@ class _Place:
     adapters: dict[str, Any]
 
     def moved(self, name: str) -> list[str]:
-        """Return the new path of a tensor once its layer has adapters: the layer's own, then those of its copies."""
+        """Return the names of a tensor in the model with adapters: the name in the layer, then in each copy."""
         return [layer + name.removeprefix(self.path) for layer in self.layers]
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the layer's parameters whose numbers adapters add to; others add to what the layer gives."""
+        """Names of the layer's parameters that adapters change. All other adapters add to the layer's output."""
         names = (getattr(adapter, "parameter_name", None) for adapter in self.adapters.values())
         return [f"{self.path}.{name}" for name in names if name]
 
     def cuts(self, plan: ShardPlan, is_cut: bool) -> dict[str, _Cut]:
-        """Return how the tensors of the adapters are cut, by name.
+        """Return the cut of each adapter tensor, by name.
 
         Args:
             plan: plan of the model without adapters.
-            is_cut: whether ranks compute with parts of the layer.
+            is_cut: whether each rank computes with a part of the layer.
         """
         cuts_by_name: dict[str, _Cut] = {}
         for path, adapter in self.adapters.items():
@@ -202,17 +205,20 @@ class _Place:
         return cuts_by_name
 
     def norms(self, cuts: Mapping[str, _Cut]) -> Iterator[str]:
-        """Return the paths of modules that take norms of the layer's outputs over sharded inputs."""
+        """Yield the paths of DoRA modules that take norms of weights over sharded inputs."""
         for path, adapter in self.adapters.items():
             for name in adapter.lora_magnitude_vector.keys() if hasattr(adapter, "lora_magnitude_vector") else ():
                 if any(shard.dim is not None for shard in cuts[f"{path}.lora_A.{name}.weight"][0]):
                     yield f"{path}.lora_magnitude_vector.{name}"
 
     def _counted(self, weight: TensorPlan | None, stacked: bool) -> str:
-        """Return the unit of the dimension in which the layer's weight is cut, "" if the weight is whole.
+        """Return the dimension in which the layer's weight is cut, "inputs" or "outputs"; "" if the weight is whole.
 
         Args:
-            stacked: it may be that of several layers, which lies as transformers' interface of experts says.
+            stacked: whether the weight may be stacked over experts, in the layout of transformers' experts interface.
+
+        Raises:
+            UnsupportedModelError: the layer is cut in a dimension unknown here.
         """
         if weight is not None and weight.is_replicated:
             return ""
@@ -226,7 +232,7 @@ class _Place:
         dim = None if weight is None else weight.shards[0].dim
         if dim is None or dim >= len(counts):
             raise UnsupportedModelError(
-                f"{self.path} is a {type(self.layer).__name__} with an adapter, which is cut in no known way; {_MERGE}"
+                f"the adapter of {self.path}, a {type(self.layer).__name__}, cannot be cut; {_MERGE}"
             )
         return counts[dim]
 
@@ -234,16 +240,16 @@ class _Place:
 def _cut(
     name: str, tensor: torch.Tensor, counts: tuple[str, ...], weight: TensorPlan | None, counted: str, ranks: int
 ) -> _Cut:
-    """Return how one of an adapter's tensors is cut.
+    """Return the shards of one adapter tensor, and the rule that made the shards.
 
     Args:
-        counts: dimensions of the layer that the adapter's dimensions stand for.
-        weight: weight of the layer.
-        counted: dimension of `counts` that is cut.
+        counts: the layer's dimension that each dimension of the tensor equals, as in `_COUNTS`.
+        weight: plan of the layer's weight.
+        counted: the layer's dimension that is cut; "" if the layer is whole.
     """
     if weight is None or not counted:
         return (WHOLE,) * ranks, ""
-    if name.endswith(".bias") and counted == "inputs":  # it is added to a sum over the ranks
+    if name.endswith(".bias") and counted == "inputs":  # ranks sum the product, so only rank 0 adds the bias
         return (WHOLE, *[ZERO] * (ranks - 1)), weight.rule
     if counted not in counts or tensor.shape[counts.index(counted)] == 1:
         return (WHOLE,) * ranks, ""
@@ -251,7 +257,7 @@ def _cut(
 
 
 def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[LayerPlan]:
-    """Adapt what the injector does to a layer: if adapters add to its output, the sum is exchanged."""
+    """Return the injector's jobs for a layer with adapters: ranks exchange the sum of layer and adapter outputs."""
     if place is None or not place.adapters or layer.cls is StoredInParts:
         return [replace(layer, path=path) for path in moved(layer.path)]
     inner = place.layers[0].removeprefix(f"{place.path}.")
@@ -260,17 +266,18 @@ def _moved_layer(layer: LayerPlan, place: _Place | None, moved: Any) -> list[Lay
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Return the places of adapters.
+    """Yield the places of adapters in a model.
 
     Raises:
-        UnsupportedModelError: one is of a kind that cannot be cut.
+        UnsupportedModelError: an adapter is merged, is of a kind that cannot be cut, or is inside another adapter's
+            layer.
     """
     latest: _Place | None = None
     for path, module in model.named_modules():
         if "_active_adapter" not in vars(module) or (latest is not None and path in latest.adapters):
             continue
         if latest is not None and is_within(path, latest.path):
-            raise UnsupportedModelError(f"{path} has an adapter, and lies in {latest.path}, which has one; {_MERGE}")
+            raise UnsupportedModelError(f"{path} has an adapter inside {latest.path}, which also has one; {_MERGE}")
         latest = _place(path, module)
         yield latest
 
@@ -292,5 +299,5 @@ def _place(path: str, module: Any) -> _Place:
     if "_active_adapter" in vars(layer):
         kinds = "".join(f" with {type(each).__name__}" for each in getattr(layer, "lora_variant", {}).values())
         name = f"{type(layer).__module__}.{type(layer).__qualname__}{kinds}"
-        raise UnsupportedModelError(f"{path} is a {name}, and LoRA, DoRA and IA3 are cut so far; {_MERGE}")
+        raise UnsupportedModelError(f"{path} is a {name}; only LoRA, DoRA and IA3 adapters can be cut; {_MERGE}")
     return _Place(path, (inner,), layer, adapters)

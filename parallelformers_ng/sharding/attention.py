@@ -1,6 +1,6 @@
-"""Kinds of attention whose modelling code cannot run on some of the heads: what of it is computed otherwise.
+"""Defines parallel layers for attentions whose modelling code cannot run on a part of the heads.
 
-Names are the modelling code's.
+Names of methods and attributes are those of the modelling code.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel
 
 
 class NgramAttentionParallel(NarrowedHeadParallel):
-    """Attention with a stream for each token ahead (Qi et al. 2020, arXiv:2001.04063), whose relative positions are
-    made from the hidden state for all heads.
+    """Attention with one stream for each future token (Qi et al. 2020, arXiv:2001.04063). The relative positions of
+    all heads are computed from the hidden state.
 
-    For the streams ahead, the modelling code makes them in one order of positions, streams and heads and reads them in
-    another, so that a head uses those of others: each rank makes all and takes those that its heads read.
+    For future streams, the modelling code writes and reads relative positions in different orders of positions,
+    streams and heads. A head thus reads relative positions of other heads. Each rank computes the relative positions of
+    all heads and keeps those that its heads read.
     """
 
     num_attn_heads: int
@@ -35,8 +36,8 @@ class NgramAttentionParallel(NarrowedHeadParallel):
         return self._own(super().get_predict_relative_pos_embeddings, 2, hidden, weights, *args)  # type: ignore[misc]
 
     def _own(self, make: Callable, dim: int, hidden: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Return this rank's heads, dimension `dim`, of what `make` gives for all; of the weights it reads the
-        shape."""
+        """Call `make` for all heads and return the result for this rank's heads, along `dim`. `make` reads only the
+        shape of the weights."""
         own, self.num_attn_heads = self.num_attn_heads, self.head_count
         sizes = [self.head_count if d == dim else size for d, size in enumerate(weights.shape)]
         whole = make(hidden, weights.narrow(dim, 0, 1).expand(sizes), *args)
@@ -49,25 +50,24 @@ _GENERATOR = threading.Lock()
 
 class ReformerAttentionParallel(HeadParallel):
     """Attention within buckets of equal hash (Kitaev et al. 2020, arXiv:2001.04451). Head n hashes its vectors by
-    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. The rotations are those of the whole model.
+    random rotations Rₙ: bucket(x) = argmax [x Rₙ | −x Rₙ]. Each rank draws the rotations of all heads.
 
     Attributes:
-        head_indices: this rank's heads.
-        head_count: heads of the whole model.
+        head_indices: indices of this rank's heads.
+        head_count: number of heads of the whole model.
     """
 
     head_indices: Sequence[int]
     head_count: int
 
     def _hash_vectors(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # With a `hash_seed` it seeds and then draws; ranks that are threads share the generator.
+        # With a `hash_seed`, the modelling code seeds and then draws. Ranks that are threads share the generator.
         with _GENERATOR, _WholeDraws(self.head_count, self.head_indices):
             return super()._hash_vectors(*args, **kwargs)  # type: ignore[misc]
 
 
 class _WholeDraws(TorchFunctionMode):
-    """Draws random numbers for all heads (dimension 0) whenever the rank's heads need some, and keeps the rank's
-    part."""
+    """Mode in which `torch.randn` draws numbers for all heads (dimension 0), then keeps only this rank's heads."""
 
     def __init__(self, head_count: int, head_indices: Sequence[int]) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class WavLMAttentionParallel(HeadParallel):
         gate = σ(a) ⊙ (σ(b) cₙ − 1) + 2,   (a, b) = sums of four columns each of xₙ U
         zₙ   = softmax(qₙ kₙᵀ / √d + gate ⊙ Bₙ) vₙ
 
-    xₙ are the columns of the whole hidden state that belong to head n. The modelling code hands the weights to torch's
-    `multi_head_attention_forward`, which takes square projections alone.
+    xₙ are the columns of the whole hidden state that belong to head n. The modelling code cannot run on a part of the
+    heads: torch's `multi_head_attention_forward` takes only square projections.
 
     Attributes:
-        head_indices: this rank's heads.
+        head_indices: indices of this rank's heads.
     """
 
     renews = True
@@ -153,5 +153,5 @@ class WavLMAttentionParallel(HeadParallel):
 
 
 def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
-    """Return what transformers shows: the mean over the heads, repeated for each head."""
+    """Return attention weights like transformers: the mean over the heads, repeated for each head."""
     return weights.mean(1, keepdim=True).expand_as(weights)

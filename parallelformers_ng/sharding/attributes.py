@@ -1,4 +1,4 @@
-"""Attributes of a rank's modules that differ from those of the whole model's, and of the configurations they read."""
+"""Sets attributes of a rank's modules, and of the configurations that the modules read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _COPY_OF = "_parallelformers_ng_copy_of"
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Set the dotted `name` beneath a module. A configuration on the way is copied first: others still read the
-    whole."""
+    """Set an attribute by its dotted path `name` from a module. A configuration on the path is copied first, so that
+    other modules keep the original."""
     owner: Any = module
     *path, last = name.split(".")
     for part in path:
@@ -26,9 +26,9 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def set_config(model: nn.Module, name: str, value: Any) -> None:
-    """Change `name`, dotted from the model on, of a configuration, also in the copies that `set_attribute` made of it.
+    """Set an attribute of a configuration by its dotted path `name` from the model, also in copies by `set_attribute`.
 
-    A copy with another value was set on purpose, and stays.
+    A copy whose value differed from the configuration's value keeps its value.
     """
     owner, _, last = name.rpartition(".")
     target = attrgetter(owner)(model)

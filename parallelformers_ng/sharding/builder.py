@@ -1,4 +1,4 @@
-"""Policy × model skeleton × world size → ShardPlan. Pure: no weights, no processes, no GPU; `meta` models will do."""
+"""Builds a `ShardPlan` from policies, a model and a world size. No weights are read: a model on `meta` is enough."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from parallelformers_ng.sharding.units import CutUnit, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
 _ABOUT_THE_SAME = 1.05
-"""A tensor counts as spread evenly, or by the ratio, while the rank that has most of it beside its part has at most
-this many times what the one with least has."""
+"""Limit for a tensor that counts as evenly spread: the largest bytes of a rank by the smallest, each first divided by
+the rank's part."""
 
 
 def build_plan(
@@ -40,20 +40,20 @@ def build_plan(
     parts: Sequence[float] = (),
     quantize: QuantizeOptions | None = None,
 ) -> ShardPlan:
-    """Work out what each rank holds.
+    """Return the plan: the slices of every tensor for each rank.
 
     Args:
         model: the model, on any device, also `meta`.
         world_size: number of ranks, at least 1.
         selection: the policies that apply, from `known_policies`.
-        dtype: data type to cast floating-point parameters to; None leaves them.
-        exhaustive: cut what the policies leave even where it is small, so that a proof shows that it can be.
-        parts: part of the model for each rank, 1 in all; none if all are to hold the same.
-        quantize: weights to hold in few bits.
+        dtype: data type of floating-point tensors after the cast; None keeps their data types.
+        exhaustive: whether to cut even small tensors that policies leave whole, as a proof does.
+        parts: fraction of the model for each rank, sum 1; empty for equal fractions.
+        quantize: options that select the weights to quantize.
 
     Raises:
-        PolicyError: a rule matches no layer, or does not fit the layer it matches.
-        ParallelError: `quantize` names a layer that is not there.
+        PolicyError: a rule matches no layer, or does not fit the layer that it matches.
+        ParallelError: `quantize` names a layer that the model does not have.
     """
 
     group = border(model, quantize)
@@ -79,7 +79,7 @@ def build_plan(
 
 
 def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
-    """Return the bytes of the tensors that are spread as they should be: mostly those that are not counted in heads."""
+    """Return the bytes of the tensors that are spread evenly by `parts`: mostly tensors not counted in heads."""
     flexible = 0
     for tensor in plan.stored():
         bytes_per_rank = list(
@@ -91,7 +91,7 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Return why a policy does not fit a model, or "" if it does."""
+    """Return why a policy does not fit a model; "" if the policy fits."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:
@@ -100,19 +100,19 @@ def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
 
 
 class _Builder:
-    """Applies policies to a draft.
+    """Builder that applies policies to the draft of one model.
 
     Args:
         draft: the draft.
-        customs: policies of the caller's, whose rules apply whatever code they cut.
-        lenient: leave uncut what an inferred policy does not fit: it was found on a copy made of the configuration,
-            which a program may have made the model unlike. In a proof it is an error.
+        customs: policies of the caller, whose rules apply even to foreign code.
+        lenient: whether a layer stays whole if an inferred policy does not fit it. The twin, on which the policy was
+            found, may differ from the model. If False, as in a proof, a misfit raises PolicyError.
 
     Attributes:
         blocks: paths of the modules that the policies apply to.
-        uncut: path of a module whose layers stay whole, although a policy names them → why.
-        units: path of a module beneath which parts are computed → paths beneath it that they do not reach.
-        whole_attentions: policy whose attentions are cut in no block → why.
+        uncut: path of a module whose layers stay whole although a policy names them → reason.
+        units: path of a module in which ranks compute parts of a result → paths of other units.
+        whole_attentions: policy whose attentions stay whole in all blocks → reason.
     """
 
     def __init__(self, draft: Draft, customs: Sequence[type[Policy]] = (), lenient: bool = False) -> None:
@@ -128,8 +128,11 @@ class _Builder:
         self.blocks: list[str] = []
 
     def find_whole_attentions(self, policies: Sequence[type[Policy]]) -> None:
-        """Find the policies of which one attention runs code of the program's: then none is cut, nor the attentions
-        around or within it."""
+        """Find the policies whose attentions stay whole.
+
+        If one attention of a policy runs foreign code, all attentions of that policy stay whole. Attentions of other
+        policies that contain a whole attention, or are inside a whole attention, stay whole too.
+        """
         roots: dict[type[Policy], list[str]] = {}
         for policy in policies:
             for block, _ in () if policy in self.customs else self._blocks(policy):
@@ -150,7 +153,7 @@ class _Builder:
         return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
 
     def _not_stock(self, policy: type[Policy], unit: CutUnit, block: str) -> str:
-        """Return why the rules of a unit cannot be applied to a block; "" if they can."""
+        """Return why the rules of a unit cannot be applied to a block; "" if the rules can be applied."""
         key = policy, unit, block
         if key not in self._reasons:
             layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
@@ -180,10 +183,10 @@ class _Builder:
     def _apply_unit(
         self, policy: type[Policy], unit: CutUnit, block: str, heads: dict[str, list[HeadShare]]
     ) -> set[str]:
-        """Apply the rules of a unit to a block, or leave it uncut if a module in it runs code of the program's.
+        """Apply the rules of a unit to a block, or leave the unit whole if one of its modules runs foreign code.
 
         Returns:
-            The rules that match a layer.
+            Paths of the rules that match a layer.
         """
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
@@ -216,7 +219,7 @@ class _Builder:
         return matched
 
     def _targets(self, path: str) -> list[str]:
-        """Return the places that a rule names: one, or all that its `*` stand for."""
+        """Return the module paths that a rule's path names; a `*` matches any one name."""
         if "*" not in path:
             return [path]
         pattern = re.compile(re.escape(path).replace(r"\*", "[^.]+"))
@@ -231,7 +234,7 @@ class _Builder:
                 raise PolicyError(f"{policy.__name__}: requires {name!r}, and {where} ({error})") from error
             if value != wanted:
                 raise PolicyError(
-                    f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy holds for {wanted!r} alone"
+                    f"{policy.__name__}: {dotted(path, name)} is {value!r}, and this policy requires {wanted!r}"
                 )
 
     def _head_shares(self, policy: type[Policy], path: str) -> dict[str, list[HeadShare]]:
@@ -290,7 +293,7 @@ class _Builder:
 
 
 def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
-    """Return the closest module at or above `path` that has a `Heads` rule, or "?" where none has."""
+    """Return the closest module at or above `path` that has a `Heads` rule; "?" if no module has."""
     above = [prefix for prefix in heads if is_within(path, prefix)]
     return max(above, key=len, default="?")
 

@@ -1,8 +1,8 @@
-"""The data types of a model after `dtype=`: those that `from_pretrained(dtype=…)` would have given it.
+"""Computes a model's data types after `dtype=`, which equal those of `from_pretrained(dtype=…)`.
 
-`from_pretrained` does not cast every tensor. It builds the class with another default type: tensors whose type the
-modelling code names (rotary frequencies, a router's bias) keep theirs, and all others change, including buffers outside
-checkpoints. A copy of the class, built likewise on `meta`, tells them apart.
+`from_pretrained` does not cast every tensor. It builds the class with another default data type. A tensor keeps its
+data type if the modelling code names that type (rotary frequencies, a router's bias). All other tensors change,
+including buffers outside checkpoints. A copy of the class, built the same way on `meta`, shows each tensor's type.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the data type asked for by `fp16` and `dtype` of `parallelize`, or None.
+    """Return the data type that the arguments `fp16` and `dtype` of `parallelize` select; None casts nothing.
 
     Raises:
-        ParallelError: they contradict each other, or name none.
+        ParallelError: `fp16` and `dtype` contradict each other, or `dtype` is no floating-point data type.
     """
     if dtype == "auto":
         dtype = None
@@ -46,27 +46,27 @@ def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | N
 
 
 class CastRule:
-    """The data types of a model after a cast to `dtype`; None leaves all as they are.
+    """Rule that gives the data type of each tensor after a cast to `dtype`; None keeps all data types.
 
-    Tensors that the class does not make itself (of a module that the user put in, or of no transformers model) are cast
-    if a checkpoint holds them.
+    A tensor that the model's class does not create itself is cast if checkpoints hold it. An example is a tensor of a
+    module that the user added.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         self._model = model
-        self._made = None if dtype is None else _made_in(model, dtype)
-        built = {} if self._made is None else all_tensors(self._made)
+        self._copy = None if dtype is None else _copy_in(model, dtype)
+        built = {} if self._copy is None else all_tensors(self._copy)
         self._types = {name: tensor.dtype for name, tensor in built.items()}
-        planned = self._made._get_dtype_plan(dtype) if self._made is not None and dtype is not None else {}
-        # As transformers reads them: anywhere in a name, the first that matches counts.
+        planned = self._copy._get_dtype_plan(dtype) if self._copy is not None and dtype is not None else {}
+        # Like transformers: a pattern may match anywhere in a name, and the first matching pattern decides.
         self._patterns = {re.compile(pattern.replace("*", ".*")): kind for pattern, kind in planned.items()}
 
     def dtype_of(self, name: str, tensor: torch.Tensor, persistent: bool = True) -> torch.dtype:
         """Return the data type of a parameter or buffer after the cast.
 
         Args:
-            persistent: whether checkpoints hold it.
+            persistent: whether checkpoints hold the tensor.
         """
         if self.dtype is None:
             return tensor.dtype
@@ -78,21 +78,25 @@ class CastRule:
         return self._types.get(name, self.dtype) if cast else tensor.dtype
 
     def settings(self) -> dict[str, Any]:
-        """Attributes that hold a data type, by dotted name, and the one they have after the cast: those of modules, and
-        of the configuration and its parts."""
-        if self._made is None:
+        """Return attributes whose data type the cast changes: dotted name → data type after the cast.
+
+        The attributes are those of modules, of the configuration and of its sub-configurations.
+        """
+        if self._copy is None:
             return {}
-        named, built = dict(_data_types(self._model)), dict(_data_types(self._made))
+        named, built = dict(_data_types(self._model)), dict(_data_types(self._copy))
         return {name: built[name] for name, kind in named.items() if built.get(name, kind) != kind}
 
 
 def holds_plain_weights(model: PreTrainedModel) -> bool:
-    """Return whether the weights of a model are plain numbers, of the names and shapes that its class has
-    unquantized: transformers marks a model of a GGUF file as quantized even if it unpacked the file."""
+    """Return whether a model's weights are unquantized: plain tensors with the names and shapes that its class builds.
+
+    transformers marks a model from a GGUF file as quantized even if it dequantized the weights.
+    """
     tensors = all_tensors(model)
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in tensors.values()):
         return False
-    built = _made_in(model, model.dtype)
+    built = _copy_in(model, model.dtype)
     plain = {} if built is None else all_tensors(built)
     wanted = {name: (tensor.shape, tensor.is_floating_point()) for name, tensor in plain.items()}
     shapes = {
@@ -101,17 +105,17 @@ def holds_plain_weights(model: PreTrainedModel) -> bool:
     return shapes == wanted
 
 
-def _made_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
-    """Return the same class as `from_pretrained(dtype=dtype)` builds it, on `meta`; None if that cannot be told."""
+def _copy_in(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Build the model's class on `meta` like `from_pretrained(dtype=dtype)`; return None if that fails."""
     if not isinstance(model, PreTrainedModel):
         return None
     try:
         with torch.device("meta"):
             return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
-    except Exception as error:  # the modelling code decides what it can be built from
+    except Exception as error:  # modelling code may raise anything
         log.warning(
-            "%s cannot be built from its configuration alone (%s), so its buffers that no checkpoint holds keep their"
-            " data type. from_pretrained(dtype=%s) casts them where its code says so",
+            "%s cannot be built from its configuration alone (%s), so its buffers outside checkpoints keep their data"
+            " type; load the model with from_pretrained(dtype=%s) to cast these buffers as well",
             type(model).__name__,
             f"{type(error).__name__}: {error}".partition("\n")[0],
             dtype,

@@ -1,4 +1,4 @@
-"""The draft of a plan: the cuts and layers noted so far, and how widths and attributes are divided."""
+"""Drafts a plan: records cuts and parallel layers, and divides widths and attributes among the ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard
 
 
 class Draft:
-    """Cuts and layers of one model, noted rule by rule.
+    """Cuts and parallel layers of one model, recorded rule by rule.
 
     Attributes:
         world_size: number of ranks.
-        parts: fraction of the whole for each rank, 1 in all; empty for equal fractions.
-        shares: fraction for each rank of widths that are not counted in heads, as for `spread`.
-        group: how much of that is to stay together, as for `spread_columns`.
+        parts: fraction of the model for each rank, sum 1; empty for equal fractions.
+        shares: fraction for each rank of widths that are not counted in heads, as in `spread`.
+        group: width of the column groups that are not cut, as in `spread_columns`.
         modules: dotted path → module.
-        foreign: dotted path of a module that runs code of the program's → what it is; none if a proof has run it.
-        cuts: tensor name → one shard per rank, and the rule that made them.
-        layers: jobs of the injector, each once.
-        who: the policy, rule and place that is being applied, for errors.
-        counter: the module that counts the heads for it; None if none does.
+        foreign: dotted path of a module that runs foreign code → description of the code; empty if a proof has run it.
+        cuts: tensor name → one shard per rank, and the rule that made the shards.
+        layers: module path, and parallel layer or name of a child layer → job of the injector.
+        who: policy, rule and path being applied, for error messages.
+        counter: module that counts the heads for the current rule; None if no module does.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Draft:
         return dict(self.cuts), dict(self.layers)
 
     def restore(self, notes: tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]) -> None:
-        """Forget what was noted since."""
+        """Return the draft to a snapshot from `notes`."""
         self.cuts, self.layers = notes
 
     # -- notes ---------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Draft:
 
         Args:
             ranges: ranges held by each rank.
-            zero: for each rank, whether it holds zeros instead; none does by default.
+            zero: whether each rank holds zeros instead of values; by default no rank does.
         """
         zeros = zero or [False] * self.world_size
         self._note(name, [Shard(dim, rank_ranges, off) for rank_ranges, off in zip(ranges, zeros, strict=True)], rule)
@@ -81,18 +81,18 @@ class Draft:
     def _note(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
         known = self.cuts.get(name)
         if known is not None and known[0] != tuple(shards):
-            raise PolicyError(f"{self.who}: {name} is already cut otherwise, by {known[1]}")
+            raise PolicyError(f"{self.who}: {name} is already cut in another way, by {known[1]}")
         self.cuts[name] = (tuple(shards), rule or self.who.split(" on ")[0])
 
     def layer(
         self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Note what a module becomes on each rank: which parallel layer, and with which attributes."""
+        """Record the parallel layer that a module becomes, and the attributes to set on each rank."""
         local = [{} for _ in range(self.world_size)] if attributes is None else attributes
         self.layers[path, cls] = LayerPlan(path, cls, tuple(local))
 
     def widths(self, owner: str, layer: str, names: Sequence[str], widths: Sequence[int]) -> None:
-        """Set attributes of a module that say how many outputs one of its layers has."""
+        """Record attributes of the module `owner` that count the outputs of its child `layer` on each rank."""
         for name in names:
             self.attribute(self.modules[owner], name)
         attributes = tuple(dict.fromkeys(names, width) for width in widths)
@@ -108,12 +108,14 @@ class Draft:
         heads: list[HeadShare],
         interleaved: bool = False,
     ) -> list[tuple[Range, ...]]:
-        """Return the ranges of each rank in a dimension of `size`, made of adjacent parts, or of parts `interleaved`
-        within the group of each key/value head."""
+        """Return the ranges of each rank in a dimension of `size`.
+
+        The dimension is packed from adjacent parts, or from parts `interleaved` within each key/value head's group.
+        """
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
         if not heads and any(part in ("query", "key") for part in units):
-            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it says Heads(...)")
+            raise PolicyError(f"{self.who}: is counted in heads, but no rule above it is Heads(...)")
         try:
             if interleaved:
                 return cut_interleaved(size, units, heads, widths)
@@ -122,7 +124,7 @@ class Draft:
             raise PolicyError(f"{self.who}: {error}") from None
 
     def _parts(self, parts: Sequence[Unit | Part], default: Unit) -> tuple[list[Unit], list[int]]:
-        """Return the unit of each part, and the width of its heads where parts have their own."""
+        """Return the unit of each part, and the head width of each part; no widths if no part is a `Part`."""
         units = [(part.unit if isinstance(part, Part) else part) or default for part in parts]
         named = [part.width for part in parts if isinstance(part, Part)]
         if named and len(named) < len(parts):
@@ -137,7 +139,7 @@ class Draft:
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """Return an attribute of the module that counts the heads."""
+        """Return the attribute `name` of the module that counts the heads; of the model if no module does."""
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:
@@ -148,7 +150,7 @@ class Draft:
                 raise PolicyError(f"{self.who}: {type(module).__name__} has no attribute {name!r}{hint}")
             value = getattr(value, part)
         if not isinstance(value, int) or value < 1:
-            raise PolicyError(f"{self.who}: {name} is {value!r}, a positive number is needed")
+            raise PolicyError(f"{self.who}: {name} is {value!r}; it must be a positive integer")
         return value
 
     def scale(self, module: nn.Module, name: str, mine: int, total: int) -> int:

@@ -1,9 +1,9 @@
-"""Weights in few bits: how numbers become small ones and scales, and back, and which of these a rank holds.
+"""Quantizes weights to quantized numbers and scales, dequantizes them, and computes each rank's parts.
 
-    w ≈ q · s          q: small numbers, s: a scale for each block of them along one dimension
+    w ≈ q · s          q: quantized numbers, s: one scale for each block of numbers along one dimension
 
-Symmetric, like torchao's weight-only schemes: slices of the quantized whole weight are, bit for bit, the quantized
-slices.
+Symmetric, like torchao's weight-only schemes. A slice of the quantized weight equals, bit for bit, the quantized slice
+of the weight.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 SCALE = "_scale"
-"""What the name of a weight's scales ends with; its small numbers have the name of the weight."""
+"""Suffix of the name of a weight's scales. The quantized numbers have the name of the weight."""
 _AT_ONCE = 1 << 20
-"""Bytes of small numbers that are in float32 at a time, on CPU."""
+"""Bytes of quantized numbers that are dequantized at a time on CPU."""
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The format of the small numbers.
+    """A format of quantized numbers.
 
     Attributes:
-        dtype: the data type in which they are held.
-        largest: how many scales the largest number of a block is from zero.
-        per_byte: how many there are in an element of that type, the first one in its lowest bits.
-        own_scales: scales are fp32 and at least so large; None if they have the data type of the weight.
+        dtype: data type of the stored tensor.
+        largest: largest absolute weight of a block, in units of the block's scale.
+        per_byte: quantized numbers in one stored element; the first number has the lowest bits.
+        own_scales: smallest scale if scales are fp32; None if scales have the data type of the weight.
     """
 
     dtype: torch.dtype
@@ -49,12 +49,13 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """How one weight is held.
+    """The quantization of one weight.
 
     Attributes:
-        kind: format of the small numbers: "int8"; "int4", two in a byte; "fp8", floats with 4 bits of exponent.
-        dim: the dimension along which numbers share a scale, that of the inputs, counted from the last one, -1.
-        block: how many of them share one. The plan cuts between blocks, or shares the only one.
+        kind: format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", 4 bits of exponent.
+        dim: dimension of the inputs, along which numbers share a scale; negative, -1 is the last dimension.
+        block: number of inputs that share one scale. The plan cuts between blocks; a single block's scale is
+            replicated.
     """
 
     kind: str
@@ -66,53 +67,53 @@ class Encoding:
         return _KINDS[self.kind].per_byte
 
     def fits_kernels(self, scales: int) -> bool:
-        """Return whether the kernels read a matrix that is held so as it is.
+        """Return whether the kernels can multiply by a matrix in this encoding without dequantizing it first.
 
         Args:
-            scales: how many an output has.
+            scales: number of scales of each output.
         """
         if self.kind == "int8":
             return scales == 1
         return self.kind == "int4" and (self.block in (32, 64) or self.block % 128 == 0)
 
     def has_scale_per_output(self, scales: Tensor) -> bool:
-        """Return whether the numbers, one in a byte, may be multiplied before they are scaled."""
+        """Return whether each output has one scale and each byte one number, so that outputs can be scaled."""
         return self.per_byte == 1 and self.dim == -1 and scales.shape[-1] == 1
 
     def shape(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the weight, given that of its small numbers."""
+        """Return the shape of the weight from the shape of its quantized numbers."""
         shape = list(numbers)
         shape[self.dim] *= self.per_byte
         return tuple(shape)
 
     def misfit(self, tensor: TensorPlan) -> str:
-        """Return why a tensor cannot be held so, or not be cut as its plan says; "" if it can."""
+        """Return why a tensor cannot have this encoding with the cuts of its plan; "" if it can."""
         size, border = tensor.shape[self.dim], self.per_byte
         if tensor.dtype not in HIGH_PRECISION or not size:
             return f"it is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         if self.block != size:
             border = self.block
         if size % border:
-            return f"{size} inputs are no multiple of {border}"
+            return f"its {size} inputs are not a multiple of {border}"
         cuts = [shard.ranges for shard in tensor.shards if shard.dim == self.dim % len(tensor.shape)]
         if any(end % border for cut in cuts for span in cut for end in span):
-            return f"ranks have parts of its {size} inputs that are no multiple of {border}"
+            return f"ranks cut its {size} inputs at places that are not a multiple of {border}"
         return ""
 
     def parts(self, tensor: TensorPlan) -> tuple[TensorPlan, TensorPlan]:
-        """Small numbers and scales that ranks hold in the place of a tensor."""
+        """Return the plans of the quantized numbers and of the scales that replace a tensor on the ranks."""
         kind, dim = _KINDS[self.kind], self.dim % len(tensor.shape)
         numbers = replace(_divided(tensor, dim, kind.per_byte), dtype=kind.dtype)
         dtype = tensor.dtype if kind.own_scales is None else torch.float32
         name, storage = tensor.name + SCALE, tensor.storage + SCALE
         scales = replace(_divided(tensor, dim, self.block), name=name, storage=storage, dtype=dtype)
-        if scales.shape[dim] == 1:  # one scale for a whole row; a rank may hold a part of that row
+        if scales.shape[dim] == 1:  # one scale for a whole row: each rank holds it, even with a part of the row
             shards = (replace(s, dim=None, ranges=(), zero=False) if s.dim == dim else s for s in scales.shards)
             scales = replace(scales, shards=tuple(shards))
         return numbers, scales
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Small numbers and scales of a weight, which is whole along `dim`, or has whole blocks."""
+        """Return the quantized numbers and the scales of a weight, which must have whole blocks along `dim`."""
         scales = self.scales(weight)
         return self.numbers(weight, scales), scales
 
@@ -125,7 +126,7 @@ class Encoding:
         return scales.float().clamp(min=kind.own_scales)
 
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return the nearest small numbers, ties to even."""
+        """Return the quantized numbers nearest to `weight / scales`; ties round to even."""
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:
             return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
@@ -137,15 +138,15 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight, or the part of it that the numbers and scales are of."""
+        """Return the dequantized numbers: the weight, or the part of the weight that the numbers belong to."""
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():
             return self._decoded(numbers, scales, dtype)
         out = torch.empty(self.shape(tuple(numbers.shape)), dtype=dtype, device=numbers.device)
         parts = (each.split(lines, along) for each in (out, numbers, scales))
-        for to, some, their in zip(*parts, strict=True):
-            to.copy_(self._decoded(some, their, dtype))
+        for target, part, part_scales in zip(*parts, strict=True):
+            target.copy_(self._decoded(part, part_scales, dtype))
         return out
 
     def _decoded(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,25 +154,24 @@ class Encoding:
             pairs = numbers.view(torch.int8)
             numbers = torch.stack((pairs << 4 >> 4, pairs >> 4), self.dim).flatten(self.dim - 1, self.dim)
         elif numbers.dtype.is_floating_point:
-            numbers = numbers.to(dtype)  # which has all that 8 bits can say
+            numbers = numbers.to(dtype)  # exact: `dtype` can represent every fp8 number
         out = numbers.new_empty(numbers.shape, dtype=dtype)
         blocks = scales.shape[self.dim]
         in_blocks = blocks, numbers.shape[self.dim] // max(1, blocks)
-        # A device rounds each product as it writes it: nothing wider than the weight is ever in its memory.
+        # A device rounds each product before writing, so its memory never holds a type wider than the weight's.
         numbers, target = (each.unflatten(self.dim, in_blocks) for each in (numbers, out))
         torch.mul(numbers, scales.unsqueeze(self.dim), out=target)
         return out
 
     def spread(self, scales: Tensor, shape: torch.Size) -> Tensor:
-        """Broadcast scales to `shape`, the shape of the numbers that they multiply."""
+        """Return scales that broadcast to `shape`, the shape of the numbers that the scales multiply."""
         if scales.shape[self.dim] in (1, shape[self.dim]):
             return scales
         return scales.repeat_interleave(self.block, self.dim)
 
 
 def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
-    """Cut the small tensor at the places of the large one; each of its elements stands for several along a
-    dimension."""
+    """Return the plan of a tensor with `by` times fewer elements along `dim`, cut at the same places."""
     shape = list(tensor.shape)
     shape[dim] //= by
     shards = (replace(s, ranges=divided(s.ranges, by)) if s.dim == dim else s for s in tensor.shards)
@@ -179,5 +179,5 @@ def _divided(tensor: TensorPlan, dim: int, by: int) -> TensorPlan:
 
 
 def divided(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
-    """Return ranges in units of so many, of which each has whole ones."""
+    """Return ranges in units of `by` columns; all bounds must be multiples of `by`."""
     return tuple((start // by, stop // by) for start, stop in ranges)

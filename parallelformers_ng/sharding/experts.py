@@ -1,4 +1,4 @@
-"""Mixtures of experts that are stacked in 3-D parameters: each expert is cut by width."""
+"""Cuts mixtures of experts that are stacked in 3-D parameters: each expert is cut by width."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def has_experts_interface(module: nn.Module) -> bool:
 
 
 def takes_experts_one_by_one(module: nn.Module) -> bool:
-    """Return whether a module stacks experts, and can be told to compute them one after another, each with its own
-    matrices: transformers' interface of experts leaves on a module which way the stacked matrices lie."""
+    """Return whether a module stacks experts and can compute one expert after another, each with its own matrices.
+
+    transformers' experts interface sets `is_transposed`, the layout of the matrices, on such a module.
+    """
     return hasattr(module, "is_transposed") and any(p is not None and p.ndim == 3 for p in module._parameters.values())
 
 
 class OnFirstRank(ParallelLayer):
-    """A path without weights beside cut ones whose outputs are summed: rank 0 takes it, the others give zeros."""
+    """A layer without weights whose output is summed with outputs of cut layers: only rank 0 returns non-zeros."""
 
     takes_part = False
 
@@ -43,7 +45,7 @@ class OnFirstRank(ParallelLayer):
 
 
 class ReducedInput(ParallelLayer):
-    """Sums partial products before it does to them what a sum does not commute with: z = f(Σᵣ yᵣ Bᵣ), a norm f."""
+    """A layer f, such as a norm, that sums its partial input over the ranks first: z = f(Σᵣ yᵣ Bᵣ)."""
 
     gives_part = False
 
@@ -53,14 +55,14 @@ class ReducedInput(ParallelLayer):
 
 @dataclass(frozen=True)
 class Experts(Rule):
-    """Cut every expert of a mixture by width: gate and up by columns, down by rows, the outputs summed.
+    """Cut every expert of a mixture by width: gate and up by columns, down by rows; the outputs are summed.
 
-    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Their geometry
-    (transposed, gate and up side by side or interleaved, biases) comes from the attributes of transformers' experts
-    interface.
+    For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Attributes of
+    transformers' experts interface give the layout: transposed or not, gate and up side by side or interleaved, biases.
 
     Args:
-        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
+        reduce: whether to sum the partial outputs in this module. False if a later `Reduce` rule sums several layers
+            at once.
     """
 
     reduce: bool = True
@@ -73,14 +75,14 @@ class Experts(Rule):
         if up_name not in names or "down_proj" not in names or names[up_name].ndim != 3:
             raise PolicyError(f"{draft.who}: holds {sorted(names)}, not 3-D gate_up_proj (or up_proj) and down_proj")
         up, down = names[up_name], names["down_proj"]
-        # Modules without the interface's attribute: gate and up together are wider than down, whichever way they lie.
+        # Without `is_transposed`, the shapes show the layout: gate and up together are twice as wide as down.
         lies = up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
         transposed = getattr(module, "is_transposed", fused and lies)
         out_dim, in_dim = (2, 1) if transposed else (1, 2)
         width = down.shape[in_dim]
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
-        # A rank without columns holds a few of zeros, as the grouped matrix products take no empty operand.
+        # A rank without columns holds a few columns of zeros: grouped matrix products refuse empty operands.
         if has_groups(width, draft.world_size, draft.group):
             rank_ranges = spread_aligned(width, draft.world_size, math.lcm(draft.group, 8), draft.shares)
         else:
@@ -88,14 +90,14 @@ class Experts(Rule):
         idle = [start == stop for start, stop in rank_ranges]
         rank_ranges = [rank_ranges[0] if off else bounds for bounds, off in zip(rank_ranges, idle, strict=True)]
         if not fused:
-            up_held: list[tuple[Range, ...]] = [((start, stop),) for start, stop in rank_ranges]
+            up_ranges: list[tuple[Range, ...]] = [((start, stop),) for start, stop in rank_ranges]
         elif getattr(module, "is_concatenated", True):
-            up_held = [join([(start, stop), (width + start, width + stop)]) for start, stop in rank_ranges]
+            up_ranges = [join([(start, stop), (width + start, width + stop)]) for start, stop in rank_ranges]
         else:
-            up_held = [((2 * start, 2 * stop),) for start, stop in rank_ranges]
+            up_ranges = [((2 * start, 2 * stop),) for start, stop in rank_ranges]
         for name, dim, ranges in (
-            (up_name, out_dim, up_held),
-            (f"{up_name}_bias", 1, up_held),
+            (up_name, out_dim, up_ranges),
+            (f"{up_name}_bias", 1, up_ranges),
             ("down_proj", in_dim, [(bounds,) for bounds in rank_ranges]),
         ):
             if name in names:
@@ -109,8 +111,8 @@ class Experts(Rule):
         draft.layer(
             path, Reduced if sums else None, [dict.fromkeys(scaled, stop - start) for start, stop in rank_ranges]
         )
-        if normed:  # what an expert gives is summed before its norm, expert by expert, in the same order on all ranks
+        if normed:  # each expert's output is summed before its norm; all ranks compute experts in the same order
             draft.layer(f"{path}.post_expert_norm", ReducedInput)
         if isinstance(getattr(module, "identity_expert", None), nn.Identity):
-            # Experts that give back their input: the sum over the ranks counts them once.
+            # Identity experts return their input, which the sum over the ranks must count only once.
             draft.layer(f"{path}.identity_expert", OnFirstRank)

@@ -1,4 +1,4 @@
-"""Attention: a rank computes whole query heads and the key/value heads that they read."""
+"""Cuts attention: each rank computes whole query heads, and the key/value heads that its query heads read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from parallelformers_ng.sharding.partition import HeadShare
 from parallelformers_ng.sharding.policy import Rule
 
 Place = int | str
-"""Place of a tensor among the outputs of a module: an index in a tuple or a key in a dictionary."""
+"""Place of a tensor in the outputs of a module: an index in a tuple or a key in a dictionary."""
 
 
 class HeadParallel(ParallelLayer):
-    """Attention over this rank's heads. Nothing is exchanged, unless the weights of all heads are looked at.
+    """Attention over this rank's heads. Ranks exchange data only if code reads the attention weights of all heads.
 
     Attributes:
-        head_sizes: query heads of each rank, 0 for a rank without any.
-        weights_at: the outputs with a dimension of heads: their places, step by step, and that dimension.
+        head_sizes: number of query heads of each rank, 0 for a rank without heads.
+        weights_at: outputs with a dimension of heads: the path of places to each output, and that dimension.
     """
 
     head_sizes: Sequence[int]
@@ -43,12 +43,13 @@ class HeadParallel(ParallelLayer):
         return output
 
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
-        """Return the weights of all heads to callers that look at attention weights.
+        """Return attention weights in the shape of all heads; ranks gather all heads only if code reads the result.
 
         Args:
-            weights: four or more dimensions; a tensor of another shape has no heads in it.
-            dim: their dimension of heads.
-            change: made of the weights of all heads before they are looked at.
+            weights: attention weights of this rank, four or more dimensions. A tensor without a dimension of this
+                rank's heads is returned unchanged.
+            dim: dimension of heads in `weights`.
+            change: function applied to the gathered weights; None applies no function.
         """
         if weights.ndim < 4 or weights.shape[dim] != max(1, self.head_sizes[self.communicator.rank]):
             return weights
@@ -58,30 +59,29 @@ class HeadParallel(ParallelLayer):
             return whole if change is None else change(whole)
 
         if is_compiling():
-            return gather()  # the compiler leaves out what nobody looks at
+            return gather()  # the compiler removes results that no code reads
         return OwnHeads(weights, dim, self.head_sizes, gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather the weights of all heads. A rank without heads computes some of a copied head, and contributes
-        none."""
+        """Gather the attention weights of all heads. A rank without heads has weights of a copied head, which are
+        left out."""
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
         return self.communicator.all_gather(own, dim, self.head_sizes)
 
 
 def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return these heads, consecutive, of what there is for all along a dimension: a view, which no device has to be
-    told."""
+    """Return a view of the consecutive heads `indices` along a dimension, without copying indices to a device."""
     return whole.narrow(dim, indices[0], len(indices))
 
 
 class BiasedHeadParallel(HeadParallel):
-    """Attention over this rank's heads where the model makes a bias for all heads outside: b ↦ b[heads of this rank].
+    """Attention over this rank's heads with a bias that the model makes for all heads: b ↦ b[heads of this rank].
 
     Attributes:
         bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
             more dimensions, or `[batch · heads, …, keys]` of three.
-        head_indices: this rank's heads, consecutive.
-        head_count: heads of the whole model.
+        head_indices: indices of this rank's heads, consecutive.
+        head_count: number of heads of the whole model.
     """
 
     bias_names: Sequence[str]
@@ -105,7 +105,8 @@ class BiasedHeadParallel(HeadParallel):
 class NarrowedHeadParallel(BiasedHeadParallel):
     """Attention that merges its heads to the width of its input: `merged.view(batch, length, hidden.size(-1))`.
 
-    On a rank the merged heads are narrower than the input, so such a view can only be meant for them.
+    On a rank the merged heads are narrower than the input. A view of the merged heads to the input's width is changed
+    to a view to the merged width.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ class NarrowedHeadParallel(BiasedHeadParallel):
 
 
 class _NarrowedViews(TorchFunctionMode):
-    """Turns a view to `whole` columns, of a tensor with elements for `own` columns only, into one to these."""
+    """Mode that changes a view to `whole` columns into a view to `own` columns if the tensor's size fits only `own`."""
 
     def __init__(self, whole: int, own: int) -> None:
         super().__init__()
@@ -136,29 +137,28 @@ class _NarrowedViews(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """Says that a module is attention: layers beneath it are cut by whole heads.
+    """Mark a module as attention: layers beneath it are cut by whole heads.
 
-    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count read there
-    is left as it is unless it is also among the scaled ones: most forwards do not look at it again.
+    Attribute names are relative to the module; `config.x` is read from the module's configuration. A count in the
+    configuration stays unchanged on the ranks unless `scaled` or `scaled_key` names it.
 
     Args:
         query: attribute that holds the number of query heads.
-        key: attribute that holds the number of key/value heads; "" where `groups` says it, or where it is the number
-            of query heads.
-        groups: attribute that holds query heads per key/value head, "" if the module has none.
+        key: attribute that holds the number of key/value heads; "" if `groups` gives that number, or if it equals the
+            number of query heads.
+        groups: attribute that holds the number of query heads per key/value head; "" if there is no such attribute.
         scaled: further attributes, proportional to the query heads, that the forward reads (`embed_dim`, …).
-        scaled_key: the same for attributes proportional to the key/value heads.
-        weights: place of the attention weights among the module's outputs: an index, a key, or several one after
-            another; None if it gives none of its own.
-        weights_dim: their dimension of heads.
+        scaled_key: further attributes, proportional to the key/value heads, that the forward reads.
+        weights: place of the attention weights in the module's outputs: an index, a key, or a tuple of these for
+            nested outputs; None if the module does not return weights.
+        weights_dim: dimension of heads in the attention weights.
         more_weights: further outputs with a dimension of heads, as `(place, dimension)`.
-        biases: keyword arguments of the forward that hold a value for every head of the model, made outside the module
-            (ALiBi). Each rank takes those of its heads: dimension 1 of four or more, or dimension 0 (batch × heads) of
-            three.
-        fresh: attributes that keep a state from call to call, as wide as all heads; a rank begins without.
-        input_width: the forward takes the width of its merged heads from its input and not from an attribute.
-        layer: the parallel layer that computes this attention, for one whose forward cannot work on a share of the
-            heads as it is.
+        biases: keyword arguments of the forward with values for all heads of the model, made outside the module
+            (ALiBi). Each rank takes the values of its heads: dimension 1 of a tensor of four or more dimensions,
+            dimension 0 (batch × heads) of three.
+        fresh: attributes that keep a state of all heads from call to call; each rank begins with None.
+        input_width: whether the forward takes the width of its merged heads from its input, not from an attribute.
+        layer: parallel layer for an attention whose own forward cannot compute a part of the heads.
     """
 
     query: str
@@ -175,7 +175,7 @@ class Heads(Rule):
     layer: type[HeadParallel] | None = None
 
     def count(self, draft: Draft, module: nn.Module) -> tuple[int, int]:
-        """(query heads, key/value heads) of an attention."""
+        """Return the numbers of query heads and key/value heads of an attention."""
         query = draft.attribute(module, self.query)
         if self.key:
             return query, draft.attribute(module, self.key)
@@ -209,11 +209,11 @@ class Heads(Rule):
 
 @dataclass(frozen=True)
 class Renewed(Rule):
-    """Says that a module may put another attention in the place of one of its own while it runs (`set_attention_type`);
-    the new one takes over the share of heads.
+    """Mark a module that may replace its attention while it runs (`set_attention_type`). The new attention gets the
+    same heads of this rank.
 
     Args:
-        attention: name of the child that is replaced, which has a `Heads` rule above this one.
+        attention: name of the child that is replaced. The plan has a `Heads` rule for this child before this rule.
     """
 
     attention: str
@@ -225,10 +225,10 @@ class Renewed(Rule):
 
 
 class RenewedAttention(ParallelLayer):
-    """A module that changes between full and sparse attention by making a new one around the same layers.
+    """A module that changes between full and sparse attention by making a new attention around the same layers.
 
     Attributes:
-        carried: state that the new one takes over: its counts of heads, and the needs of `HeadParallel`.
+        carried: attributes to copy to the new attention: numbers of heads, and the attributes of `HeadParallel`.
     """
 
     carried: Sequence[str]
@@ -245,12 +245,12 @@ class RenewedAttention(ParallelLayer):
 
 
 def own_part(value: Any) -> Any:
-    """Return this rank's part of the weights of all heads, which attention reads; return any other value unchanged."""
+    """Return this rank's attention weights from an `OwnHeads`; return any other value unchanged."""
     return value.own if type(value) is OwnHeads else value
 
 
 def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the outputs with the tensor at `place` changed; unchanged if there is none."""
+    """Return the outputs with `change` applied to the tensor at `place`; unchanged if `place` has no tensor."""
     step: Any
     step, *rest = place
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)
@@ -270,6 +270,6 @@ def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor
 
 
 def _set_on_ranks(counted_by: str, scaled: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the attributes to set per rank. A count in the configuration is set only where the policy lists it as
+    """Return the attributes to set per rank. A count in the configuration is set only if the policy lists it as
     scaled."""
     return scaled if not counted_by or counted_by.startswith("config.") else (counted_by, *scaled)

@@ -1,4 +1,4 @@
-"""Swaps the parallel layers in, as the plan says. Runs on a rank, on a skeleton whose tensors are still on `meta`."""
+"""Turns modules into the parallel layers of a plan. Runs on a rank, on a skeleton whose tensors are on `meta`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 
 
 def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> None:
-    """Turn `model` into rank `rank`'s share of it: parallel layers, local attributes, no weights yet.
+    """Reduce `model` to the modules of rank `rank`: set parallel layers and local attributes, but no weights.
 
     A column-parallel layer needs no class of its own: it is the same layer with fewer outputs.
     """
@@ -33,19 +33,19 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
 
 
 def settle(model: nn.Module, plan: ShardPlan) -> None:
-    """Set what a cast changes of a model besides its tensors."""
+    """Set the attributes of a model that the plan's cast changes, such as data types in the configuration."""
     for name, value in plan.settings.items():
         owner, _, last = name.rpartition(".")
         setattr(attrgetter(owner)(model) if owner else model, last, value)
 
 
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
-    """Return a copy of `model` that is rank `rank`'s share of it, weights included. The model itself is left as it is.
+    """Return a copy of `model`, reduced to the modules and weights of rank `rank`. `model` itself is not changed.
 
-    For proofs and tests in one process; workers build theirs from a skeleton instead.
+    For proofs and tests in one process. Workers build their modules from a skeleton instead.
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors, so nothing is held twice
+    share = copy.deepcopy(model, dict(names))  # the copy shares the tensors and needs no memory for them
     quantize_modules(share, plan)
     inject(share, plan, rank, communicator)
     tensors: dict[str, torch.Tensor] = {}

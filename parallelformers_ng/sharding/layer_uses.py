@@ -1,7 +1,7 @@
-"""Tells, from the source of the modelling code, whether it only calls a layer.
+"""Decides, from the source of modelling code, whether the code only calls a layer.
 
-Such a layer can be cut by columns, and its outputs gathered, wherever it is. One whose weight or widths the code reads
-elsewhere cannot.
+A layer that is only called can be cut by columns, with gathered outputs, anywhere in a model. A layer whose weight or
+widths the code reads cannot be cut in this way.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ROWS = re.compile(
     r"super\(\)\.forward\([^()]*\)( \* self\.embed_scale(\.to\(self\.weight\.dtype\))?)?"
     r"|self\.weight\[([^\[\],]|\[\d\])*\]"
 )
-"""Return whether an embedding that is cut by columns returns rows of its weight, at most scaled."""
+"""Return expressions of an embedding's forward that give rows of its weight, at most scaled."""
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
-    """Return whether neither the module at `path` nor the one that holds it looks at its weight or widths."""
+    """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths."""
     module = model.get_submodule(path)
     cls: type = type(module)
     owner: type = type(_owner(model, path))
@@ -45,13 +45,13 @@ def is_only_called(model: nn.Module, path: str) -> bool:
 
 
 def reads_parameters(model: nn.Module, path: str) -> bool:
-    """Return whether the module that holds the one at `path` looks at parameters of that."""
+    """Return whether the module that contains the module at `path` reads parameters of the contained module."""
     owner: type = type(_owner(model, path))
     return _reads(owner, frozenset(model.get_submodule(path)._parameters))
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the nearest module above that is more than a container."""
+    """Return the nearest module above `path` that is not a ModuleList, ModuleDict or Sequential."""
     path = path.rpartition(".")[0]
     while path and type(model.get_submodule(path)) in (nn.ModuleList, nn.ModuleDict, nn.Sequential):
         path = path.rpartition(".")[0]
@@ -60,7 +60,7 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
 
 @cache
 def _gives_rows(cls: type[nn.Module]) -> bool:
-    """Return whether a kind of embedding does no more than to look up rows, at positions it works out itself."""
+    """Return whether an embedding class only looks up rows of its weight, at positions that its forward computes."""
     own = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
     if cls.__base__ is not nn.Embedding or set(own) - _NEVER_CALLED != {"forward"}:
         return False
@@ -72,7 +72,7 @@ def _gives_rows(cls: type[nn.Module]) -> bool:
 
 @cache
 def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
-    """Return whether the methods of a class look at attributes of these names of other modules, or of their own."""
+    """Return whether the methods of a class read attributes with the names in `names`, of any module."""
     if cls.__module__.startswith("torch."):
         return True
     for base in cls.__mro__:
@@ -89,7 +89,7 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
 
 
 def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Return the functions that a member of a class runs: itself, functions that its decorators wrap, a property's
+    """Yield the functions behind a class member: the member itself, functions that decorators wrap, a property's
     getter."""
     if isinstance(method, property):
         method = method.fget

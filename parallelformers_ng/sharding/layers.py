@@ -1,7 +1,7 @@
-"""The base of the parallel layers. Each is the layer it replaces plus an exchange between the ranks.
+"""Defines the base class of parallel layers. A parallel layer is an ordinary layer plus an exchange between ranks.
 
-`inject.py` gives a module the class of its parallel layer in front of its own, so that whatever else the module carries
-(hooks, attributes, a subclass's own forward) stays as it was.
+`inject.py` puts the class of the parallel layer before the module's own class. The module's hooks, attributes and own
+forward stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ParallelLayer(nn.Module):
     """Base of the parallel layers.
 
     Attributes:
-        takes_part, gives_part: whether its inputs, its outputs differ between ranks: columns,
-            heads or partial sums of one rank. If not, all ranks have the same.
-        renews: whether its forward stands for the layer's own, which it does not call.
+        takes_part: whether the layer's inputs differ between ranks: columns, heads or partial sums of one rank.
+        gives_part: whether the layer's outputs differ between ranks: columns, heads or partial sums of one rank.
+        renews: whether the parallel layer's forward replaces the ordinary layer's forward without calling it.
         communicator: communicator of this rank's layers: all ranks, or the ranks of its stage.
     """
 
@@ -33,35 +33,37 @@ class ParallelLayer(nn.Module):
     communicator: Communicator
 
     def connect(self, everyone: Communicator, width: int) -> None:
-        """Called by the injector.
+        """Set the layer's communicator; the injector calls this method.
 
         Args:
             everyone: communicator of all ranks.
-            width: ranks of a stage, beside each other; all if there are no stages.
+            width: number of ranks in a stage; the world size if there are no stages.
         """
         self.communicator = everyone.within(width)
 
     if TYPE_CHECKING:
-        # It is mixed into a layer and has whatever that has: `weight`, `norms`, ….
+        # A parallel layer also inherits from an ordinary layer and has its attributes: `weight`, `norms`, ….
         def __getattr__(self, name: str) -> Any: ...
 
 
 @cache
 def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """`RowParallel` + `Linear` → `RowParallelLinear`, a class made once. The class of a model keeps the model's
-    name: transformers looks up recorded outputs by it."""
+    """Return the class that inherits from both classes: `RowParallel` + `Linear` → `RowParallelLinear`.
+
+    The class of a model keeps the model's name, because transformers looks up recorded outputs by class name.
+    """
     name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
     return type(name, (kind, layer), {"__module__": layer.__module__})
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The injector's job for one module.
+    """A job of the injector: the changes to one module on each rank.
 
     Attributes:
-        path: its dotted path.
-        cls: the parallel layer that it becomes; None if only attributes change, as of a layer cut by its outputs.
-        attributes: for each rank, the attributes to set (`out_features`, `num_heads`, `config.num_heads`, …).
+        path: dotted path of the module.
+        cls: parallel layer that the module becomes; None if only attributes change, as in a column-parallel layer.
+        attributes: attributes to set on each rank (`out_features`, `num_heads`, `config.num_heads`, …).
     """
 
     path: str
@@ -70,15 +72,15 @@ class LayerPlan:
 
     @property
     def takes_part(self) -> bool:
-        """Whether its inputs differ from rank to rank."""
+        """Whether the layer's inputs differ between ranks."""
         return self.cls is not None and self.cls.takes_part
 
     @property
     def gives_part(self) -> bool:
-        """Whether its outputs do."""
+        """Whether the layer's outputs differ between ranks."""
         return self.cls is None or self.cls.gives_part
 
     @property
     def kind(self) -> str:
-        """How it is cut, for people."""
+        """Kind of cut as text for people, such as "column" or "row parallel"."""
         return "column" if self.cls is None else re.sub(r"(?<=[a-z])(?=[A-Z])", " ", self.cls.__name__).lower()

@@ -1,7 +1,7 @@
-"""Cuts the large parameters that no policy names, in two ways that are right whatever surrounds them.
+"""Cuts the large parameters that no policy names, in two ways that are correct in any model.
 
-A layer that the modelling code only calls, on inputs that all ranks have, is cut by columns and its outputs are
-gathered. Any other parameter is stored in parts, and gathered whenever it is read.
+A layer that the modelling code only calls, with the same inputs on all ranks, is cut by columns, and its outputs are
+gathered. Any other parameter is sharded, and gathered at every read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from parallelformers_ng.sharding.structure import Place, places, uses
 from parallelformers_ng.sharding.tensors import dotted, is_within
 
 _ENOUGH = 0.02
-"""Nothing more is cut once what is replicated adds no more than this to each rank's share of the bytes."""
+"""Fraction of all bytes: cutting stops once replicated parameters add no more than this fraction to a rank's share."""
 _WORTH = 0.0015
-"""A kind of parameter with a smaller share of all bytes is not worth the collectives that cutting it costs."""
+"""Fraction of all bytes: a kind of parameter with less stays whole, because its collectives would cost too much."""
 _MUCH = 0.15
-"""Recurrent layers are stored in parts only above this: one in a decoder is gathered for every token."""
+"""Fraction of all bytes: recurrent layers are sharded only if replicated parameters add more than this fraction.
+A recurrent layer of a decoder is gathered for every token."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class _Leftover:
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
-    """Cut parameters of two and more dimensions that no policy cut, kind by kind, the largest first.
+    """Cut parameters of two or more dimensions that no policy cut, kind by kind, first the kind with the most bytes.
 
     Args:
         draft: draft with the cuts of the policies.
-        exhaustive: cut whatever can be cut, as a proof does; otherwise stop once the ranks hold about the same.
+        exhaustive: whether to cut every parameter that can be cut, as a proof does. If False, cutting stops once few
+            bytes are replicated.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)
@@ -65,7 +67,7 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
 
 
 def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
-    """Return cuttable layers by kind, the bytes that are whole so far, and all bytes."""
+    """Return the cuttable parameters by kind, the bytes of all uncut parameters, and the bytes of all parameters."""
     used = uses(draft.model)
     kinds: dict[tuple[str, str, str], list[_Leftover]] = {}
     whole = total = 0
@@ -87,7 +89,11 @@ def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftov
 
 
 def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
-    """Cut one parameter; False if it is too small for this many ranks."""
+    """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks.
+
+    Args:
+        gets_whole: whether the inputs of its module are the same on all ranks.
+    """
     path, module = leftover.path, draft.modules[leftover.path]
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
@@ -106,17 +112,17 @@ def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
 
 
 def _owner_is_foreign(draft: Draft, path: str) -> bool:
-    """Return whether code of the program's may read the weight at `path` itself."""
+    """Return whether foreign code in a module above `path` may read the weight at `path`."""
     return any(is_within(path, other) and "weight" in names_of(draft.modules[other]) for other in draft.foreign)
 
 
 def _regions_that_differ(draft: Draft, where: dict[str, Place]) -> set[str]:
-    """Return the paths of blocks and models within which ranks compute different things."""
+    """Return the paths of blocks and models in which ranks compute different parts of a result."""
     return {_instance(layer.path, where) for layer in draft.layers.values() if layer.gives_part}
 
 
 def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterator[str]:
-    """Yield the paths of the blocks that a module lies in, up to but without the model whose blocks they are."""
+    """Yield the paths of the blocks around a module, innermost first; the path of its model if no block is around."""
     while True:
         path = _instance(path, where)
         yield path
@@ -128,5 +134,5 @@ def _instances_above(path: str, draft: Draft, where: dict[str, Place]) -> Iterat
 
 
 def _instance(path: str, where: dict[str, Place]) -> str:
-    """Return the path of the block, or the model, that a module's place is relative to."""
+    """Return the path of the innermost block or model that contains a module."""
     return path.removesuffix(where[path].path).removesuffix(".")

@@ -1,4 +1,4 @@
-"""Linear layers, convolutions and embeddings: cut by their outputs (`Column`), by their inputs (`Row`).
+"""Cuts linear layers, convolutions and embeddings by their outputs (`Column`) or by their inputs (`Row`).
 
                     column-parallel                  row-parallel
     x ──────► [A₀] ──► y₀ ─► …nonlinearity… ─► [B₀] ──► z₀ ─┐
@@ -28,20 +28,20 @@ from parallelformers_ng.sharding.policy_words import Part, Unit
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Cut a layer's outputs: each rank computes some of them, nothing is exchanged.
+    """Cut a layer by its outputs: each rank computes a part of the outputs, and ranks exchange nothing.
 
     Args:
-        unit: unit of the outputs; "key" marks key and value projections of a model with fewer key/value than
-            query heads.
+        unit: unit of the outputs; "key" is the unit of key and value projections in a model with fewer key/value
+            heads than query heads.
         fused: projections packed side by side along the output. A number means that many equal parts (`gate|up` is 2,
             `q|k|v` is 3); a tuple names each part's unit (`("query", "key", "key")` for q|k|v with fewer k/v heads).
-            Each part is cut on its own; one whose heads have a width of their own is a `Part`. Projections interleaved
-            *per head* (Bloom) are one part: a head is contiguous.
-        interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` is the
-            group's query heads, then its k, then its v, then the next group (Falcon; one group is multi-query).
-        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
-        gather: put the cut outputs together again, for a layer whose reader needs all of them.
-        gather_inputs: put the inputs together first, for a layer that reads all of a width that another one cut.
+            Each part is cut separately. A part whose heads have another width is a `Part`. Projections interleaved
+            *per head* (Bloom) are one part, because each head is contiguous.
+        interleaved: projections packed within the group of each key/value head. `("query", "key", "key")` means: for
+            each group its query heads, its key head, its value head (Falcon; multi-query attention has one group).
+        heads: path of the `Heads` rule that counts this layer; by default the nearest rule above the layer.
+        gather: whether to gather the outputs of all ranks, for a layer whose reader needs all outputs.
+        gather_inputs: whether to gather the inputs first, for a layer that needs all outputs of another cut layer.
         widths: attributes of the parent module that equal the number of outputs (`conv_dim`) and are read by
             its forward.
     """
@@ -56,7 +56,7 @@ class Column(Rule):
 
     def mistake(self) -> str:
         if self.gather and self.widths:
-            return "widths are those of outputs that stay cut, and gather puts them together"
+            return "gather and widths are both set; widths counts outputs that stay cut, so leave one of them out"
         return ""
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
@@ -77,7 +77,7 @@ class Column(Rule):
         if self.gather_inputs:
             if not heads:
                 raise PolicyError(
-                    f"{draft.who}: gathers inputs that are counted in heads, but no rule above it says Heads(...)"
+                    f"{draft.who}: gathers inputs that are counted in heads, but no rule above it is Heads(...)"
                 )
             own = draft.ranges(module.weight.shape[1 - dim], self.unit, 1, heads)
             sizes = tuple(
@@ -98,13 +98,15 @@ class Column(Rule):
 
 @dataclass(frozen=True)
 class Row(Rule):
-    """Cut a layer's inputs; the ranks' partial outputs are summed. Its bias lives on rank 0, so it is added once.
+    """Cut a layer by its inputs; the ranks sum their partial outputs. Only rank 0 holds the bias, so that the sum has
+    the bias once.
 
     Args:
         unit: unit of the inputs, as in `Column`.
         fused: parts packed side by side along the input, as in `Column`.
-        heads: path of the `Heads` rule that counts this layer; by default the nearest above.
-        reduce: sum the partial outputs here. False if a later rule (`Reduce`) sums for several layers at once.
+        heads: path of the `Heads` rule that counts this layer; by default the nearest rule above the layer.
+        reduce: whether to sum the partial outputs in this layer. False if a later `Reduce` rule sums several layers at
+            once.
     """
 
     unit: Unit = ""
@@ -129,15 +131,15 @@ class Row(Rule):
 
 @dataclass(frozen=True)
 class Slice(Rule):
-    """Cut a bare parameter or buffer along one dimension, nothing is exchanged.
+    """Cut a bare parameter or buffer along one dimension; ranks exchange nothing.
 
     Args:
         dim: the dimension to cut.
         unit: unit of that dimension, as in `Column`.
-        fused: parts packed along it, as in `Column`, or the attribute that holds their number, on the module with the
-            `Heads` rule.
-        heads: path of the `Heads` rule that counts it; by default the nearest above.
-        partial: its products are summed over the ranks, so a rank without heads holds zeros.
+        fused: parts packed along that dimension, as in `Column`; or the name of the attribute with the number of
+            parts, on the module with the `Heads` rule.
+        heads: path of the `Heads` rule that counts the dimension; by default the nearest rule above the tensor.
+        partial: whether the tensor's products are summed over the ranks. If True, a rank without heads holds zeros.
     """
 
     dim: int
@@ -163,7 +165,7 @@ class Slice(Rule):
 
 @dataclass(frozen=True)
 class Reduce(Rule):
-    """Sum a module's output over the ranks, for one whose cut layers or parameters leave partial sums."""
+    """Sum a module's output over the ranks, for a module whose cut layers or parameters give partial sums."""
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         draft.layer(path, Reduced)
@@ -171,10 +173,10 @@ class Reduce(Rule):
 
 @dataclass(frozen=True)
 class Gather(Rule):
-    """Put a module's cut outputs together, for one that uses the weights of a cut layer past that layer.
+    """Gather a module's outputs, for a module that multiplies by the weight of a cut layer without calling the layer.
 
     Args:
-        layer: path, beneath the module, of the layer whose outputs it computes.
+        layer: path, beneath the module, of the cut layer whose outputs the module computes.
     """
 
     layer: str
@@ -182,13 +184,13 @@ class Gather(Rule):
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         layer = draft.modules.get(f"{path}.{self.layer}")
         if layer is None or not hasattr(layer, "weight"):
-            raise PolicyError(f"{draft.who}: there is no layer {self.layer!r} with a weight beneath it")
+            raise PolicyError(f"{draft.who}: has no layer {self.layer!r} with a weight")
         widths = tuple(map(width_of, draft.ranges(layer.weight.shape[0], "column", 1, [])))
         draft.layer(path, GatheredColumnParallel, [{"gathered_sizes": widths}] * draft.world_size)
 
 
 class Reduced(ParallelLayer):
-    """Sums what a module with cut parameters gives: its output, or the first item of a tuple of outputs."""
+    """A module with cut parameters whose output, or first item of a tuple of outputs, is summed over the ranks."""
 
     takes_part = False
     gives_part = False
@@ -199,20 +201,20 @@ class Reduced(ParallelLayer):
 
 
 class RowParallel(Reduced):
-    """Computes a partial product from this rank's inputs and sums it over the ranks: z = Σᵣ yᵣ Bᵣ + b.
+    """A layer that multiplies this rank's inputs and sums the products over the ranks: z = Σᵣ yᵣ Bᵣ + b.
 
-    Rank 0 holds b and the others zeros, so it is added once.
+    Rank 0 holds b and all other ranks hold zeros, so that the sum has b once.
     """
 
     takes_part = True
 
 
 class GatheredColumnParallel(ParallelLayer):
-    """Computes this rank's outputs and puts those of all ranks side by side: z = [x A₀ | x A₁ | …].
+    """A layer that computes this rank's outputs and gathers the outputs of all ranks: z = [x A₀ | x A₁ | …].
 
     Attributes:
-        gathered_sizes: outputs of each rank.
-        gathered_dim: their dimension; a convolution's is that of its channels.
+        gathered_sizes: number of outputs of each rank.
+        gathered_dim: dimension of the outputs; for a convolution, the dimension of its channels.
     """
 
     takes_part = False
@@ -226,10 +228,10 @@ class GatheredColumnParallel(ParallelLayer):
 
 
 class GatheredInput(ParallelLayer):
-    """Gathers its sharded inputs, and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
+    """A layer that gathers its sharded inputs and computes this rank's outputs: z = [x₀ | x₁ | …] Aᵣ.
 
     Attributes:
-        input_sizes: inputs that each rank has to give, 0 for a rank with nothing but a copy.
+        input_sizes: number of inputs that each rank contributes; 0 for a rank that holds only a copied head.
     """
 
     input_sizes: Sequence[int]
@@ -240,10 +242,10 @@ class GatheredInput(ParallelLayer):
 
 
 class GroupedColumnParallel(ParallelLayer):
-    """A grouped convolution. A rank computes some of the output channels, each from the inputs of its own group.
+    """A grouped convolution. Each rank computes a part of the output channels, from the inputs of their groups.
 
     Attributes:
-        pieces: for each group that has outputs here, the range of its input channels and how many outputs they are.
+        pieces: start and stop of the input channels, and number of outputs, of each group with outputs on this rank.
     """
 
     takes_part = False
@@ -262,7 +264,7 @@ class GroupedColumnParallel(ParallelLayer):
 
 
 def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: str) -> None:
-    """Cut a linear layer in groups, its weight `[groups, in, out]`: each group alike."""
+    """Cut a grouped linear layer with the weight `[groups, in, out]`; all groups are cut at the same places."""
     module: Any = draft.modules[path]
     ranges = draft.ranges(module.weight.shape[dim], "column", 1, [])
     draft.cut(f"{path}.weight", dim, ranges)
@@ -279,7 +281,7 @@ def _cut_groups(draft: Draft, path: str, dim: int, size_name: str, group_name: s
 
 
 def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int, int, int], ...]:
-    """Return the outputs of each group within the ranges of a rank, with the group's input channels."""
+    """Return `(start of inputs, stop of inputs, number of outputs)` for each group in a rank's ranges of outputs."""
     inputs, outputs = module.in_channels // module.groups, module.out_channels // module.groups
     pieces = []
     for start, stop in rank_ranges:
@@ -290,11 +292,11 @@ def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int,
 
 
 def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]:
-    """(dimension of `weight` that holds the outputs, attributes that count them)."""
+    """Return the dimension of `weight` that holds the outputs, and the attributes that count the outputs."""
     if _is_linear(module):
         return 0, ("out_features",)
     if isinstance(module, CONVOLUTIONS):
-        # A depthwise one has as many channels coming in as going out, each a group of its own.
+        # A depthwise convolution has as many input channels as output channels, and each channel is one group.
         return 0, ("in_channels", "out_channels", "groups") if _is_depthwise(module) else ("out_channels",)
     if isinstance(module, Conv1D):
         return 1, ("nf",)
@@ -315,7 +317,7 @@ def _is_depthwise(module: Any) -> bool:
 
 
 def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
-    """(dimension of `weight` that holds the inputs, attribute that counts them)."""
+    """Return the dimension of `weight` that holds the inputs, and the attribute that counts the inputs."""
     if _is_linear(module):
         return 1, "in_features"
     if isinstance(module, Conv1D):
@@ -328,18 +330,18 @@ def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether it is a Linear, or a layer like it with a weight of its own (I-BERT's `QuantLinear`)."""
+    """Return whether a module is a Linear, or a similar layer with a 2-D weight (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
 
 
 def _stacks_linears(module: nn.Module) -> bool:
-    """Return whether it is a linear layer for each of several experts, its weight `[experts, out, in]`."""
+    """Return whether a module is a linear layer for several experts, with the weight `[experts, out, in]`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
 
 
 def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
     if hasattr(module, "base_layer"):
-        return f"{who}: a {type(module).__name__} holds an adapter; merge it into the weights first (merge_and_unload)"
+        return f"{who}: a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
     return f"{who}: a {type(module).__name__} cannot be cut by {cut}"

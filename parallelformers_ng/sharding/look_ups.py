@@ -1,8 +1,8 @@
-"""Safe look-ups of ids on a device, where an id beyond the table would end the process.
+"""Makes look-ups of ids on a device safe: without this module, an id beyond the table would end the process.
 
-A CUDA kernel that meets such an id asserts; then nothing works in its process. So ids are clamped before the look-up,
-the smallest and largest are recorded on the device, and a request with a bad id is refused at its end. Nothing waits
-for the device meanwhile.
+A CUDA kernel asserts on such an id, and then no CUDA call of its process works. Therefore ids are clamped before the
+look-up, and the smallest and largest id are recorded on the device. A request with a bad id fails at its end. No
+look-up waits for the device.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn import functional
 
 _seen: dict[tuple[torch.device, int], torch.Tensor] = {}
 """(device, rows of a table) → the lowest and the highest id that were looked up in such a table, int64 `[2]`."""
-_held: dict[tuple[torch.device, int], torch.Tensor] = {}
-"""What `_seen` was at the last `hold`."""
+_snapshot: dict[tuple[torch.device, int], torch.Tensor] = {}
+"""Copy of `_seen` at the last `hold`."""
 
 _look_up = functional.embedding
 
 
 def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Clamp ids on a device to the table; record the smallest and the largest."""
+    """Clamp ids on a device to the rows of a table; record the smallest and the largest id."""
     if not ids.numel() or not rows:
         return ids
     key = ids.device, rows
@@ -39,12 +39,14 @@ def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def guard_look_ups() -> None:
-    """Have every embedding of this process look up ids in range, from now on. What is compiled does so as it is: it
-    sees no ids but those that the model chose."""
+    """Make every embedding of this process clamp its ids, from now on.
+
+    Compiled code does not clamp ids, because it sees only ids that the model chose.
+    """
     functional.embedding = _guarded
 
 
-@functools.wraps(_look_up)  # by which the code of the caller's program is known to be the same
+@functools.wraps(_look_up)  # so that checks for foreign code find torch's own function
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not is_compiling() and input.device.type != "cpu":
         input = in_range(input, weight.shape[0])
@@ -53,10 +55,10 @@ def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: An
 
 @contextlib.contextmanager
 def checked_look_ups() -> Iterator[None]:
-    """Around a request.
+    """Run a request in this context, and check the looked-up ids at its end.
 
     Raises:
-        IndexError: at its end, where an id was out of range. The message names it, and the rows of its table.
+        IndexError: an id was out of range. The message names the id and the rows of its table.
     """
     try:
         yield
@@ -71,29 +73,29 @@ def checked_look_ups() -> Iterator[None]:
 
 
 def hold() -> None:
-    """Remember the notes as they are: what follows may be undone."""
+    """Save the recorded bounds of ids, so that `take_back` can restore them."""
     for key, seen in _seen.items():
-        if key in _held:
-            _held[key].copy_(seen)
+        if key in _snapshot:
+            _snapshot[key].copy_(seen)
         else:
-            _held[key] = seen.clone()
+            _snapshot[key] = seen.clone()
 
 
 def take_back() -> None:
-    """Have the notes be what they were at the last `hold`."""
-    for key, bounds in _held.items():
+    """Restore the recorded bounds of ids from the last `hold`."""
+    for key, bounds in _snapshot.items():
         _seen[key].copy_(bounds)
 
 
 def _forgive() -> None:
-    """Reset the record of ids to its state before the first look-up. Their memory stays: recorded look-ups write
-    there."""
+    """Reset the recorded bounds of ids to valid ids. The bounds keep their memory, because recordings write to that
+    memory."""
     for (_, rows), seen in _seen.items():
         seen[:1].fill_(0)
         seen[1:].fill_(rows - 1)
 
 
 def forget() -> None:
-    """Let the notes go, and the memory that they take on the device. Nothing that was recorded may run afterwards."""
+    """Delete the recorded bounds of ids and their memory on the device. No recording may run afterwards."""
     _seen.clear()
-    _held.clear()
+    _snapshot.clear()

@@ -1,4 +1,4 @@
-"""Sharded layers that need a figure of all columns: norms, and choices by mean and deviation."""
+"""Defines sharded layers that need a statistic of all columns: norms, and top-k by mean and deviation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from parallelformers_ng.sharding.policy_words import Unit
 
 
 class RMSNormParallel(ParallelLayer):
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over a width that is cut, or over each of some
-    groups of columns g that ranks may share:
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over a cut width, or over each group g of
+    columns; a group may be on several ranks:
 
         y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
 
     Attributes:
-        group_count, group_width: number of groups, and N, the columns of one of them in the whole model.
-        runs: `(start, stop, group, is counted)` for each run of this rank's columns in one group; the squares of those
-            that an earlier rank holds too are left to that rank.
+        group_count: number of groups.
+        group_width: N, the columns of one group in the whole model.
+        runs: `(start, stop, group, is counted)` for each run of this rank's columns in one group. Columns that an
+            earlier rank also holds are counted only on that rank.
     """
 
     weight: torch.Tensor
@@ -52,7 +53,7 @@ class RMSNormParallel(ParallelLayer):
 
 
 class GatedRMSNormParallel(RMSNormParallel):
-    """The same, times silu(gate): of its input, or of its output where the module says `norm_before_gate`."""
+    """Root-mean-square norm with a gate: silu(gate) multiplies the input; with `norm_before_gate`, the output."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         inputs = hidden_states.to(torch.float32)
@@ -65,13 +66,13 @@ class GatedRMSNormParallel(RMSNormParallel):
 
 
 class GaussianTopKParallel(ParallelLayer):
-    """Statistical top-k (You et al. 2025, arXiv:2506.06644) over a width that is cut:
+    """Statistical top-k (You et al. 2025, arXiv:2506.06644) over a cut width:
 
         y = max(0, x − μ − σ·Φ⁻¹(s)),   μ = Σᵣ Σxᵣ / N,   σ² = Σᵣ Σ(xᵣ − μ)² / N
 
     Attributes:
-        width: N, columns of the whole model.
-        activation_sparsity: s, the share of columns to drop.
+        width: N, the columns of the whole model.
+        activation_sparsity: s, the fraction of columns to drop.
     """
 
     width: int
@@ -88,7 +89,7 @@ class HeadNormsParallel(ParallelLayer):
     """A norm for each head, yₕ = normₕ(xₕ), over this rank's heads: dimension 1 of the input.
 
     Attributes:
-        head_indices: this rank's heads, which choose from the list `norms`.
+        head_indices: indices of this rank's heads in the list `norms`.
     """
 
     norms: nn.ModuleList
@@ -101,14 +102,14 @@ class HeadNormsParallel(ParallelLayer):
 
 @dataclass(frozen=True)
 class Norm(Rule):
-    """Normalise cut outputs by the root mean square of all of them, as the whole model does; the ranks sum their
-    squares. The norm itself tells its groups of columns (a root mean square each) and its gate.
+    """Normalise cut outputs by the root mean square of all outputs; the ranks sum their squares. The norm module's
+    attributes give its groups of columns, and its forward shows whether it has a gate.
 
-    A norm per head needs no rule: its width is not cut.
+    A norm per head needs no rule, because its width is not cut.
 
     Args:
         unit: unit of the width, as in `Column`.
-        heads: path of the `Heads` rule that counts it; by default the nearest above.
+        heads: path of the `Heads` rule that counts the width; by default the nearest rule above the norm.
     """
 
     unit: Unit = ""
@@ -134,11 +135,11 @@ class Norm(Rule):
 
 @dataclass(frozen=True)
 class HeadNorms(Rule):
-    """Apply to each head its own norm, for a module that keeps one per head in a list `norms`. All ranks hold all of
-    them.
+    """Apply to each head its own norm, for a module with one norm per head in a list `norms`. Every rank holds all
+    norms.
 
     Args:
-        unit: "query" or "key": which heads they are.
+        unit: kind of the heads, "query" or "key".
     """
 
     unit: Literal["query", "key"] = "query"
@@ -150,8 +151,8 @@ class HeadNorms(Rule):
 
 @dataclass(frozen=True)
 class GaussianTopK(Rule):
-    """Keep of cut outputs those that stand out from the mean and the deviation of all of them; the ranks sum both. For
-    a module whose forward does so in `_gaussian_topk` (Gemma 3n's MLP)."""
+    """Compute a top-k over cut outputs from the mean and the deviation of all outputs. For a module whose forward
+    calls `_gaussian_topk` (Gemma 3n's MLP)."""
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         width = draft.attribute(draft.modules[path], "intermediate_size")

@@ -1,7 +1,7 @@
-"""Attention weights of a rank's own heads, gathered from all ranks only when something reads them.
+"""Holds the attention weights of a rank's own heads, and gathers the weights of all heads only if code reads them.
 
-Most modelling code hands attention weights on whether anybody asked for them or not, and drops them. All ranks run the
-same code, so where one reads them all do, and gather together.
+Most modelling code returns attention weights even if no caller needs attention weights. All ranks run the same code:
+if one rank reads attention weights, all ranks read the same weights and can gather them in a collective.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from parallelformers_ng.errors import ParallelError
 
 
 class OwnHeads(Tensor):
-    """A tensor with the shape of all heads. Whatever is computed from it is computed from all heads.
+    """A tensor with the shape of all heads that holds only this rank's heads. Any operation on it gathers all heads.
 
     Attributes:
-        own: attention weights of this rank, as its attention reads them.
-        head_dim, head_sizes: the dimension of heads, and how many of them each rank has.
+        own: attention weights of this rank's heads, which attention layers of this rank read.
+        head_dim: dimension of the heads.
+        head_sizes: number of heads of each rank.
     """
 
     own: Tensor
@@ -36,9 +37,9 @@ class OwnHeads(Tensor):
         """
         Args:
             own: attention weights of this rank.
-            dim: its dimension of heads.
-            sizes: heads of each rank.
-            gather: gives the tensor of all heads; a collective.
+            dim: dimension of heads in `own`.
+            sizes: number of heads of each rank.
+            gather: function that returns the tensor of all heads; a collective.
         """
         shape = (*own.shape[:dim], sum(sizes), *own.shape[dim + 1 :])
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
@@ -46,7 +47,7 @@ class OwnHeads(Tensor):
         self._gather, self._whole = gather, None
         return self
 
-    # All that counts comes to __torch_dispatch__.
+    # __torch_dispatch__ alone handles the operations.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -57,7 +58,7 @@ class OwnHeads(Tensor):
         return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """Return the tensor of all heads; gathered at the first call, which all ranks make."""
+        """Return the tensor of all heads. The first call gathers it, so all ranks must call this method."""
         if self._whole is None:
             assert self._gather is not None
             self._whole, self._gather = self._gather(), None
@@ -68,19 +69,19 @@ class OwnHeads(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParallelError(
-            f"attention weights of shape {tuple(self.shape)} lie in an object of another kind. A rank has only its own"
-            " heads, and gathers the others from a tuple, list, dict or model output; return them in one"
+            f"attention weights of shape {tuple(self.shape)} are in an object from which ranks cannot gather all heads;"
+            " return the weights in a tuple, list, dict or model output"
         )
 
 
 def gathered(value: Any) -> Any:
-    """Return a tensor of all heads in the place of one of a rank's own; anything else as it is."""
+    """Return the tensor of all heads for an `OwnHeads`; return any other value unchanged."""
     return value.whole() if type(value) is OwnHeads else value
 
 
 @dataclass(frozen=True)
 class AllHeads:
-    """An `OwnHeads` on its way to the ranks of other stages. Each takes its own heads of it."""
+    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads."""
 
     whole: Tensor
     dim: int
@@ -88,10 +89,10 @@ class AllHeads:
 
     @classmethod
     def of(cls, heads: OwnHeads) -> AllHeads:
-        """Return a collective of the ranks of a stage."""
+        """Gather the attention weights of all heads; a collective of the ranks of a stage."""
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:
-        """Return the heads of rank `rank` of a stage; a rank without heads computes some of a copied one."""
+        """Return the heads of rank `rank` of a stage; a rank without heads gets a copy of head 0."""
         own = self.whole.narrow(self.dim, sum(self.sizes[:rank]) if self.sizes[rank] else 0, max(1, self.sizes[rank]))
         return OwnHeads(own, self.dim, self.sizes, lambda: self.whole)

@@ -1,4 +1,4 @@
-"""The arithmetic of cutting a width: how many heads or columns each rank gets. No tensors."""
+"""Computes which heads or columns of a width each rank gets. Needs no tensors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.policy_words import Unit
 
 _TOO_MUCH = 1.15
-"""A rank that holds more than this many even shares gets less of what is not counted in heads."""
+"""Limit of a rank's bytes, in even shares: above the limit, the rank gets fewer columns that are not heads."""
 _OFF_RATIO = 1.01
-"""The same, times its part of a ratio that was asked for."""
+"""Limit of a rank's bytes if the caller set a ratio, as a multiple of the rank's part of that ratio."""
 
 Range = tuple[int, int]
 """A half-open interval `[start, stop)` along one dimension."""
 
 
 def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
-    """Cut `count` items into consecutive ranges, one per rank, as evenly as they go, longer ones first.
+    """Cut `count` items into consecutive ranges, one per rank, as evenly as possible, longer ranges first.
 
     Args:
-        shares: fraction of the whole for each rank, 1 in all; empty for equal fractions. Each rank gets at
-            least one item if there are enough; otherwise the first ranks get one each.
+        shares: fraction of the items for each rank, sum 1; empty for equal fractions. Each rank gets at
+            least one item if there are enough items; otherwise the first ranks get one item each.
 
     >>> spread(12, 5)
     [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
@@ -43,10 +43,11 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
 
 
 def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), group: int = 1) -> list[Range]:
-    """Like `spread`; by shares in whole cache lines, as long as that moves no border by more than a hundredth.
+    """Cut columns like `spread`. With `shares`, ranges are multiples of 16, 8, 4 or 2 columns if this moves no bound
+    by more than 1 % of the width.
 
     Args:
-        group: width of a group that is not cut, if there are as many whole groups as ranks.
+        group: width of the column groups that are not cut. Ignored if there are fewer whole groups than ranks.
 
     >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
     [(0, 192), (192, 576), (576, 960)]
@@ -64,31 +65,33 @@ def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), gr
 
 
 def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequence[float] = ()) -> list[Range]:
-    """Like `spread`, in multiples of `granule` columns where the width allows: grouped matrix products refuse rows
-    that are not a multiple of 16 bytes, and tensor cores are slower on them."""
+    """Cut columns like `spread`, in multiples of `granule` columns if the width allows.
+
+    Grouped matrix products refuse rows that are not a multiple of 16 bytes, and tensor cores are slower with such rows.
+    """
     granule = math.gcd(width, granule)
     return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size, shares)]
 
 
 def has_groups(width: int, world_size: int, group: int) -> bool:
-    """Return whether some columns are whole groups, and enough of them for every rank to have one."""
+    """Return whether a width consists of whole groups, at least one group for every rank."""
     return group > 1 and width % group == 0 and width // group >= world_size
 
 
 def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
     """Divide freely divisible columns so that no rank is far over its limit.
 
-    A rank with more heads than others is given less of the rest only where it would hold over `_TOO_MUCH` of an even
-    share: the ranks wait for each other within every layer, so that even layers are faster than even ranks. A ratio
-    that the caller asked for is kept more closely.
+    A rank with more heads gets fewer such columns only if it would hold more than `_TOO_MUCH` even shares. Ranks wait
+    for each other in every layer, so even layers are faster than even ranks. For a ratio that the caller set, the limit
+    is `_OFF_RATIO`.
 
     Args:
-        loads: bytes on each rank while all share that by their parts.
-        flexible: how many of them, in all, can be shared out freely.
-        parts: fraction of all bytes for each rank, 1 in all; empty for equal fractions.
+        loads: bytes on each rank if the freely divisible columns are divided by `parts`.
+        flexible: bytes of the freely divisible columns of all ranks.
+        parts: fraction of all bytes for each rank, sum 1; empty for equal fractions.
 
     Returns:
-        One number per rank, 1 in all; none if the loads will do.
+        Fraction of the columns for each rank, sum 1; empty if no rank is over its limit.
     """
     slack = _OFF_RATIO if parts else _TOO_MUCH
     parts = parts or [1 / len(loads)] * len(loads)
@@ -107,11 +110,12 @@ class HeadShare:
     """The heads of one rank.
 
     Attributes:
-        query: indices of its query heads, consecutive.
-        key: indices of the key/value heads they read, one for each `groups` query heads, repeated where it must be.
+        query: indices of the rank's query heads, consecutive.
+        key: indices of the key/value heads that the query heads read: one for each `groups` query heads. An index may
+            repeat.
         groups: query heads per key/value head on this rank.
-        idle: the rank got no head. It holds a copy of head 0, so that shapes and cache lengths stay right, and its
-            output rows are zero, so that it adds nothing.
+        idle: whether the rank got no head. An idle rank holds a copy of head 0, which keeps shapes and cache lengths
+            right. Its output rows are zero, so that it adds nothing to the sum.
     """
 
     query: tuple[int, ...]
@@ -121,16 +125,16 @@ class HeadShare:
 
 
 def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
-    """Give each rank whole query heads and the key/value heads that they read.
+    """Give each rank whole query heads, and the key/value heads that the rank's query heads read.
 
-    If the ratio of query to key/value heads differs within a rank (6 query and 3 key/value heads on 2 ranks: q0 q1 read
-    k0, q2 reads k1), grouped attention has no number to express it; the rank then holds its key/value heads once per
-    query head, and its groups are 1. Whole groups for each rank (q0–q3 with k0 k1, q4 q5 with k2) are the alternative.
-    The choice is the one whose largest rank has fewer rows of weights: 9 query and 3 key/value heads on 2 ranks are cut
-    in 6 + 3 with 2 + 1, not in 5 + 4 with as many key/value heads.
+    Query heads are divided evenly, or in whole groups. An even division may cut groups: with 6 query and 3 key/value
+    heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a rank holds one key/value head for each query head, and its
+    `groups` is 1. Whole groups would be q0–q3 with k0 k1, and q4 q5 with k2. The division with fewer heads on its
+    largest rank is chosen. For example, 9 query and 3 key/value heads on 2 ranks become 6 + 3 query heads with 2 + 1
+    key/value heads, not 5 + 4 query heads with 5 + 4 key/value heads.
 
     Args:
-        shares: fraction of the heads for each rank, 1 in all; empty for equal fractions.
+        shares: fraction of the heads for each rank, sum 1; empty for equal fractions.
 
     Raises:
         PolicyError: the query heads are not a multiple of the key/value heads.
@@ -192,14 +196,14 @@ def cut_width(
 
     Args:
         size: length of the dimension.
-        parts: the unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as it goes.
-        heads: the head shares of the surrounding attention, empty if there is none.
-        head_widths: columns of one head in each part; none if all heads are equally wide.
-        shares: fraction of the columns for each rank, as for `spread`.
-        group: how many columns are to stay together, as for `spread_columns`.
+        parts: unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as possible.
+        heads: heads of each rank in the surrounding attention; empty outside attention.
+        head_widths: columns of one head in each part; empty if all heads are equally wide.
+        shares: fraction of the columns for each rank, as in `spread`.
+        group: width of the column groups that are not cut, as in `spread_columns`.
 
     Returns:
-        For each rank the ranges it holds, in order.
+        The ranges of each rank, in order.
 
     Raises:
         PolicyError: the parts do not fit the size.
@@ -237,16 +241,16 @@ def cut_width(
 def cut_interleaved(
     size: int, parts: Sequence[Unit], heads: Sequence[HeadShare], head_widths: Sequence[int] = ()
 ) -> list[tuple[Range, ...]]:
-    """Cut a dimension of `size` in which each key/value head's group lies together: `q q k v | q q k v | …`.
+    """Cut a dimension of `size` that packs each key/value head's group in one piece: `q q k v | q q k v | …`.
 
     Args:
         size: length of the dimension.
-        parts: the parts of one group: "query" stands for all its query heads, "key" for one key or value head.
-        heads: the head shares of the surrounding attention.
-        head_widths: columns of one head in each part; none if all heads are equally wide.
+        parts: parts of one group: "query" means all query heads of the group, "key" one key or value head.
+        heads: heads of each rank in the surrounding attention.
+        head_widths: columns of one head in each part; empty if all heads are equally wide.
 
     Returns:
-        For each rank the ranges it holds, in order.
+        The ranges of each rank, in order.
 
     Raises:
         PolicyError: the groups do not fit the size.
@@ -272,7 +276,7 @@ def cut_interleaved(
 
 
 def _head_width(size: int, heads: int, parts: int) -> int:
-    """Return columns of one head where all heads of all packed parts are equally wide."""
+    """Return the columns of one head if all heads of all packed parts are equally wide."""
     if size % heads:
         counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
         raise PolicyError(f"its width {size} is not a multiple of {counted}")
@@ -280,11 +284,12 @@ def _head_width(size: int, heads: int, parts: int) -> int:
 
 
 def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tuple[tuple[int, int, int, bool], ...]]:
-    """Return the columns of each rank in runs. Each run lies in one group of `group_width`, and all or none of it is
-    counted: a column counts on the first rank that holds it.
+    """Return the columns of each rank in runs, each within one group of `group_width` columns.
+
+    Only the first rank that holds a column counts the column. A run has only counted or only uncounted columns.
 
     Returns:
-        `(start, stop, group, is counted)` for each run, in the rank's own columns.
+        `(start, stop, group, is counted)` for each run; start and stop are positions in the rank's own columns.
 
     >>> group_runs([[(2, 6)], [(4, 8)]], 4)
     [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]
@@ -306,10 +311,10 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
 
 
 def width_of(ranges: Sequence[Range]) -> int:
-    """Return columns that some ranges hold in all."""
+    """Return the total number of columns in the ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def _total(heads: Sequence[HeadShare], unit: str) -> int:
-    """Heads of the whole model: one more than the highest index any rank holds."""
+    """Return the number of heads of the whole model: the highest index on any rank, plus one."""
     return 1 + max((max(share.query if unit == "query" else share.key) for share in heads), default=0)

@@ -1,6 +1,6 @@
-"""A plan for one stage, laid out over several: each holds a run of parts that follow one another.
+"""Turns a plan for one stage into a plan for several stages; each stage holds consecutive parts of the model.
 
-It takes any plan. That of one rank gives a pipeline; that of several gives stages each of which is cut.
+A plan for one rank becomes a pipeline. A plan for several ranks becomes a pipeline with sharded stages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from parallelformers_ng.sharding.vocabulary import find_vocabulary
 def in_stages(
     plan: ShardPlan, model: nn.Module, shares: Sequence[float], merged: bool = True, plain: nn.Module | None = None
 ) -> ShardPlan:
-    """Lay a plan out over stages.
+    """Divide a plan over stages.
 
     Args:
-        plan: for the ranks of one stage.
+        plan: plan for the ranks of one stage.
         model: the model, on any device.
-        shares: fraction of the model for each stage, 1 in all.
-        merged: whether, of consecutive blocks of a stage, only the last result goes to the other stages.
-        plain: the model without adapters, if it has any: they go with their part. A part of a module that has
-            trained copies is on all ranks.
+        shares: fraction of the model for each stage, sum 1.
+        merged: whether a stage sends only the last result of its consecutive blocks to other stages.
+        plain: the model without adapters, if `model` has adapters. Adapters are in the stage of their layer. Parts
+            inside a module with trained copies are on all ranks.
 
     Returns:
-        The plan for all ranks, those of a stage beside each other.
+        The plan for all ranks; the ranks of a stage have consecutive numbers.
 
     Raises:
         PlacementError: there are fewer parts than stages.
@@ -49,18 +49,19 @@ def in_stages(
     everywhere = sum(plan.bytes_held(tensor.name) for tensor in plan.stored() if tensor.name not in placed)
     bounds = find_stages(sizes, shares, everywhere)
     stage_of = {unit: stage for stage, (start, stop) in enumerate(bounds) for unit in parts[start:stop]}
-    of_tensor = {name: stage_of[unit] for unit, stage_names in names.items() for name in stage_names}
+    tensor_stages = {name: stage_of[unit] for unit, stage_names in names.items() for name in stage_names}
     width, stages = plan.world_size, len(shares)
 
     tensors: dict[str, TensorPlan] = {}
     holders: dict[tuple[str, tuple[Shard, ...]], str] = {}
     for name, tensor in plan.tensors.items():
         shards, rule = tensor.shards * stages, tensor.rule
-        if name in of_tensor and tensor.shape:
-            rule = f"stage {of_tensor[name]}"
-            here = [_held(shard, tensor.shape[0]) for shard in tensor.shards]
-            nothing = [Shard(shard.dim or 0, ()) for shard in tensor.shards]
-            shards = tuple(chain.from_iterable(here if of_tensor[name] == each else nothing for each in range(stages)))
+        if name in tensor_stages and tensor.shape:
+            stage = tensor_stages[name]
+            rule = f"stage {stage}"
+            own = [_as_range(shard, tensor.shape[0]) for shard in tensor.shards]
+            empty = [Shard(shard.dim or 0, ()) for shard in tensor.shards]
+            shards = tuple(chain.from_iterable(own if stage == each else empty for each in range(stages)))
         storage = holders.setdefault((tensor.storage, shards), name)
         tensors[name] = replace(tensor, shards=shards, storage=storage, rule=rule)
     everyone = [replace(layer, attributes=layer.attributes * stages) for layer in plan.layers]
@@ -77,22 +78,21 @@ def in_stages(
 
 
 def _parts(model: nn.Module) -> list[str]:
-    """Return the units that can be computed on one rank for all: blocks, and layers that the modelling code only
-    calls."""
+    """Return the units that one stage can compute for all ranks: blocks, and layers that are only called."""
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     modules = dict(model.named_modules())
     parts = []
     for unit in units(model):
         module = modules.get(unit)
         if module is None or not any(parameter.ndim > 1 for parameter in module.parameters()):
-            continue  # a bare parameter, a norm: small, and every rank has it
+            continue  # a bare parameter or a norm is small: every rank holds it
         if any(True for _ in module.children()) or unit in vocabulary or is_only_called(model, unit):
             parts.append(unit)
     return parts
 
 
 def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int, merged: bool) -> list[LayerPlan]:
-    """Return the modules that become placed ones, and the modules that run blocks one after another."""
+    """Return the injector's jobs for placed modules, and for modules that run placed blocks one after another."""
     layers = []
     lists: dict[str, list[str]] = {}
     order = list(stage_of)
@@ -115,7 +115,6 @@ def _layers(model: nn.Module, stage_of: dict[str, int], width: int, stages: int,
     return [*layers, *stacks]
 
 
-def _held(shard: Shard, rows: int) -> Shard:
-    """Return a shard as a rank of the stage holds it. A whole tensor becomes a range, since other stages hold none
-    of it."""
+def _as_range(shard: Shard, rows: int) -> Shard:
+    """Return a shard for a rank of its stage. A whole tensor becomes a range, because other stages hold no part."""
     return Shard(0, ((0, rows),)) if shard.dim is None and not shard.zero else shard

@@ -1,13 +1,13 @@
-"""Modules that some ranks compute for all: the parts of a pipeline.
+"""Defines placed modules, the parts of a pipeline: the ranks of one stage compute the module for all ranks.
 
-Every rank runs the same modelling code in lock-step. A placed module is computed where its weights are; the others get
-its result. Of blocks that follow one another on the same ranks only the last one's result crosses:
+Every rank runs the same modelling code at the same time. The ranks that hold a placed module's weights compute it; all
+other ranks receive its result. If consecutive blocks are on the same ranks, only the last block's result is sent:
 
     rank 0:  embed ► ─ block 0 ─ block 1 ─ ► ─────────────────────── ► ──────── ► choose a token
                     │                      │                         │         │
     rank 1:  ─────── ► ─────────────────── ► ─ block 2 ─ block 3 ─ ► ─ head ─ ► choose a token
 
-so that whatever the modelling code does between (masks, positions, norms) has its real inputs everywhere.
+The modelling code between blocks (masks, positions, norms) thus has its real inputs on every rank.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Stop:
     """The stage that computes a module.
 
     Attributes:
-        holders: ranks that have its weights. The result of the first is what the others get.
-        stack: path of the module that runs it and others one after another; None if it stands alone.
-        begins, ends: whether it is the first, the last of those that follow one another there on the same ranks.
-        cache_layers: the layers of a cache that it writes to.
+        holders: ranks that hold the module's weights. The first holder sends its result to all other ranks.
+        stack: path of the module that runs this block and other blocks one after another; None outside such a module.
+        begins: whether the module is the first of its consecutive blocks on the same ranks.
+        ends: whether the module is the last of its consecutive blocks on the same ranks.
+        cache_layers: indices of the cache layers that the module writes to.
     """
 
     holders: tuple[int, ...]
@@ -49,7 +50,7 @@ class Stop:
 
 
 class _Run:
-    """Blocks of one stack that follow one another elsewhere. Each gives here what the last one gives there."""
+    """A run of consecutive blocks of one stack. On other stages, every block of the run returns the run's output."""
 
     def __init__(self, stack: str) -> None:
         self.stack = stack
@@ -60,7 +61,7 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 class _OverStages(ParallelLayer):
-    """Exchanges among all ranks, whatever the module's own layers exchange within their stage.
+    """Base of modules that exchange results among all ranks, not only within one stage.
 
     Attributes:
         everyone: communicator of all ranks.
@@ -75,27 +76,27 @@ class _OverStages(ParallelLayer):
 
 
 class Placed(_OverStages):
-    """A module that some ranks compute and whose result every rank gets: z = f(x) there, z everywhere.
+    """A module that the ranks of one stage compute, and whose result every rank gets.
 
     Attributes:
-        stop: first rank after the stage.
+        stop: the stage that computes the module.
     """
 
     stop: Stop
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank computes it."""
+        """Whether this rank computes the module."""
         return self.everyone.rank in self.stop.holders
 
     @property
     def is_merged(self) -> bool:
-        """Whether only the last result of its run is wanted elsewhere."""
+        """Whether other stages need only the last result of the module's run."""
         run = _run.get()
         return run is not None and run.stack == self.stop.stack and not output_capturing._active_collector.get()
 
     def give(self, compute: Callable[[], Any]) -> Any:
-        """Have the other ranks get what its run gives, computed in another way."""
+        """Run `compute` in place of the module's own forward, and return its result on every rank."""
         return self._share(lambda: (compute(), {}))[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +114,7 @@ class Placed(_OverStages):
         return run.output
 
     def _shared(self, args: Any, kwargs: Any, collector: dict[str, Any] | None = None) -> Any:
-        """Send the output to all ranks; collect what was noted beneath the module if the caller asked for it."""
+        """Return the output on all ranks; also send the outputs that `collector` gathered beneath the module."""
         notes = {name: items for name, items in (collector or {}).items() if isinstance(items, list)}
 
         def compute() -> Any:
@@ -134,13 +135,13 @@ class Placed(_OverStages):
         holders, rank = self.stop.holders, self.everyone.rank
         if len(holders) == 1:
             return share(self.everyone, holders[0], compute, device)
-        # Ranks of a stage have heads of their own, those at the same place in each stage the same ones.
+        # Each rank of a stage has its own heads; ranks at the same position of each stage have the same heads.
         every = None if compute is None else lambda: tree_map_only(OwnHeads, AllHeads.of, compute())
         result = share(self.everyone, holders[0], every, device)
         return tree_map_only(AllHeads, lambda heads: heads.own_of(rank % len(holders)), result)
 
     def _lengthen_caches(self, values: Sequence[Any]) -> None:
-        """Have the caches say that they hold so many more tokens, as they do where the module is computed."""
+        """Lengthen this rank's caches by the tokens that the module adds to the caches of its own stage."""
         caches = [value for value in values if isinstance(value, Cache)] if self.stop.cache_layers else []
         for cache in caches:
             states = next(value for value in values if isinstance(value, torch.Tensor) and value.ndim > 1)
@@ -149,12 +150,12 @@ class Placed(_OverStages):
 
 
 class Stack(_OverStages):
-    """A module that runs placed blocks one after another. While nobody looks at what is between them, nothing but the
-    result of the last of each run crosses.
+    """A module that runs placed blocks one after another. Unless code reads the results between blocks, only the last
+    result of each run is sent.
 
     Attributes:
-        stack_path: its own path.
-        stack_lists: the names of its lists of blocks.
+        stack_path: path of the module.
+        stack_lists: names of the module's lists of blocks.
     """
 
     stack_path: str
@@ -174,22 +175,22 @@ class Stack(_OverStages):
 
 
 _LOOKS = ("output_hidden_states", "output_attentions")
-"""Arguments by which models that note outputs in their own loop are asked to."""
+"""Arguments by which a caller wants the outputs of every block."""
 
 
 def _has_hooks(block: nn.Module) -> bool:
-    """Return whether a block has hooks that look at what it gets or gives: some have no eyes for it, and say so."""
+    """Return whether a block has hooks that read its inputs or outputs. Hooks with `is_blind` read neither."""
     hooks = (*block._forward_hooks.values(), *block._forward_pre_hooks.values())
     known = (hook for hook in hooks if not getattr(hook, "is_blind", False))
     return any(getattr(hook, "__module__", "") != output_capturing.__name__ for hook in known)
 
 
 def _lengthen(cache: Any, index: int, states: torch.Tensor) -> None:
-    """Add tokens to one layer of a cache, in which each takes one number."""
+    """Add as many tokens to one layer of a cache as `states` has; each token is zeros."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
-    if hasattr(layer, "has_previous_state"):  # a state, as convolutions and linear attention keep it
+    if hasattr(layer, "has_previous_state"):  # a layer of convolution or linear attention
         had_state = layer.has_previous_state
         layer.has_previous_state = dict.fromkeys(had_state, True) if isinstance(had_state, dict) else True
     if layer is None or hasattr(layer, "get_seq_length"):

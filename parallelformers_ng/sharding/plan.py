@@ -1,7 +1,7 @@
-"""The ShardPlan: for every tensor of a model, which slices of it each rank holds.
+"""Defines the `ShardPlan`: the slices of every tensor of a model for each rank.
 
-Pure data. It is built by `builder.py` from a policy, a skeleton and a world size; hand-over, loading, saving,
-gathering, the memory report and the injector read it, and none of them computes a slice again.
+The plan is pure data. `builder.py` builds it from policies, a skeleton and a world size. Hand-over, loading, saving,
+gathering, the memory report and the injector read the slices from the plan and compute no slices themselves.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from parallelformers_ng.sharding.tiers import Place, Tiers
 from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 _TOO_MUCH = 0.1
-"""Above this share of bytes that every rank holds whole, the plan warns."""
+"""Fraction of replicated bytes above which the plan warns."""
 
 
 @dataclass
 class ShardPlan:
-    """For every parameter and buffer of a model, which slices of it each rank holds.
+    """The slices of every parameter and buffer of a model for each rank.
 
     Attributes:
         model_class: name of the model's class.
         world_size: number of ranks.
-        tensors: name → `TensorPlan`, in the model's order, tied tensors under each of their names.
+        tensors: name → `TensorPlan`, in the model's order; tied tensors have an entry for each name.
         layers: jobs of the injector, in order.
-        blocks: paths of the modules that the policies apply to, or that lie in one stage; what lies beneath one may
-            hold only part of a result, or nothing.
+        blocks: paths of the modules that the policies apply to, or that one stage computes. Modules beneath a block
+            may have only a part of a result, or no result.
         policy: names of the policies that apply.
         source: origin of the policies, as in `Selection`.
         cuttable: names of the tensors that belong to layers of a kind that can be cut (see `cut_share`).
-        settings: attributes of the model that the cast changes besides its tensors, dotted name → value.
+        settings: attributes of the model that the cast changes besides tensors: dotted name → value.
         cache: how ranks keep keys and values, as in `FitOptions`.
-        quantized: name of a tensor that ranks hold in few bits → how.
-        uncut: path of a module whose layers stay whole, although a policy names them → why.
+        quantized: name of a quantized tensor → its encoding.
+        uncut: path of a module whose layers stay whole although a policy names them → reason.
         selection: the policies; None on the ranks.
-        units: path of a module beneath which ranks compute parts → paths beneath it that these do not reach.
-        misfits: name of one that was to be quantized and stays in high precision → why.
+        units: path of a module in which ranks compute parts of a result → paths of other units.
+        misfits: name of a tensor that should be quantized but stays in high precision → reason.
         strategy: how the ranks share the work, as in `FitOptions`.
-        stages: runs of layers that follow one another, each on as many ranks, which have numbers beside each other.
-        why: reason for the strategy, if it was left open.
-        tiers: places of weights that have no room on the devices; None if all have room.
+        stages: number of stages, each a run of consecutive layers. All stages have equally many ranks, with
+            consecutive numbers.
+        why: reason for the strategy, if the caller did not choose a strategy.
+        tiers: places of weights that do not fit on the devices; None if all weights fit.
     """
 
     model_class: str
@@ -71,12 +72,12 @@ class ShardPlan:
 
     @property
     def stage_width(self) -> int:
-        """Ranks of a stage: of stage s those from s times this on."""
+        """Number of ranks of a stage; the first rank of stage s is s times this number."""
         return self.world_size // self.stages
 
     @property
     def held(self) -> ShardPlan:
-        """The plan of what the ranks hold: this one, but for integers and scales in the place of quantized tensors."""
+        """The plan of the tensors that ranks store: quantized numbers and scales replace the quantized tensors."""
         if not self.quantized:
             return self
         tensors = {part.name: part for name in self.tensors for part in self.parts(name)}
@@ -84,12 +85,12 @@ class ShardPlan:
         return replace(self, tensors=tensors, quantized={}, cuttable=matrices)
 
     def parts(self, name: str) -> tuple[TensorPlan, ...]:
-        """Return the tensors that ranks hold for a tensor: itself, or its integers and its scales."""
+        """Return the plans of the stored form of a tensor: the tensor itself, or quantized numbers and scales."""
         tensor, encoding = self.tensors[name], self.quantized.get(name)
         return (tensor,) if encoding is None else encoding.parts(tensor)
 
     def bytes_held(self, name: str) -> int:
-        """Return the bytes of a tensor, as ranks hold it."""
+        """Return the bytes of a whole tensor in the form that ranks store, quantized or not."""
         return sum(part.bytes_whole for part in self.parts(name))
 
     @property
@@ -99,11 +100,11 @@ class ShardPlan:
         return dict(sorted(left.items(), key=lambda item: -item[1]))
 
     def stored(self) -> Iterator[TensorPlan]:
-        """Yield every tensor once, tied ones under the name that holds the bytes."""
+        """Yield every tensor once; tied tensors appear under their storage name."""
         return (tensor for name, tensor in self.tensors.items() if tensor.storage == name)
 
     def aliases(self) -> dict[str, list[str]]:
-        """Storage name → every name whose bytes are held under it."""
+        """Return, for each storage name, all names of tensors that share its bytes."""
         names_by_storage: dict[str, list[str]] = {}
         for name, tensor in self.tensors.items():
             names_by_storage.setdefault(tensor.storage, []).append(name)
@@ -111,7 +112,7 @@ class ShardPlan:
 
     @property
     def bytes_whole(self) -> int:
-        """Bytes of the whole model, after the cast and quantized."""
+        """Bytes of the whole model, after the cast and the quantization."""
         return sum(tensor.bytes_whole for tensor in self.held.stored())
 
     @property
@@ -121,31 +122,31 @@ class ShardPlan:
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     def bytes_in(self, place: Place, rank: int) -> int:
-        """Return the bytes of those that a rank has in one place all the time: on its device, in RAM or on disk."""
+        """Return the bytes of a rank's tensors that are stored in one place: on its device, in RAM or on disk."""
         tiers, total = self.tiers, self.bytes_per_rank[rank]
         if tiers is None:
             return total if place == "device" else 0
         return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
 
     def bytes_moved(self, rank: int) -> int:
-        """Return the bytes that come to a rank each time that all layers run, a token of a decoder."""
+        """Return the bytes of offloaded weights that a rank loads when all layers run once, as in a decode step."""
         tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
         return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 
     @property
     def replicated(self) -> dict[str, int]:
-        """Every tensor that all ranks hold whole: name → bytes, largest first."""
+        """Replicated tensors: name → bytes, largest first."""
         whole = {tensor.name: tensor.bytes_whole for tensor in self.held.stored() if tensor.is_replicated}
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
     @property
     def whole_share(self) -> float:
-        """Share of all bytes that every rank holds whole, between 0 and 1."""
+        """Fraction of all bytes that is replicated, between 0 and 1."""
         return sum(self.replicated.values()) / max(1, self.bytes_whole)
 
     @property
     def warning(self) -> str:
-        """A warning where a large share of the bytes is replicated; "" elsewhere."""
+        """A warning if a large fraction of the bytes is replicated; "" otherwise."""
         if self.world_size == 1 or self.whole_share <= _TOO_MUCH:
             return ""
         largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in list(self.replicated.items())[:3])
@@ -156,20 +157,20 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """Describe, for people, the modules that the program's own code keeps whole; "" if there are none."""
+        """Text for people about modules that stay whole because of foreign code; "" without such modules."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}
         for path, reason in self.uncut.items():
             kinds.setdefault(pattern_of(f"{path}."), pattern_of(reason))
         parts = "; ".join(f"{path.strip('.')} ({reason})" for path, reason in [*kinds.items()][:3])
-        return f"computed whole on every rank, as the code is not the libraries' own: {parts}"
+        return f"computed whole on every rank, because neither torch nor transformers defines the code: {parts}"
 
     @property
     def cut_share(self) -> float:
-        """Share of the cuttable bytes that are cut, between 0 and 1; 1 if there are none.
+        """Fraction of the cuttable bytes that is cut, between 0 and 1; 1 if no bytes are cuttable.
 
-        Cuttable are all parameters of two and more dimensions, those of convolutions aside.
+        All parameters of two or more dimensions are cuttable, except those of convolutions.
         """
         cuttable = [tensor for tensor in self.held.stored() if tensor.name in self.cuttable]
         total = sum(tensor.bytes_whole for tensor in cuttable)
@@ -207,7 +208,7 @@ class ShardPlan:
         }
 
     def table(self) -> str:
-        """Return the plan for people: what there is in all, and one line for each kind of tensor."""
+        """Return the plan as text for people: totals, and one line for each kind of tensor."""
         per_rank = "  ".join(f"rank {rank}: {human_bytes(size)}" for rank, size in enumerate(self.bytes_per_rank))
         lines = [
             f"{self.model_class} on {self.world_size} ranks, policy {self.policy} ({self.source})",
@@ -224,14 +225,14 @@ class ShardPlan:
         return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
 
     def _tiers_in_words(self) -> Iterator[str]:
-        """Yield lines about where the weights of each rank lie; none if all of them are on the devices."""
+        """Yield a line for each rank with its bytes by place; yield no line if all weights are on the devices."""
         for rank in range(self.world_size) if self.tiers else ():
             device, ram, disk = (human_bytes(self.bytes_in(place, rank)) for place in get_args(Place))
             moved = human_bytes(self.bytes_moved(rank))
             yield f"rank {rank}: {device} on its device, {ram} in RAM, {disk} on disk; {moved} moved for each token"
 
     def _quantization_in_words(self) -> Iterator[str]:
-        """Return lines about quantized weights, and about cuttable weights that are not quantized, with reasons."""
+        """Yield lines about quantized weights, and about weights that stay in high precision, with reasons."""
         if not self.quantized and not self.misfits:
             return
         kinds = ", ".join(sorted({encoding.kind for encoding in self.quantized.values()})) or "quantized"
@@ -242,7 +243,7 @@ class ShardPlan:
         left = ", ".join(f"{pattern} ({human_bytes(count)})" for pattern, count in patterns.items())
         yield f"{kinds}: {human_bytes(size)}  in high precision: {left or 'none'}"
         reasons = {pattern_of(name): why for name, why in self.misfits.items()}
-        yield from (f"not quantized: {pattern}, for {why}" for pattern, why in reasons.items())
+        yield from (f"not quantized: {pattern} ({why})" for pattern, why in reasons.items())
 
     def __str__(self) -> str:
         return self.table()

@@ -1,12 +1,12 @@
-"""How a policy is written: a block, and a rule for each layer beneath it. The rules are in `rules.py`.
+"""Defines the base classes of policies and rules. `rules.py` lists all rules.
 
-A policy names a *block* (a module class of the modelling code, usually one layer) and gives each layer beneath it
-a rule. The words are those of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053):
+A policy names a *block* (a module class of the modelling code, usually one layer) and gives a rule for each layer
+beneath the block. The terms come from Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053):
 
     hidden ─┬─► Column ──► (each rank: its heads, its columns) ──► Row ─► all-reduce ─► hidden
             └─► Column ──┘
 
-`builder.py` makes a plan of a policy, a model and a number of ranks.
+`builder.py` builds a plan from policies, a model and a number of ranks.
 """
 
 from __future__ import annotations
@@ -25,43 +25,42 @@ from parallelformers_ng.sharding.policy_words import Word
 
 @dataclass(frozen=True)
 class Rule(Word):
-    """The treatment of a layer that a policy names. A rule is declared beside the parallel layer that it makes."""
+    """The treatment of a layer that a policy names. A rule's class is defined beside the parallel layer it creates."""
 
     def mistake(self) -> str:
-        """Return why its arguments contradict each other, in words; "" if they do not."""
+        """Return why the rule's arguments contradict each other; "" if the arguments are consistent."""
         return ""
 
     def finds(self, draft: Draft, path: str) -> bool:
-        """Return whether a model has at `path` what the rule is for."""
+        """Return whether the model has a layer or tensor at `path` that the rule can cut."""
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
-        """Note in the draft the slices of the tensors at `path` for each rank, and the parallel layer that replaces it.
+        """Record in the draft each rank's slices of the tensors at `path`, and the parallel layer of the module.
 
         Args:
-            heads: each rank's heads of the attention around it; none outside of attention.
+            heads: heads of each rank in the surrounding attention; empty outside attention.
 
         Raises:
-            PolicyError: the layer cannot be cut so.
+            PolicyError: the rule cannot cut the layer.
         """
-        raise PolicyError(f"{draft.who}: {type(self).__name__} says of no layer how it is cut")
+        raise PolicyError(f"{draft.who}: {type(self).__name__} does not define how to cut a layer")
 
 
 class Policy:
-    """How the layers of one block class are cut. Subclass it; write no methods.
+    """Rules for the layers of one block class. A subclass sets attributes and defines no methods.
 
     Attributes:
-        block: class name of the module the plan's paths are relative to, or several that share one layout. A name that
-            families share is preceded by its package: "ctrl.EncoderLayer".
-        plan: path beneath the block → rule. "" is the block itself, and a `*` stands for any one name. A path matches
-            in every block of the model where it exists and must match in at least one.
-        optional: paths (each with all that lies beneath) that a configuration may leave out, e.g. cross-attention.
-        holds: paths of layers without which a module of that name is another block, as in an earlier release of
-            transformers; the policy then leaves it alone. Policies for several layouts of one
-            block hold different ones.
-        inferred: whether it was found on a small copy of a model, which the model itself may be unlike in places.
-        requires: attribute path beneath the block → the value for which the plan is right, for settings that change how
-            the forward computes. A model with another value is refused.
+        block: class name of the block, or a tuple of class names with one layout. If several model families use a
+            class name, write the package before it: "ctrl.EncoderLayer".
+        plan: path beneath the block → rule. "" is the block itself, and a `*` stands for any one name. A path must
+            exist in at least one block of the model; blocks without the path are allowed.
+        optional: paths that a configuration may leave out, each with all paths beneath, such as cross-attention.
+        holds: paths of layers that a module must have to be a block of this policy. Policies for several layouts of
+            one class, as in different releases of transformers, name different layers.
+        inferred: whether the policy was found on a twin, from which the model may differ in places.
+        requires: attribute path beneath the block → required value, for settings that change the forward's computation.
+            The policy does not fit a model with another value.
     """
 
     block: ClassVar[str | tuple[str, ...]] = ()
@@ -81,14 +80,14 @@ class Selection:
     """The policies that apply to a model.
 
     Attributes:
-        policies: each with at least one block in the model.
-        source: "custom", "written" or "inferred", joined by "+" where parts differ; "held in parts"
-            where only leftovers are cut.
-        vocabulary: whether embeddings and heads are cut by rows of the vocabulary.
-        leftovers: whether what the policies leave whole is cut where it is large.
-        customs: policies of the caller, who answers for the code that they cut.
-        proven: whether the others were proven on the code that this model runs. If not, they cut the libraries' own
-            code alone.
+        policies: policies with at least one block in the model.
+        source: origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different
+            origins; "held in parts" if only leftovers are cut.
+        vocabulary: whether embeddings and output heads are cut by rows of the vocabulary.
+        leftovers: whether large parameters that policies leave whole are cut.
+        customs: policies of the caller, which may cut foreign code.
+        proven: whether a proof tested all policies except `customs` on the code of this model. If False, policies
+            except `customs` cut only code of torch and transformers.
     """
 
     policies: tuple[type[Policy], ...]
@@ -100,8 +99,10 @@ class Selection:
 
 
 def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
-    """Return a plan for blocks that hold a module under another name: what it says of `path`, and of all that lies
-    beneath, it says of `to`; "" is the block itself. The other rules stay."""
+    """Return a plan for blocks that have a module at `to` instead of `path`.
+
+    Rules at and beneath `path` move to `to`; "" is the block itself. All other rules stay unchanged.
+    """
 
     def place(name: str) -> str:
         inner = name.removeprefix(f"{path}.")
@@ -117,7 +118,7 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
 
 
 def block_names(module: nn.Module) -> set[str]:
-    """Return the names by which a policy may call a module: those of its classes, alone and behind their package."""
+    """Return the names by which policies may call a module: its class names, with and without the package."""
     names = set()
     for cls in type(module).__mro__:
         package = cls.__module__.rpartition(".")[0].rpartition(".")[2]
@@ -126,7 +127,7 @@ def block_names(module: nn.Module) -> set[str]:
 
 
 def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Return whether `module` is a block of `policy`, by class name, a subclass included, and by the layers it must
-    hold."""
+    """Return whether `module` is a block of `policy`: a matching name of its class or a base class, and all layers in
+    `holds`."""
     named = not block_names(module).isdisjoint(policy.blocks())
     return named and (not policy.holds or set(policy.holds) <= {name for name, _ in module.named_modules()})

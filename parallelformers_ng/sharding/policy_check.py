@@ -1,7 +1,7 @@
 """Checks a policy before it is applied.
 
-Without this a misspelt word or a value of another type would fail far from its cause, or not at all: a string in the
-place of a tuple is a tuple of its letters.
+Without this check, a misspelt name or a value of a wrong type would fail far from its cause, or not at all. For
+example, a string instead of a tuple would be read as a tuple of letters.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from parallelformers_ng.sharding.tensors import dotted
 _ATTRIBUTES = {
     "block": "a class name, or a tuple of them",
     "plan": "a dictionary of rules by path: {'mlp.up_proj': Column(), …}",
-    "optional": "a tuple of paths; of one: ('crossattention',)",
-    "holds": "a tuple of paths; of one: ('mlp.gate_proj',)",
+    "optional": "a tuple of paths, for example ('crossattention',)",
+    "holds": "a tuple of paths, for example ('mlp.gate_proj',)",
     "requires": "a dictionary of values by attribute path: {'config.quantized': False}",
 }
 
 
 def check_policy(policy: type[Policy]) -> None:
-    """Refuse a policy that is wrong for every model.
+    """Check a policy for mistakes that are independent of the model.
 
     Raises:
-        PolicyError: names the policy, the rule, the value and what is allowed.
+        PolicyError: the policy is wrong. The message names the policy, the rule, the value and the allowed values.
     """
     who = policy.__name__
     _check_attributes(policy, who)
@@ -69,7 +69,7 @@ def _check_attributes(policy: type[Policy], who: str) -> None:
 
 
 def _check_fields(where: str, rule: Any) -> None:
-    """Refuse a value of another type than its field is declared with; `Part`s within are read alike."""
+    """Refuse a rule that has a value of another type than its field declares; check a `Part` in the same way."""
     hints = get_type_hints(type(rule))
     for field in dataclasses.fields(rule):
         value = getattr(rule, field.name)
@@ -81,15 +81,15 @@ def _check_fields(where: str, rule: Any) -> None:
             wrong = next((item for item in value if item not in choices), "") if isinstance(value, tuple) else value
             takes = list(_described(hints[field.name]))
             single = isinstance(value, str) and not choices and any(kind.startswith("a tuple") for kind in takes)
-            of_one = f"; of one: ({value!r},)" if single else ""
+            example = f", for example ({value!r},)" if single else ""
             raise PolicyError(
-                f"{where}: {field.name} is {value!r}; {type(rule).__name__} takes there {' or '.join(takes)}"
-                f"{_near(wrong, choices)}{of_one}"
+                f"{where}: {field.name} is {value!r}; {type(rule).__name__} takes {' or '.join(takes)}"
+                f"{_near(wrong, choices)}{example}"
             )
 
 
 def _check_counting(where: str, rule: Rule) -> None:
-    """Refuse units and parts that contradict each other."""
+    """Refuse a rule whose units and parts contradict each other."""
     fused, interleaved = getattr(rule, "fused", 1), getattr(rule, "interleaved", ())
     if fused == () or (isinstance(fused, int) and fused < 1):
         raise PolicyError(f"{where}: fused is {fused!r}; it takes the number of parts, 1 or more, or their units")
@@ -102,15 +102,17 @@ def _check_counting(where: str, rule: Rule) -> None:
 
 
 def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
-    """Refuse a rule that names another rule which the plan lacks."""
+    """Refuse a rule that names a `Heads` rule which the plan does not have."""
     heads = [name for name, other in policy.plan.items() if isinstance(other, Heads)]
     above = getattr(rule, "heads", None)
     if above is not None and above not in heads:
-        raise PolicyError(f"{where}: heads is {above!r}, and no rule there says Heads(…){_near(above, heads)}")
+        raise PolicyError(
+            f"{where}: heads is {above!r}, but the plan has no Heads(…) at that path{_near(above, heads)}"
+        )
     if isinstance(rule, rules.Renewed):
         carried = dotted(path, rule.attention)
         if carried not in heads:
-            raise PolicyError(f"{where}: no rule {carried!r} says Heads(…){_near(carried, heads)}")
+            raise PolicyError(f"{where}: the plan has no Heads(…) at {carried!r}{_near(carried, heads)}")
 
 
 def _rules() -> list[str]:
@@ -119,7 +121,7 @@ def _rules() -> list[str]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type as rules declare them: Literal, Union, tuple, or a class."""
+    """Return whether a value has the type that a rule's field declares: Literal, Union, tuple, or a class."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return isinstance(value, str) and value in arguments
@@ -137,7 +139,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any) -> Iterator[str]:
-    """Yield, in words, everything that fits a declared type."""
+    """Yield a description of every kind of value that fits a declared type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         yield from (repr(choice) for choice in arguments if choice)

@@ -1,4 +1,4 @@
-"""Policies of a file that is not part of a package, for the command line."""
+"""Reads policies from a Python file outside packages, for the command line."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from parallelformers_ng.sharding.policy import Policy
 
 
 def policies_of_file(path: str) -> list[type[Policy]]:
-    """Return every policy that a Python file defines, in its order; one that it imports is not its own.
+    """Return the policies that a Python file defines, in the file's order, without policies that the file imports.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         PolicyError: the file cannot be run, or defines no policy.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file of policies at {path}")
     try:
         defined = runpy.run_path(path, run_name="policies")
-    except Exception as error:  # whatever the file does
+    except Exception as error:  # the file's code may raise anything
         raise PolicyError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     policies = [value for value in defined.values() if isinstance(value, type) and issubclass(value, Policy)]
     own = [policy for policy in policies if policy.__module__ == "policies"]
     if not own:
-        raise PolicyError(f"{path} defines no policy: a class of its own that inherits from Policy (POLICY.md)")
+        raise PolicyError(f"{path} defines no policy; define a class that inherits from Policy (POLICY.md)")
     return own

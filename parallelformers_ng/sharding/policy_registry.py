@@ -1,5 +1,5 @@
-"""Model → policies. A policy belongs to a block class, so composite models (a vision tower beside a language model, an
-encoder beside a decoder) find the policies of all their parts by themselves."""
+"""Finds the policies for a model. A policy belongs to a block class. A composite model, such as a vision tower with a
+language model or an encoder with a decoder, thus gets the policies of all its parts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LEFT_AT_MOST = 0.1
 def known_policies(
     model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
 ) -> tuple[Selection, list[str]]:
-    """Return the caller's and the written policies for a model, and why other written ones do not fit its
-    configuration. If `world_size` is None, configurations are not checked."""
+    """Return the caller's and the written policies for a model, and the reasons why other written policies do not fit
+    its configuration. If `world_size` is None, the configuration is not checked."""
     customs = check_custom(custom)
     class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:
@@ -53,7 +53,7 @@ def written_policies() -> tuple[type[Policy], ...]:
     """Return all policies of `parallelformers_ng.policies`, in the order of their files.
 
     Raises:
-        PolicyError: two of them claim one block, unless each says by other layers which of its layouts it is for.
+        PolicyError: two policies claim the same block and do not differ in `holds`.
     """
     package = importlib.import_module("parallelformers_ng.policies")
     by_block: dict[str, list[type[Policy]]] = {}
@@ -72,16 +72,16 @@ def written_policies() -> tuple[type[Policy], ...]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Class names of the modules that a ModuleList of this model repeats: the candidates for a policy's block."""
+    """Return the class names of the modules in a model's ModuleLists: candidates for a policy's block."""
     lists: Iterable[nn.Module] = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
 
 
 def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
-    """Return the caller's policies, one or several, as a tuple.
+    """Check the caller's policies, and return them as a tuple.
 
     Raises:
-        PolicyError: one is no Policy class, or says what no rule can mean.
+        PolicyError: an item is no Policy class, or a policy has a mistake (see `check_policy`).
     """
     if custom is None:
         return ()
@@ -96,8 +96,8 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Return the paths that policies answer for: their blocks, or, of a block that is a whole model, the layers they
-    name."""
+    """Return the paths that policies cover: the blocks; for a block that contains models, only the layers named in
+    the plan."""
     places: set[str] = set()
     for path, module in model.named_modules():
         for policy in policies:
@@ -110,7 +110,8 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Return whether the policies cut nearly all cuttable weights, tables of positions aside."""
+    """Return whether the policies cover at least 90 % of the weights of linear layers and stacked experts, without the
+    vocabulary."""
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0

@@ -1,4 +1,4 @@
-"""Words of which rules are made: what widths are counted in, and the pieces of packed projections."""
+"""Defines the terms that rules use: units of widths, and parts of packed projections."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal, Self
 from parallelformers_ng.errors import PolicyError, did_you_mean
 
 Unit = Literal["", "query", "key", "column"]
-"""What a layer's width is counted in: query heads, key/value heads or plain columns. "" is "query" beneath a module
-with a `Heads` rule and "column" elsewhere."""
+"""Unit of a layer's width: query heads, key/value heads or plain columns. "" means "query" beneath a module with a
+`Heads` rule and "column" elsewhere."""
 
 
 class Word:
-    """Says which arguments a word takes if it is given others."""
+    """Base of rules and parts. A wrong argument of the constructor raises an error that lists the allowed arguments."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        if args or kwargs:  # a copy is made without, and filled afterwards
+        if args or kwargs:  # `copy` calls this without arguments and sets attributes afterwards
             signature = inspect.signature(cls)
             try:
                 signature.bind(*args, **kwargs)
@@ -31,12 +31,11 @@ class Word:
 
 @dataclass(frozen=True)
 class Part(Word):
-    """One of several projections packed in one layer whose heads differ in width: the pieces of a state-space mixer.
+    """One of several projections packed in one layer whose heads differ in width, as in a state-space mixer.
 
     Args:
-        unit: "query" or "key": which heads it is made of.
-        width: columns of one of them, as a number or as the attribute that holds it, on the module with the `Heads`
-            rule.
+        unit: kind of the heads in this part, "query" or "key".
+        width: columns of one head: a number, or the name of an attribute of the module with the `Heads` rule.
     """
 
     unit: Unit

@@ -1,4 +1,4 @@
-"""Modules on a rank whose weights are held in few bits."""
+"""Defines modules of a rank whose weights are quantized."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from parallelformers_ng.sharding.plan import ShardPlan
 
 
 class Quantized(nn.Module):
-    """A module that computes with its weights as they were before: whoever reads one gets its numbers, put together
-    then and let go afterwards.
+    """A module with quantized weights. Code that reads a weight gets a dequantized tensor, which the module does not
+    keep.
 
     Attributes:
-        encodings: name of a parameter → its encoding, and the data type that readers see.
+        encodings: name of a parameter → its encoding, and the data type of the dequantized parameter.
     """
 
     encodings: Mapping[str, tuple[Encoding, torch.dtype]]
 
     def __getattr__(self, name: str) -> Any:
-        value: Any = super().__getattr__(name)  # torch looks parameters up there
+        value: Any = super().__getattr__(name)  # torch finds parameters by __getattr__
         if name not in self.__dict__.get("encodings", ()):
             return value
         stack = ExpertStack(value, self.__dict__["_parameters"][name + SCALE], *self.encodings[name])
@@ -34,7 +34,7 @@ class Quantized(nn.Module):
 
 
 class ExpertStack:
-    """The weights of many experts, put together one by one as they are asked for."""
+    """The quantized weights of stacked experts. An index dequantizes only the weights of the chosen experts."""
 
     def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
         self._parts = numbers, scales
@@ -53,11 +53,11 @@ class ExpertStack:
 
 
 class QuantizedLinear(Quantized, nn.Linear):
-    """A linear layer, with no more of its weight in high precision at a time than it takes."""
+    """A linear layer with a quantized weight."""
 
 
 class QuantizedEmbedding(Quantized):
-    """An embedding that puts together the rows that are looked up, and no others."""
+    """An embedding with a quantized table. A look-up dequantizes only the rows that it reads."""
 
     def forward(self, input: Tensor) -> Tensor:
         encoding, dtype = self.encodings["weight"]
@@ -66,7 +66,7 @@ class QuantizedEmbedding(Quantized):
 
 
 def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
-    """Change the modules of a rank, still without weights, into the quantized ones of the plan."""
+    """Turn the modules of a rank, still without weights, into the quantized modules of the plan."""
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
         numbers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))
@@ -74,16 +74,16 @@ def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Have a module hold one of its parameters as small numbers and scales.
+    """Replace one parameter of a module by quantized numbers and scales.
 
     Args:
-        dtype: the data type that it has for those who read it.
+        dtype: data type of the dequantized parameter.
     """
     if not isinstance(module, Quantized):
         cls: type = type(module)
         module.__class__ = _mixed(QuantizedEmbedding if cls is nn.Embedding else Quantized, cls)
         module.encodings = {}
-        if takes_experts_one_by_one(module):  # the only way to compute experts that asks for one after another
+        if takes_experts_one_by_one(module):  # only the eager way reads the weights of one expert at a time
             set_attribute(module, "config._experts_implementation", "eager")
     module.encodings = {**module.encodings, name: (encoding, dtype)}
     for part, values in ((name, numbers), (name + SCALE, scales)):

@@ -1,4 +1,4 @@
-"""The choice of weights to quantize: the caller's options, as far as layers and cuts allow."""
+"""Chooses the weights to quantize, from the caller's options, the kinds of layers, and the cuts."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from parallelformers_ng.sharding.wording import pattern_of
 def choose_encodings(
     model: nn.Module, options: QuantizeOptions | None, tensors: Mapping[str, TensorPlan], blocks: Sequence[str]
 ) -> tuple[dict[str, Encoding], dict[str, str]]:
-    """Return how each weight that is to be quantized is held, by name; and those that stay in high precision all the
-    same, with the reason.
+    """Return the encoding of each weight to quantize, and the reasons why other such weights stay in high precision.
 
-    Linear layers are, `Conv1D`, and experts that are stacked; embeddings and the head where they are asked for. One
-    that several modules share is only if it is for each of them. Without a scheme, what is stored quantized stays so.
+    Weights of linear layers, `Conv1D` and stacked experts are quantized; embeddings and the head only if the options
+    say so. A shared weight is quantized only if it can be quantized in every module that shares it. Without a scheme,
+    weights that are stored quantized stay quantized.
 
     Args:
-        tensors: how they are cut.
-        blocks: paths of the modules that `skip` may count from.
+        tensors: plans of the tensors, by name.
+        blocks: paths of the modules from which patterns in `skip` may start.
 
     Raises:
         ParallelError: `skip` names no layer of the model, or the model is quantized already.
-        UnsupportedModelError: a weight that is stored quantized would become high precision, and
-            the caller did not allow that.
+        UnsupportedModelError: a weight that is stored quantized would become high precision, and the options do not
+            allow that.
     """
     stored, dequantize = _stored(model), options is not None and options.dequantize
     if options is not None and options.scheme is None:
@@ -46,7 +46,7 @@ def choose_encodings(
         kinds = ", ".join(sorted({encoding.kind for encoding in stored.values() if encoding is not None}))
         raise ParallelError(
             f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
-            " or add 'dequantize': True, by which they are quantized anew"
+            " or add 'dequantize': True to quantize these weights again"
         )
     wanted_options = _ParameterOptions(model, options, blocks) if options is not None else None
     encodings: dict[int, dict[str, Encoding | None]] = {}
@@ -61,9 +61,9 @@ def choose_encodings(
             )
             why = "" if encoding is None else encoding.misfit(tensors[name])
             if encoding is not None and encoding.dim != dim:
-                why = "its module is none that computes with it"
+                why = "its module cannot compute with quantized weights"
             elif encoding is None and wanted_options is None and id(parameter) in stored:
-                why = "it is put together of what is stored in a way that scales do not go with"
+                why = "it is made from stored tensors in a way that does not keep their scales"
             if why:
                 misfits[name] = why
             encodings.setdefault(id(parameter), {})[name] = None if why else encoding
@@ -72,27 +72,28 @@ def choose_encodings(
         if len(set(names.values())) == 1:
             chosen |= {name: encoding for name, encoding in names.items() if encoding is not None}
         elif wanted_options is None:
-            misfits |= {name: "not all modules that share it compute with it" for name in names if name not in misfits}
+            reason = "not all modules that share it can compute with quantized weights"
+            misfits |= {name: reason for name in names if name not in misfits}
     if wanted_options is None and misfits and not dequantize:
         refuse_high_precision(type(model).__name__, misfits)
     return chosen, misfits
 
 
 def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
-    """Raise for weights that are stored in few bits.
+    """Raise UnsupportedModelError for weights that are stored quantized but would be in high precision on the ranks.
 
     Args:
-        reasons: why each of them cannot stay so, by name.
+        reasons: name of a weight → reason why the weight cannot stay quantized.
     """
     layers = {pattern_of(name): f"{pattern_of(name)} ({why})" for name, why in reasons.items()}
     raise UnsupportedModelError(
-        f"{model} is stored in few bits, and ranks would have some of it in high precision:"
-        f" {', '.join(layers.values())}. quantize={{'dequantize': True}} allows it"
+        f"{model} is stored quantized, but ranks would have some weights in high precision:"
+        f" {', '.join(layers.values())}. To allow that, pass quantize={{'dequantize': True}}"
     )
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
-    """Return the unit of inputs that a rank gets whole multiples of, so that inputs with one scale stay together."""
+    """Return the number of consecutive inputs that must stay on one rank because these inputs share one scale."""
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)
@@ -101,19 +102,19 @@ def border(model: nn.Module, options: QuantizeOptions | None) -> int:
 
 
 def is_stored_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter that has not been read is made of what is stored as small numbers and scales."""
+    """Return whether a parameter, not read yet, is stored as quantized numbers and scales."""
     return getattr(parameter, "is_quantized_within", False)
 
 
 def _stored(model: nn.Module) -> dict[int, Encoding | None]:
-    """Return the encodings of parameters that are stored quantized, by their ids. None marks a parameter that is
-    assembled from others in a way that only high precision allows."""
+    """Return the encodings of parameters that are stored quantized, by parameter id. None means that the parameter is
+    made from stored tensors in a way that does not keep their scales."""
     stored: list[Any] = [tensor for tensor in model.parameters() if is_stored_quantized(tensor)]
     return {id(tensor): tensor.encoding for tensor in stored}
 
 
 class _ParameterOptions:
-    """The options for each parameter."""
+    """Quantization options, resolved for each parameter of a model."""
 
     def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:
         paths = {id(module): path for path, module in model.named_modules()}
@@ -124,15 +125,19 @@ class _ParameterOptions:
         self._scheme, self._block = str(options.scheme), options.block
 
     def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
-        """Return how a parameter of the module at `path` is to be held, whose inputs `dim` counts."""
+        """Return the encoding of a parameter of the module at `path`; None if the parameter stays in high precision.
+
+        Args:
+            dim: the parameter's dimension of inputs, negative; None if it has no such dimension.
+        """
         if dim is None or path in self._left:
             return None
         return Encoding(self._scheme, dim, self._block or parameter.shape[dim])
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
-    """Return the dimension of a parameter that counts inputs, from the last one. None if the parameter is neither a
-    matrix (or several) that multiplies them nor a table of rows."""
+    """Return a parameter's dimension of inputs, negative (-1 is the last). None if the parameter is neither a matrix,
+    nor stacked matrices, nor an embedding table."""
     if takes_experts_one_by_one(module):
         return (-2 if module.is_transposed else -1) if ndim == 3 else None
     if name != "weight" or ndim != 2 or isinstance(module, NonDynamicallyQuantizableLinear):
@@ -147,7 +152,7 @@ def _embeddings(model: nn.Module) -> set[str]:
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:
-    """Return the paths that patterns name, and all beneath them."""
+    """Return the paths that match a pattern, and all paths beneath a matching path."""
     starts = [re.escape(f"{block}.") for block in blocks if block]
     above = f"({'|'.join(starts)})?"
     skipped: set[str] = set()
@@ -157,6 +162,6 @@ def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str
         if not named:
             below = {path.removeprefix(f"{block}.") for block in blocks for path in paths if is_within(path, block)}
             hint = did_you_mean(pattern, below) or "; it takes paths as policies write them, 'self_attn.o_proj'"
-            raise ParallelError(f"quantize: skip names {pattern!r}, and no layer of the model is called so{hint}")
+            raise ParallelError(f"quantize: skip names {pattern!r}, but no layer of the model matches{hint}")
         skipped |= named
     return skipped

@@ -1,4 +1,4 @@
-"""All rules of policies. Each is declared beside the parallel layer that it makes."""
+"""Lists all rules of policies. Each rule's class is defined beside the parallel layer that the rule creates."""
 
 from parallelformers_ng.sharding.experts import Experts
 from parallelformers_ng.sharding.heads import Heads, Renewed

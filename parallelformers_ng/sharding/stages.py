@@ -1,5 +1,5 @@
-"""Division of a model into stages: runs of indivisible parts, one run for each device. `balanced_device_map` and the
-pipeline use it."""
+"""Divides a model into stages: runs of indivisible parts, one run for each device. `balanced_device_map` and the
+pipeline use this module."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.tensors import dotted
 
 Sizes = Mapping[Hashable, float]
-"""What a part holds: key → bytes. A key that several parts of a stage have counts once: a tied weight."""
+"""Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once."""
 
 _CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
-    """Return the paths of what stays together, in the model's order: repeated blocks, the classes that
-    `_no_split_modules` names, single layers, and parameters that belong to a module with further modules in it.
-    Every tensor lies in one."""
+    """Return the paths of a model's indivisible units, in the model's order. Every tensor belongs to one unit.
+
+    Units are repeated blocks, modules of the classes in `_no_split_modules`, single layers, and the own parameters of
+    a module with submodules.
+    """
     atomic = set(getattr(model, "_no_split_modules", None) or ())
     seen: set[int] = set()
 
@@ -52,16 +54,18 @@ def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
 
 
 def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: float = 0) -> list[Range]:
-    """Cut parts that follow one another into runs, one for each device, so that the fullest holds as little as it can
-    beside its share; of the ways to do so the one whose stages are most alike. Exact.
+    """Cut consecutive parts into runs, one for each device, so that the fullest device is as little full as possible.
+
+    A device's fullness is its bytes divided by its share. Among equally good cuts, the cut with the least sum of
+    squared fullness is chosen. The result is exact.
 
     Args:
-        parts: parts of each stage, in order.
-        shares: fraction of the whole for each device, 1 in all.
-        everywhere: bytes that every device holds besides.
+        parts: sizes of each part, in the model's order.
+        shares: fraction of the model for each device, sum 1.
+        everywhere: bytes that every device holds besides its parts.
 
     Returns:
-        For each device its parts, one at least.
+        The range of parts of each device, at least one part.
 
     Raises:
         PlacementError: there are fewer parts than devices.
@@ -73,10 +77,10 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     """
     count, stages = len(parts), len(shares)
     if count < stages:
-        raise PlacementError(f"{stages} stages need as many parts, and the model has {count} that cannot be divided")
+        raise PlacementError(f"{stages} stages need {stages} parts, but the model has only {count} indivisible parts")
 
     def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
-        """Return the possible ends of a stage that begins at `start`, and how full it then is relative to its share."""
+        """Yield each possible end of a stage that begins at `start`, and the stage's bytes divided by its share."""
         seen_tensors: set[Hashable] = set()
         size = everywhere
         for stop in range(start, count):
@@ -90,7 +94,7 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
         start = 0
         for stage, share in enumerate(shares):
             reach = max((stop for stop, _ in runs(start, most, share)), default=start)
-            stop = min(reach, count - (stages - stage - 1))  # each later stage needs a part, too
+            stop = min(reach, count - (stages - stage - 1))  # each later stage also needs a part
             if stop <= start:
                 return False
             start = stop
@@ -101,7 +105,7 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
 
-    # Of all the ways that keep to it: the least sum of squares, from the last stage to the first.
+    # Among all cuts within that limit, choose the least sum of squares, from the last stage to the first.
     best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
     for share in reversed(shares):
         later, ends = best[-1], dict[int, tuple[float, int]]()

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are spread over the ranks and put together whenever they are read."""
+"""Shards parameters and buffers over the ranks, and gathers them at every read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Stored(Rule):
-    """Hold some rows of a module's tensors, and put all of them together whenever they are read: for a table that the
-    forward does more with than look up rows (a codebook it searches, positions it interpolates).
+    """Shard a module's tensors by rows, and gather all rows at every read. Use this rule if a table is not only used
+    for look-ups: for example, a codebook may be searched, or positions may be interpolated.
 
     Args:
-        names: its parameters and buffers, none of which the forward may write to.
+        names: names of the module's parameters and buffers to shard. The forward must not write to a sharded tensor.
     """
 
     names: tuple[str, ...] = ("weight",)
@@ -33,7 +33,7 @@ class Stored(Rule):
 
 
 def store(draft: Draft, path: str, name: str, dim: int) -> None:
-    """Spread a module's parameter or buffer over the ranks along `dim`."""
+    """Shard a module's parameter or buffer over the ranks along `dim`."""
     tensor = draft.tensor(dotted(path, name))
     if tensor is None:
         what = type(draft.modules[path]).__name__
@@ -47,10 +47,10 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
 
 
 class StoredInParts(ParallelLayer):
-    """A module with parameters and buffers that are spread over the ranks and put together whenever they are read.
+    """A module with parameters and buffers that are sharded over the ranks and gathered at every read.
 
     Attributes:
-        stored: name → its dimension that is spread, and how much of it each rank holds.
+        stored: name of a tensor → its sharded dimension, and the size of that dimension on each rank.
     """
 
     takes_part = False
@@ -59,18 +59,18 @@ class StoredInParts(ParallelLayer):
 
     @property
     def _flat_weights(self) -> list[torch.Tensor]:
-        """Parameters for torch's recurrent layers, which keep a list of them besides."""
+        """Whole parameters for torch's recurrent layers, which read their parameters from this list."""
         return [getattr(self, name) for name in self._flat_weights_names]
 
     @_flat_weights.setter
     def _flat_weights(self, weights: list[torch.Tensor]) -> None:
-        """The list that torch makes is left aside: it has the parts."""
+        """Ignore the list that torch sets, because it contains shards."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # torch looks parameters up there
+        value = super().__getattr__(name)  # torch finds parameters by __getattr__
         if name not in self.__dict__.get("stored", ()):
             return value
         dim, sizes = self.stored[name]
         if value.shape[dim] != sizes[self.communicator.rank]:
-            return value  # the modelling code has put a new tensor in its place
+            return value  # the modelling code has replaced the shard by a new tensor
         return self.communicator.all_gather(value, dim, sizes)

@@ -1,4 +1,4 @@
-"""The structure of a model: the places of its modules in the repeated blocks, and the layers that one run calls."""
+"""Describes the structure of a model: the places of modules in repeated blocks, and the layers that one run calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from parallelformers_ng.sharding.tensors import dotted
 
 @dataclass(frozen=True)
 class Place:
-    """A module in terms that hold for every layer of a model, whatever its depth.
+    """The place of a module within a repeated block, which is the same for every repetition of the block.
 
     Attributes:
-        block: class name of the repeated block, or of the model part, that it belongs to.
+        block: class name of the repeated block, or of the model part, that contains the module.
         path: dotted path beneath that block.
     """
 
@@ -31,13 +31,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Layer:
-    """A Linear, Conv1D or Embedding that was called, and whose weight counts.
+    """A Linear, Conv1D or Embedding that was called, and whose weight the outputs depend on.
 
     Attributes:
         place: place of the module.
         name: dotted path in the model.
-        inputs, outputs: its widths.
-        order: when it was first called.
+        inputs: number of inputs; for an Embedding, its rows.
+        outputs: number of outputs.
+        order: position of the module's first call among the first calls of all modules.
+        is_embedding: whether the layer is an Embedding.
     """
 
     place: Place
@@ -49,7 +51,7 @@ class Layer:
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Map every module to its innermost repeated block, or else to its innermost `PreTrainedModel`."""
+    """Return the place of every module, relative to the innermost repeated block or `PreTrainedModel` around it."""
     place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
@@ -69,12 +71,12 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def uses(model: nn.Module) -> Counter[int]:
-    """In how many places each parameter of a model stands, by its `id`."""
+    """Return the number of modules that have each parameter of a model, by the parameter's `id`."""
     return Counter(id(p) for module in model.modules() for p in module._parameters.values())
 
 
 class Trace:
-    """Notes which leaf modules are called, while it is entered."""
+    """Context that records the order in which the modules of a model are first called."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, int] = {}
@@ -98,7 +100,7 @@ class Trace:
 
 
 def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
-    """Return the layers that could be cut, in the order of their calls.
+    """Return the called layers of kinds that can be cut, in the order of their first calls.
 
     Args:
         calls: name → order, from `Trace`.
@@ -122,7 +124,7 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an output, in order; caches are left out, as ranks hold their own parts of them."""
+    """Yield every tensor of an output, in order, except those of caches: each rank holds its own part of a cache."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):

@@ -1,4 +1,4 @@
-"""The tensors of a plan as a table, for people."""
+"""Formats the tensors of a plan as a table, for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallelformers_ng.sharding.wording import pattern_of
 
 
 def tensor_table(plans: Iterable[TensorPlan]) -> str:
-    """Return one line for each kind of tensor; layers that differ only in their number share a line."""
+    """Return a table with one line for each kind of tensor; layers that differ only in their number share a line."""
     rows: dict[tuple[str, ...], list[TensorPlan]] = {}
     for tensor in plans:
         rows.setdefault((pattern_of(tensor.name), str(tensor.shape), tensor.rule), []).append(tensor)

@@ -1,4 +1,4 @@
-"""The plan of one tensor: the slices for each rank, and their bytes. Pure data."""
+"""Defines the plan of one tensor: its slices for each rank, and the bytes of the slices. Pure data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Shard:
 
     Attributes:
         dim: the dimension that is cut, or None if the rank holds the whole tensor.
-        ranges: the ranges held along `dim`, in the order in which they are laid side by side. They may repeat.
-        zero: the rank holds zeros of that shape instead of the values: a bias that another rank adds, the output rows
-            of a rank without heads.
+        ranges: the ranges held along `dim`, in the order in which the rank concatenates them. Ranges may repeat.
+        zero: whether the rank holds zeros of that shape instead of values: for a bias that another rank adds, or for
+            the output rows of a rank without heads.
     """
 
     dim: int | None = None
@@ -31,7 +31,7 @@ class Shard:
         return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `tensor`: a view where one range makes it up, else a new tensor."""
+        """Return this rank's part of `tensor`: a view if the part is one range, a new tensor if it has several."""
         if self.zero:
             return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
         if self.dim is None:
@@ -53,13 +53,13 @@ class TensorPlan:
     """The plan of one parameter or buffer.
 
     Attributes:
-        name: its dotted name in the model.
+        name: dotted name of the tensor in the model.
         shape: shape of the whole tensor.
-        dtype: data type on the ranks, after the cast that was asked for.
+        dtype: data type on the ranks, after the cast.
         shards: one `Shard` per rank.
-        storage: name under which its bytes are held; tied tensors that are cut alike share one.
-        is_buffer: a buffer rather than a parameter.
-        rule: the policy rule that cut it, for people; "" if it stays whole.
+        storage: name of the stored tensor; tied tensors that are cut in the same way have the same storage name.
+        is_buffer: whether the tensor is a buffer, not a parameter.
+        rule: the policy rule that cut the tensor, for people; "" if the tensor stays whole.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a module, by their dotted names."""
+"""Reads and sets parameters and buffers of a module by their dotted names."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import nn
 
 
 def dotted(path: str, name: str) -> str:
-    """Return a name beneath a path; either may be empty."""
+    """Join a path and a name by a dot; the path or the name may be empty."""
     return f"{path}.{name}".strip(".")
 
 
 def is_within(path: str, other: str) -> bool:
-    """Return whether a path is the other one or lies beneath it; all lie beneath ""."""
+    """Return whether `path` equals `other` or is beneath `other`; every path is beneath ""."""
     return f"{path}.".startswith(f"{other}." if other else "")
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer, under each of its names."""
+    """Return all parameters and buffers of a model by name; a tied tensor appears under each of its names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
 
 def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield a module's own parameters and buffers: name, tensor, whether it is a buffer."""
+    """Yield the name, the tensor, and whether it is a buffer, for each of a module's own parameters and buffers."""
     for table, is_buffer in ((module._parameters, False), (module._buffers, True)):
         for name, tensor in table.items():
             if tensor is not None:
@@ -34,7 +34,7 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """Return the parameter or buffer called `name`, as it is held: a rank's own part."""
+    """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
     tensor = (owner._buffers if is_buffer else owner._parameters)[short]
@@ -43,7 +43,7 @@ def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-    """Put `tensor` where `name` says, as a buffer or as a parameter (one without gradient, if it is none yet)."""
+    """Set the parameter or buffer `name`. If `tensor` is no parameter yet, it becomes one without gradient."""
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
     if not is_buffer and not isinstance(tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""The places of weights that have no room on the devices. Pure data, made by `offload/assignment.py`."""
+"""Defines the places of weights that do not fit on the devices. Pure data, made by `offload/assignment.py`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class Tiers:
     """The place of each layer's weights. Tensors outside of layers (embeddings, the head, buffers) are on the devices.
 
     Attributes:
-        layers: path of each layer that may lie elsewhere → the names of what ranks hold of its parameters, in the
-            model's order.
-        places: for each rank, where each layer lies of which it holds anything.
-        is_cuda: whether the ranks compute on CUDA devices, to which weights in RAM must come.
-        folder: folder for the files.
+        layers: path of each layer that may be off the devices → names of its stored tensors, in the model's order.
+        places: for each rank, path of a layer of which the rank holds a part → place of that part.
+        is_cuda: whether the ranks compute on CUDA devices; if so, weights in RAM are copied to the devices.
+        folder: folder for files of weights on disk.
     """
 
     layers: dict[str, list[str]]
@@ -33,7 +32,7 @@ class Tiers:
         return "device" if path is None else self.places[rank].get(path, "device")
 
     def moved(self, rank: int) -> Iterator[tuple[str, list[str]]]:
-        """Yield the layers that come before they run and are let go afterwards: path, stored names."""
+        """Yield the path and the stored names of each layer that a rank loads before the layer runs."""
         for path, place in self.places[rank].items():
             if place == "disk" or (place == "cpu" and self.is_cuda):
                 yield path, self.layers[path]

@@ -1,11 +1,11 @@
-"""Groups the rules of a policy that belong together, and finds the modules that see one rank's part of a result.
+"""Groups the rules of a policy that belong together, and finds the modules that compute on one rank's part of a result.
 
     hidden ─► [q k v] ─► heads ─► [o] ─► hidden ─► [gate up] ─► columns ─► [down] ─► hidden
               └──── one unit ────┘                 └─────── another unit ──────┘
 
-Between units every rank has the whole result. So a unit can be left uncut, whatever becomes of the others. But an
-attention may use what another has made of its heads, a position bias or keys and values: those of a policy are cut
-together or not at all.
+Between units every rank has the whole result. A unit can therefore stay whole while other units are cut. But an
+attention may use the position bias, keys or values of another attention. Therefore all attentions of a policy are cut,
+or no attention of the policy is cut.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class CutUnit:
     """Rules that are applied together or not at all.
 
     Attributes:
-        paths: their paths beneath the block, in the policy's order.
-        root: path beneath the block of the smallest module that holds all of them.
-        others: roots of other units that lie beneath it.
-        is_attention: whether it is counted in heads.
+        paths: paths of the rules beneath the block, in the policy's order.
+        root: path beneath the block of the smallest module that contains all layers of the rules.
+        others: roots of the policy's other units.
+        is_attention: whether the unit is counted in heads.
     """
 
     paths: tuple[str, ...]
@@ -37,12 +37,12 @@ class CutUnit:
     is_attention: bool = False
 
     def not_stock(self, draft: Draft, block: str, layers: Iterable[str]) -> str:
-        """Name a module that sees parts and runs code of the program's, with that code; "" if there is none.
+        """Return the name and the code of a module that computes on parts and runs foreign code; "" if there is none.
 
         Args:
             block: dotted path of the block in the model.
-            layers: dotted paths of the layers that the rules name. They are asked about even if a proof has run their
-                code: a rank's part of a sum may pass a bound that no number of a small copy comes near.
+            layers: dotted paths of the layers that the rules name. The layers are checked even if a proof has run
+                their code: a partial sum may exceed a bound that the twin's numbers never reach.
         """
         root = dotted(block, self.root)
         others = [dotted(block, other) for other in self.others]
@@ -57,14 +57,14 @@ class CutUnit:
 
 
 def sees_part(plan: ShardPlan, path: str) -> bool:
-    """Return whether a module of a cut model computes on one rank's part of a result."""
+    """Return whether a module of a sharded model computes on one rank's part of a result."""
     return any(
         root in plan.units and not any(is_within(path, other) for other in plan.units[root]) for root in and_above(path)
     )
 
 
 def and_above(path: str) -> Iterator[str]:
-    """Yield a path, and those of the modules that hold the one there, up to the model."""
+    """Yield a path, then the paths of all modules that contain the module at `path`, up to "" for the model."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -72,10 +72,10 @@ def and_above(path: str) -> Iterator[str]:
 
 
 def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
-    """Split the rules of a policy into units: the rules of each attention, and all others.
+    """Split the rules of a policy into units: one unit for each attention, and one unit for all other rules.
 
     Args:
-        heads: paths of the rules `Heads` that apply to the block.
+        heads: paths of the `Heads` rules that apply to the block.
     """
     groups: dict[str, list[str]] = {}
     for path, rule in policy.plan.items():
@@ -93,7 +93,7 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
 
 
 def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
-    """Return the attention that a rule belongs to, "?" for none."""
+    """Return the path of the attention that a rule belongs to, "?" if the rule belongs to no attention."""
     named: str | None = getattr(rule, "heads", None)
     if named is not None:
         return named
@@ -101,7 +101,7 @@ def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """Return the path of the smallest module that holds all layers of these paths, and calls them."""
+    """Return the path of the smallest module that contains all layers at `paths` and calls them."""
     parents = [p if any(is_within(o, p) for o in paths if o != p) else p.rpartition(".")[0] for p in paths]
     split = [path.split(".") if path else [] for path in parents]
     common: list[str] = []

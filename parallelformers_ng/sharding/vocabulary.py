@@ -1,4 +1,4 @@
-"""Embeddings and output heads, cut by rows of the vocabulary: z = Σᵣ Eᵣ[id] and logits = [h E₀ᵀ | h E₁ᵀ | …]."""
+"""Cuts embeddings and output heads by rows of the vocabulary: z = Σᵣ Eᵣ[id] and logits = [h E₀ᵀ | h E₁ᵀ | …]."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from parallelformers_ng.sharding.policy import Rule
 
 
 class VocabularyParallelEmbedding(ParallelLayer):
-    """Looks up the ids that this rank's rows hold, zeros for the others, and sums over the ranks.
+    """An embedding that looks up the ids of this rank's rows, gives zeros for all other ids, and sums over the ranks.
 
     Attributes:
         first_row: first id of this rank.
-        row_count: number of its rows, possibly 0.
-        gathered_sizes: rows of each rank.
+        row_count: number of this rank's rows, possibly 0.
+        gathered_sizes: number of rows of each rank.
     """
 
     takes_part = False
@@ -51,8 +51,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
         return super().forward(rows)
 
     def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return a whole embedding refuses an id outside the vocabulary; here it would quietly look up zeros on
-        every rank."""
+        """Check ids, because an id outside the vocabulary would give zeros on every rank. On CPU and in compiled code
+        such an id is an error; on other devices it is clamped and recorded."""
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
@@ -66,7 +66,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
 
 class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
-    """I-BERT's embedding, which gives a scaling factor as well: none, as long as it does not quantize."""
+    """I-BERT's embedding, which also returns a scaling factor: None, because the embedding does not quantize."""
 
     def forward(self, ids: torch.Tensor) -> Any:
         return super().forward(ids), None
@@ -77,8 +77,8 @@ class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Cut an embedding by rows: each rank looks up the ids that it holds, and the results are summed. Needed for tables
-    that the model does not name as its input embeddings."""
+    """Cut an embedding by rows: each rank looks up the ids of its rows, and the ranks sum the results. Needed for
+    tables that the model does not name as its input embeddings."""
 
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         module: Any = draft.modules[path]
@@ -90,13 +90,13 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class VocabularyLayer:
-    """One embedding or head that can be cut by rows of the vocabulary.
+    """One embedding or output head that can be cut by rows of the vocabulary.
 
     Attributes:
         path: dotted path of the module.
-        cls: the parallel layer that it becomes.
-        size: rows of the vocabulary.
-        tensors: names of the parameters to cut, dimension 0 each.
+        cls: parallel layer that the module becomes.
+        size: number of rows of the vocabulary.
+        tensors: names of the parameters to cut along dimension 0.
     """
 
     path: str
@@ -106,7 +106,7 @@ class VocabularyLayer:
 
 
 def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
-    """Give each rank its rows of an embedding or a head."""
+    """Record in the draft each rank's rows of an embedding or an output head."""
     ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
     for name in layer.tensors:
         draft.cut(name, 0, ranges, rule=rule)
@@ -114,28 +114,27 @@ def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
     sizes = tuple(stop - start for start, stop in bounds)
     shared: dict[str, Any] = {"gathered_sizes": sizes}
     if issubclass(layer.cls, VocabularyParallelEmbedding):
-        shared["padding_idx"] = None  # torch checks it against the rows held here; it only matters to gradients
+        shared["padding_idx"] = None  # torch would check it against this rank's rows; only gradients need it
     draft.layer(
         layer.path, layer.cls, [{"first_row": start, "row_count": stop - start, **shared} for start, stop in bounds]
     )
 
 
 def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Return the input embeddings and output heads that the model and its sub-models name; empty if none."""
+    """Yield the input embedding and the output head of the model and of each sub-model; None for a missing module."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             yield _ask(module.get_input_embeddings), _ask(module.get_output_embeddings)
 
 
 def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
-    """Return the embeddings and heads that the model and its sub-models name as theirs, and the embeddings tied to one
-    of these.
+    """Return the input embeddings and output heads of a model and its sub-models, and the embeddings tied to any of
+    these.
 
-    A weight that is also used by any other layer stays whole, with all its owners: cutting only some of them would
-    change what the others read.
+    A weight that any other layer also uses stays whole in all its layers, because that other layer needs all rows.
 
     Args:
-        taken: names of tensors that a policy cut already; their layers are left alone.
+        taken: names of tensors that a policy has cut; layers with such a tensor are left out.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     layers: dict[str, VocabularyLayer] = {}
@@ -162,7 +161,7 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
 
 
 def _add_embedding(layers: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
-    """Note an embedding, unless it renormalises its rows in place, which a rank can do only to its own."""
+    """Add an embedding to `layers`, unless it renormalises rows in place: a rank could change only its own rows."""
     if embedding.max_norm is None and _is_plain(embedding):
         layers[path] = VocabularyLayer(
             path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",)
@@ -170,13 +169,13 @@ def _add_embedding(layers: dict[str, VocabularyLayer], path: str, embedding: nn.
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is no more than its rows: without layers inside (a part for added tokens, an adapter),
-    and without code of the program's."""
+    """Return whether a layer runs no foreign code and contains no layers, such as a part for added tokens or an
+    adapter."""
     return not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 
 def _ask(accessor: object) -> nn.Module | None:
-    """Call a `get_…_embeddings` method; many model classes answer that they have none by raising."""
+    """Call a `get_…_embeddings` method; return None if it raises, as many classes without embeddings do."""
     try:
         return accessor()  # type: ignore[operator]
     except (NotImplementedError, AttributeError):

@@ -1,6 +1,7 @@
-"""Tells whether a module of a sharded model gives a complete result when the caller calls it alone.
+"""Decides whether a module of a sharded model gives a complete result if the caller calls the module alone.
 
-The plan tells it for most modules. For others, the ranks compare their results: a whole result is the same on all.
+For most modules the plan decides. For other modules the ranks compare their results: a complete result is the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class Alone(Enum):
     WHOLE = auto()
     PART = auto()
     UNSURE = auto()
-    """It holds layers that make parts and layers that sum them; only the ranks' results show whether it is complete."""
+    """The module has layers that make parts, and layers that sum parts. Only the ranks' results decide."""
 
 
 def alone(plan: ShardPlan, path: str) -> Alone:
-    """Judge the module at `path` by the parallel layers beneath it."""
+    """Return the kind of result of the module at `path`, from the parallel layers beneath it."""
     cut = [layer for layer in plan.layers if is_within(layer.path, path)]
-    layers = [layer for layer in cut if layer.cls is not StoredInParts]  # whose parameters are whole when they are read
+    layers = [layer for layer in cut if layer.cls is not StoredInParts]  # such a layer gathers its parameters
     whole = [layer.path for layer in layers if not layer.takes_part and not layer.gives_part]
     here = [layer for layer in layers if layer.path == path]
     if here and whole.count(path) == len(here):
@@ -43,7 +44,7 @@ def alone(plan: ShardPlan, path: str) -> Alone:
     return Alone.UNSURE if opens and closes else Alone.PART
 
 
-_SAMPLE = 4096  # numbers of a tensor that are compared
+_SAMPLE = 4096  # about so many numbers of a tensor are compared
 _TOLERANCE = 1e-3
 
 
@@ -51,13 +52,13 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
     """Compare the ranks' results of a module that was called alone.
 
     Raises:
-        ParallelError: they differ, on every rank.
+        ParallelError: the results of the ranks differ. Every rank raises this error.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return
     digests = torch.stack([_digest(tensor) for tensor in tensors])
-    # Of another rank's result not even the number of tensors is known.
+    # Ranks may even return different numbers of tensors, so the ranks compare these numbers first.
     size = torch.tensor([float(digests.shape[0])], device=digests.device)
     sizes = communicator.all_gather(size, 0, [1] * communicator.world_size)
     same = bool((sizes == sizes[0]).all())
@@ -72,14 +73,14 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 def part_refusal(path: str) -> str:
     """Return the error message for a module that cannot be called alone."""
     return (
-        f"{path} is cut: called alone it would take or give each worker's part of a result. Call a module above it, or"
-        " deparallelize() first"
+        f"{path} is cut: called alone it would take or give only each worker's part of a result. Call a module above"
+        f" {path}, or deparallelize() first"
     )
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers that differ between different tensors: the size, and of a sample the sum, the sum of squares
-    and one that depends on the order."""
+    """Return four numbers by which tensors are compared: the size, and the sums of a sample's absolute values, squares,
+    and absolute values weighted by position."""
     sample = tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)]
     sizes = sample.abs().float().nan_to_num(0.0, 0.0)
     order = torch.linspace(0.5, 1.5, sizes.numel(), device=sizes.device)
@@ -88,7 +89,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cut_outside_layers(plan: ShardPlan, path: str, layers: list[str]) -> bool:
-    """Return whether a tensor beneath `path` is cut that belongs to none of these layers."""
+    """Return whether any tensor beneath `path`, outside of `layers`, is cut."""
     return any(
         not tensor.is_replicated and not any(is_within(name, layer) for layer in layers)
         for name, tensor in plan.tensors.items()

@@ -1,4 +1,4 @@
-"""Names and sizes of tensors as people read them."""
+"""Formats names and sizes of tensors for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def pattern_of(name: str) -> str:
-    """Return a name that tensors share whose layers differ only in their number."""
+    """Return a tensor's name with `*` for layer numbers, so that tensors of the same kind share one name."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

@@ -1,1 +1,1 @@
-"""How values cross between processes: frames on sockets, and what is encoded, signed or left behind as a handle."""
+"""Sends values between processes: encodes values into frames, and sends frames over sockets, signed between hosts."""

@@ -1,4 +1,4 @@
-"""Pickles of objects that callers hand to their own workers: what cannot be imported there goes by value."""
+"""Pickles objects for the caller's own workers: an object that workers cannot import is pickled by value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _generator(device: str, state: bytes) -> torch.Generator:
 
 
 def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
-    """Return the reduced generator; its state is a host tensor, wherever the tensors of the message go."""
+    """Reduce a generator for pickle. Its state goes as bytes, because tensors of a message may go to a device."""
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
 
 
@@ -27,13 +27,14 @@ _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
 
 
 def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
-    """With the name of its file, which cloudpickle leaves out: tracebacks of ranks show its lines."""
+    """Reduce a code object with its file name, which cloudpickle leaves out: tracebacks of ranks can show its lines."""
     make, parts = _reduce_code(code)
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
 
 class ByValuePickler(cloudpickle.Pickler):
-    """Classes and functions of `__main__`, of notebooks and of modules that are registered for it go by value."""
+    """Pickler that writes classes and functions by value if they are from `__main__`, a notebook or a registered
+    module."""
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
@@ -41,10 +42,10 @@ class ByValuePickler(cloudpickle.Pickler):
 
 
 class ReferencePickler(ByValuePickler):
-    """Leaves some objects outside.
+    """Pickler that writes references for some objects.
 
     Args:
-        reference: reference to an object that stays outside the pickle; None for one that goes into it.
+        reference: function that returns an object's reference; None to write the object itself.
     """
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
@@ -53,11 +54,11 @@ class ReferencePickler(ByValuePickler):
 
 
 class ReferenceUnpickler(pickle.Unpickler):
-    """The counterpart.
+    """Unpickler for pickles of `ReferencePickler`.
 
     Args:
         data: the pickle.
-        resolve: turns a reference back into its object.
+        resolve: function that returns the object of a reference.
     """
 
     def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:

@@ -1,13 +1,13 @@
-"""How messages lie between two processes: frames, their limits, and the sealed memory of large ones.
+"""Defines frames, in which messages go between two processes: their layout, limits, and shared memory for large ones.
 
 A frame:
 
     fixed part | sizes | pickle | tensor bytes      [+ file descriptors, SCM_RIGHTS]
 
-`sizes` has an int64 for the pickle and one for each object that lies outside of it: bytes of a tensor, or -1 for an
-open file. Each tensor begins on a cache line. A variable part longer than 64 KiB is written once into a sealed memfd.
-All receivers get its descriptor and map it privately and writable: nobody copies it, writes stay private, and nothing
-has a name in /dev/shm.
+`sizes` has one int64 for the pickle and one for each object outside the pickle: the bytes of a tensor, or -1 for an
+open file. Each tensor begins on a cache line. A variable part (all but the fixed part) longer than 64 KiB is written
+once into a sealed memfd. All receivers get the memfd's descriptor and map the memfd privately and writable. No process
+copies the memfd, writes stay private, and no name appears in /dev/shm.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ ALIGNMENT = 64
 MAGIC = b"pfng"
 VERSION = 2
 FIXED_PART = struct.Struct("<4sBBHQQII")
-"""Magic, version, kind, flags, sequence, bytes that follow, number of objects outside the pickle, of descriptors."""
+"""Magic, version, kind, flags, sequence, bytes of the variable part, number of objects outside the pickle, number of
+descriptors."""
 OUT_OF_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-"""Numbers of the errors of a memfd that cannot grow."""
+"""Error numbers of a memfd that cannot grow."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -51,16 +52,16 @@ class FrameKind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
-    DONE = 7  # the request ran; the value of this rank is None, or not wanted. The frame has no message
+    DONE = 7  # the request ran, and the rank's value is None or not needed; the frame has no message
 
 
 class Flag:
-    """Bits of a frame. Plain ints: the operators of enum.IntFlag take microseconds."""
+    """Bits of a frame's flags. The bits are plain ints, because operators of enum.IntFlag take microseconds."""
 
-    MEMFD = 1  # what follows the fixed part is in the last descriptor
+    MEMFD = 1  # the last descriptor holds the variable part
     RESET = 2  # the communicator is reset before this request runs
-    EACH = 4  # every rank answers with its own value, not rank 0 alone
-    TO_DEVICE = 8  # the tensors go to the device of the rank
+    EACH = 4  # every rank answers with its own value; without this bit only rank 0 does
+    TO_DEVICE = 8  # the rank puts the tensors on its device
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
@@ -69,12 +70,12 @@ _ALL_FLAGS = Flag.MEMFD | Flag.RESET | Flag.EACH | Flag.TO_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class FileDescriptor:
-    """A value that carries an open file to the other process.
+    """A value that sends an open file to the other process.
 
-    The sender keeps its own descriptor; the receiver gets a new one, owns it, and closes it.
+    The sender keeps its own descriptor. The receiver gets a new descriptor, which it must close.
 
     Args:
-        fd: a descriptor of this process.
+        fd: file descriptor of this process.
     """
 
     fd: int
@@ -86,11 +87,11 @@ class FileDescriptor:
 
 @dataclass(frozen=True)
 class Handle:
-    """A value that stands for an object which stays in the process that sent it.
+    """A value that refers to an object in the process that sent the value.
 
     Args:
         kind: kind of the object, for example `"cache"`.
-        payload: a value by which the owner finds the object again.
+        payload: value by which the owner finds the object.
     """
 
     kind: str
@@ -99,14 +100,14 @@ class Handle:
 
 @dataclass(slots=True)
 class Packed:
-    """A frame ready to be sent, to one receiver or to many. Close it afterwards."""
+    """A frame ready for one or more receivers. The sender must close it after sending."""
 
     data: bytes
     fds: list[int]
     memfd: int | None = None
 
     def close(self) -> None:
-        """Close this process's descriptor of the memfd; receivers have theirs."""
+        """Close this process's descriptor of the memfd; the descriptors of receivers stay open."""
         if self.memfd is not None:
             os.close(self.memfd)
             self.memfd = None
@@ -114,12 +115,12 @@ class Packed:
 
 @dataclass(slots=True)
 class Frame:
-    """A frame as received. One whose message is not decoded has to be discarded.
+    """A received frame. The receiver must decode its message or discard the frame.
 
     Attributes:
-        body: variable part, in memory of this process; aligned, and writable, if there are tensors.
+        body: variable part, in memory of this process; aligned and writable if the message has tensors.
         outside: number of objects outside the pickle.
-        fds: open files that came with it.
+        fds: descriptors of the open files that came with the frame.
     """
 
     kind: FrameKind
@@ -138,7 +139,7 @@ class Frame:
 
 @dataclass(slots=True)
 class FixedPart:
-    """The first bytes of a frame, see `FIXED_PART`."""
+    """The decoded first bytes of a frame, see `FIXED_PART`."""
 
     kind: FrameKind
     flags: int
@@ -149,15 +150,15 @@ class FixedPart:
 
     @classmethod
     def read(cls, data: bytes | bytearray, begin: int, descriptors: int) -> FixedPart:
-        """Read them, before memory is set aside for the rest.
+        """Decode and check the fixed part of a frame, before any memory is allocated for the variable part.
 
         Args:
-            data: bytes, from `begin` on at least those of `FIXED_PART`.
+            data: received bytes, with at least `FIXED_PART.size` bytes from `begin` on.
             begin: offset of the frame.
-            descriptors: number of file descriptors that came; those of later frames may be among them.
+            descriptors: number of received file descriptors, possibly with descriptors of later frames.
 
         Raises:
-            ProtocolError: the bytes are no frame, or announce more than the limits allow.
+            ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
         """
         magic, version, kind, flags, sequence, size, outside, count = FIXED_PART.unpack_from(data, begin)
         if magic != MAGIC or version != VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
@@ -166,34 +167,34 @@ class FixedPart:
         if size > (MAX_BYTES if shared else INLINE_BYTES) or outside > MAX_OUTSIDE:
             raise ProtocolError(f"a frame announces {size} bytes and {outside} objects, beyond the limits")
         if count > descriptors or (shared and not count):
-            raise ProtocolError(f"a frame announces {count} file descriptors, {descriptors} came")
+            raise ProtocolError(f"a frame announces {count} file descriptors, but {descriptors} came")
         return cls(_KINDS[kind], flags, sequence, size, outside, count)
 
 
 def why_no_memory(error: OSError) -> str:
-    """Say what an error out of `OUT_OF_MEMORY` means; a limit of this process is named."""
+    """Describe an error with a number in `OUT_OF_MEMORY`; for EFBIG, name this process's file-size limit."""
     if error.errno != errno.EFBIG:
         return str(error.strerror)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return f"this process may make no files of more than {limit} bytes, in memory neither (raise `ulimit -f`)"
+    return f"this process may not make files of more than {limit} bytes, not even in memory (raise `ulimit -f`)"
 
 
 def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
-    """Make a sealed memfd of bytes.
+    """Write bytes to a new sealed memfd.
 
     Args:
         parts: offset and bytes of each part.
-        size: bytes of all.
+        size: size of the memfd in bytes.
 
     Returns:
-        Its descriptor, which the caller closes.
+        Descriptor of the memfd; the caller must close it.
 
     Raises:
-        SharedMemoryError: the system has no memory left for them.
+        SharedMemoryError: the system has no memory left for the memfd.
     """
     fd = os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Reserved before the first byte, so that a lack of memory is an error here and not a SIGBUS later.
+        # Reserve all memory before the first write: a lack of memory is then an error here, not a SIGBUS later.
         os.posix_fallocate(fd, 0, size)
         for offset, rest in parts:
             while rest:
@@ -212,12 +213,12 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
 
 
 def aligned_memory(size: int) -> memoryview:
-    """Return memory of torch, whose alignment some kernels rely on; the caller's default device may be another."""
+    """Return CPU memory allocated by torch, because some kernels need torch's alignment."""
     return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
 
 
 def own_copy(body: memoryview, outside: int) -> memoryview:
-    """Return the body of a frame in memory of its own; tensors outside of the pickle can use that memory."""
+    """Return a copy of a frame's body; if objects are outside the pickle, tensors can use the copy's memory."""
     if not outside:
         return memoryview(bytes(body))
     copy = aligned_memory(len(body))
@@ -226,10 +227,10 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
 
 
 def map_memfd(fd: int, size: int) -> memoryview:
-    """Map the bytes of a memfd that came, privately and writable. The descriptor may be closed afterwards.
+    """Map the bytes of a received memfd, privately and writable. The descriptor may be closed afterwards.
 
     Raises:
-        ProtocolError: the file is no sealed memfd of that size.
+        ProtocolError: the file is not a sealed memfd of at least `size` bytes.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -237,7 +238,7 @@ def map_memfd(fd: int, size: int) -> memoryview:
     except OSError as error:
         raise ProtocolError(f"a message came in a file that is no memfd: {error}") from error
     if seals & _SEALS != _SEALS or length < size or not size:
-        raise ProtocolError(f"a memfd of {length} bytes with seals {seals:#x} cannot hold {size} bytes for good")
-    # Unlike mmap.mmap, this keeps no descriptor open for as long as the tensors live.
+        raise ProtocolError(f"a memfd of {length} bytes with seals {seals:#x} is not a sealed message of {size} bytes")
+    # Unlike mmap.mmap, this mapping keeps no descriptor open while its tensors exist.
     mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=size, dtype=torch.uint8)
     return memoryview(mapped.numpy())

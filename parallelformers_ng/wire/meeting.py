@@ -1,12 +1,12 @@
-"""Two processes on different hosts meet over TCP: each proves that it knows a key before the other listens to it.
+"""Connects two processes on different hosts over TCP; each process proves that it knows a secret key.
 
     listener → caller    greeting | nonce
     caller → listener    nonce | purpose | HMAC(key, "calls" | nonces | purpose)
     listener → caller    HMAC(key, "listens" | nonces | purpose)
 
-The key itself never crosses. The key and both nonces give the keys of the connection, one for each direction: no record
-of another connection can be replayed. A process without the key is dropped after three short messages of fixed sizes,
-or after a few seconds of silence; nothing that it sends is parsed.
+The secret key itself is never sent. The secret key and both nonces give two connection keys, one for each direction, so
+that no record of another connection can be replayed. The listener drops a caller without the key after three short
+messages of fixed sizes, or after five seconds. Nothing that such a caller sends is parsed.
 """
 
 from __future__ import annotations
@@ -23,44 +23,46 @@ from parallelformers_ng.wire.signed import Session, signature
 from parallelformers_ng.wire.transport import wait
 
 LOST_SECONDS = 4
-"""How soon a host is found to be gone that says nothing: its machine lost power, or the network is cut."""
+"""Seconds until a silent host counts as gone, for example after a power loss or a network failure."""
 
 _GREETING = b"parallelformers_ng/1 "
 _NONCE = _PROOF = 32
 _PURPOSE = 32
 _ANSWER = _NONCE + _PURPOSE + _PROOF
-_PATIENCE = 5.0  # seconds that a stranger has to prove itself
-_STRANGERS = 256  # that may be about to prove themselves at one time
+_PATIENCE = 5.0  # seconds in which a caller must prove that it knows the key
+_STRANGERS = 256  # largest number of connections without a proof at one time
 
 Address = tuple[str, int]
 
 
 @dataclass
 class _Stranger:
+    """A caller that has not proved yet that it knows the key."""
+
     connection: socket.socket
     nonce: bytes
     until: float
-    said: bytes = b""
+    received: bytes = b""
 
 
 class Listener:
-    """The address for other hosts.
+    """A TCP listener that accepts callers from other hosts if they know the key.
 
     Args:
-        host: the address of one interface of this machine. One that stands for all of them is refused.
+        host: address of one interface of this machine.
         key: secret key of the callers.
 
     Attributes:
         address: host and port.
 
     Raises:
-        ValueError: the address stands for every interface.
+        ValueError: the address means every interface, for example "0.0.0.0".
         OSError: this machine has no such address.
     """
 
     def __init__(self, host: str, key: bytes) -> None:
         if host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"{host!r} stands for every interface of this machine; name the one of the cluster")
+            raise ValueError(f"{host!r} stands for every interface of this machine; name the cluster's interface")
         self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
@@ -71,10 +73,11 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """Return the next caller that knows the key: its purpose; the connection and its keys. Others are left.
+        """Return the purpose, the connection and the connection keys of the next caller that knows the key. Callers
+        without the key are disconnected.
 
         Raises:
-            RequestTimeoutError: none came before the deadline, on the clock of `time.monotonic`.
+            RequestTimeoutError: no such caller came before the deadline, on the clock of `time.monotonic`.
         """
         while True:
             for fd, _ in self._poll.poll(0):
@@ -82,7 +85,7 @@ class Listener:
                     self._greet()
                 elif fd in self._strangers and (admitted := self._hear(fd)) is not None:
                     return admitted
-            self._leave_silent()  # once they were heard: they may have answered while nobody listened
+            self._leave_silent()  # after reading: callers may have answered while `accept` was not running
             patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
             try:
                 wait(self._poll, patient, "nobody called before the deadline")
@@ -91,7 +94,7 @@ class Listener:
                     raise
 
     def close(self) -> None:
-        """Listen no more. Connections that were accepted stay."""
+        """Stop listening. Accepted connections stay open."""
         for fd in list(self._strangers):
             self._leave(fd)
         self._socket.close()
@@ -99,7 +102,7 @@ class Listener:
     def _greet(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # it went, or this process may open no more files: then it calls in vain
+        except OSError:  # the caller left, or this process has too many open files: the call fails
             return
         if len(self._strangers) >= _STRANGERS:
             self._leave(next(iter(self._strangers)))
@@ -110,7 +113,7 @@ class Listener:
         self._say(connection.fileno(), _GREETING + stranger.nonce)
 
     def _say(self, fd: int, text: bytes) -> bool:
-        """Send what fits any empty buffer. Who does not take it is left."""
+        """Send a text short enough for an empty send buffer; disconnect the caller if sending fails."""
         try:
             if self._strangers[fd].connection.send(text, socket.MSG_NOSIGNAL) == len(text):
                 return True
@@ -122,24 +125,25 @@ class Listener:
     def _hear(self, fd: int) -> tuple[bytes, tuple[socket.socket, Session]] | None:
         stranger = self._strangers[fd]
         try:
-            said = stranger.connection.recv(_ANSWER - len(stranger.said))
+            data = stranger.connection.recv(_ANSWER - len(stranger.received))
         except OSError:
-            said = b""
-        stranger.said += said
-        if said and len(stranger.said) < _ANSWER:
+            data = b""
+        stranger.received += data
+        if data and len(stranger.received) < _ANSWER:
             return None
-        nonces, purpose = stranger.nonce + stranger.said[:_NONCE], stranger.said[_NONCE : _NONCE + _PURPOSE]
-        due = signature(self._key, "calls", nonces + purpose)
-        if not said or not hmac.compare_digest(due, stranger.said[-_PROOF:]):
+        answer = stranger.received
+        nonces, purpose = stranger.nonce + answer[:_NONCE], answer[_NONCE : _NONCE + _PURPOSE]
+        expected = signature(self._key, "calls", nonces + purpose)
+        if not data or not hmac.compare_digest(expected, answer[-_PROOF:]):
             self._leave(fd)
             return None
         if not self._say(fd, signature(self._key, "listens", nonces + purpose)):
             return None
         del self._strangers[fd]
         self._poll.unregister(fd)
-        their_key, here = _keys(self._key, nonces)
+        caller_key, listener_key = _keys(self._key, nonces)
         _watch_peer(stranger.connection)
-        return purpose.rstrip(b"\0"), (stranger.connection, Session(here, their_key))
+        return purpose.rstrip(b"\0"), (stranger.connection, Session(listener_key, caller_key))
 
     def _leave_silent(self) -> None:
         now = time.monotonic()
@@ -155,15 +159,18 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
     """Connect to a listener that knows the key.
 
     Args:
-        address: host and port.
-        key: see above.
+        address: host and port of the listener.
+        key: secret key of the listener and the caller.
         purpose: purpose of the connection, up to 32 bytes.
-        deadline: on the clock of `time.monotonic`, in seconds.
+        deadline: latest time on the clock of `time.monotonic`, in seconds.
+
+    Returns:
+        The connection and its keys.
 
     Raises:
-        ChannelClosedError: nobody listens there, or who does left.
-        ProtocolError: the listener does not know the key.
-        RequestTimeoutError: it did not answer before the deadline.
+        ChannelClosedError: no process listens at the address, or the listener closed the connection.
+        ProtocolError: the listener does not know the key, or the process at the address is no listener.
+        RequestTimeoutError: the listener did not answer before the deadline.
     """
     assert len(purpose) <= _PURPOSE
     where = f"{address[0]}, port {address[1]},"
@@ -174,7 +181,7 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
         _watch_peer(connection)
         greeting = _take(connection, len(_GREETING) + _NONCE, deadline)
         if not greeting.startswith(_GREETING):
-            raise ProtocolError(f"{where} was called, and something else answered")
+            raise ProtocolError(f"{where} is not a listener of parallelformers_ng")
         nonce, purpose = secrets.token_bytes(_NONCE), purpose.ljust(_PURPOSE, b"\0")
         nonces = greeting[len(_GREETING) :] + nonce
         connection.sendall(nonce + purpose + signature(key, "calls", nonces + purpose))
@@ -189,8 +196,8 @@ def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple
         if isinstance(error, OSError):
             raise ChannelClosedError(f"{where} cannot be reached: {error.strerror or error}") from error
         raise
-    their_key, here = _keys(key, nonces)
-    return connection, Session(their_key, here)
+    caller_key, listener_key = _keys(key, nonces)
+    return connection, Session(caller_key, listener_key)
 
 
 def _take(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -198,20 +205,20 @@ def _take(connection: socket.socket, count: int, deadline: float) -> bytes:
     while len(taken) < count:
         rest = deadline - time.monotonic()
         connection.settimeout(None if rest == float("inf") else max(rest, 0.001))
-        said = connection.recv(count - len(taken))
-        if not said:
-            raise ChannelClosedError("who listens has left; it may have another key")
-        taken += said
+        data = connection.recv(count - len(taken))
+        if not data:
+            raise ChannelClosedError("the listener closed the connection; it may have another key")
+        taken += data
     return taken
 
 
 def _keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of a connection: for what the caller says, and for what the listener does."""
+    """Return the two keys of a connection: for records from the caller, and for records from the listener."""
     return signature(key, "from who calls", nonces), signature(key, "from who listens", nonces)
 
 
 def _watch_peer(connection: socket.socket) -> None:
-    """Send small messages at once, and find out soon that the other machine is gone."""
+    """Set socket options: send small messages at once, and detect within `LOST_SECONDS` that the other host is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

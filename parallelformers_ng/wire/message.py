@@ -1,7 +1,7 @@
-"""Python values as messages: a pickle, with the bytes of tensors and open files outside of it.
+"""Encodes Python values as messages: a pickle, and the bytes of tensors and open files outside the pickle.
 
-Who reads a message trusts who wrote it: the two ends are a process and its own fork, on a socket pair without a name.
-Between hosts `signed.py` checks a signature before a message is read.
+The reader of a message trusts the writer: reader and writer are a process and its fork, on a socket pair without name.
+Between hosts, `signed.py` checks a signature before a message is read.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from parallelformers_ng.wire.frame import (
 )
 
 TENSOR_CLASSES: set[type] = {torch.Tensor}
-"""Classes whose bytes are all there is to a tensor."""
+"""Tensor classes that can be sent as bytes, data type and shape alone."""
 _DTYPE_OF_NAME = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_OF_NAME.items()}
 _SIZE = struct.Struct("<q")
-_FILE = -1  # in the place of a size
+_FILE = -1  # the size field of an open file
 _LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -52,12 +52,12 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message in parts.
+    """An encoded value: a pickle, and the objects outside the pickle.
 
     Attributes:
-        pickle: the value, without what lies outside.
-        outside: bytes of tensors, and None for each open file, in the order of their names in the pickle.
-        fds: descriptors to pass along; the maker of the message still owns them.
+        pickle: pickle of the value, without the objects outside.
+        outside: bytes of each tensor, and None for each open file, in the order of their references in the pickle.
+        fds: file descriptors to send, which still belong to the process that encoded the value.
     """
 
     pickle: memoryview
@@ -66,7 +66,7 @@ class Encoded:
 
 
 NOTHING = Encoded(memoryview(b""), [], [])
-"""No message at all."""
+"""Encoded form of a frame without a message."""
 
 
 def encode(value: Any, place: str = "") -> Encoded:
@@ -74,10 +74,10 @@ def encode(value: Any, place: str = "") -> Encoded:
 
     Args:
         value: the value.
-        place: name of the object in error messages; by default, a dict is called by its keys.
+        place: name of the value in error messages; by default, errors name the keys of a dict.
 
     Raises:
-        NotPortableError: a part of the value cannot be pickled. The message names its place.
+        NotPortableError: a part of the value cannot be pickled. The error message names that part.
     """
     buffer = io.BytesIO()
     pickler = _MessagePickler(buffer)
@@ -85,7 +85,7 @@ def encode(value: Any, place: str = "") -> Encoded:
         pickler.dump(value)
     except NotPortableError:
         raise
-    except Exception as error:  # reducers are foreign code and raise anything
+    except Exception as error:  # reducers are foreign code and may raise anything
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
         raise NotPortableError(
@@ -95,10 +95,10 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
-    """Lay a message out as a frame.
+    """Pack a message into a frame.
 
     Raises:
-        SharedMemoryError: the system has no memory left for it.
+        SharedMemoryError: the system has no memory left for the message.
     """
     parts, end = _layout(encoded)
     fds, memfd, body = encoded.fds, None, b""
@@ -112,10 +112,13 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Pa
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
-    """Encode a value that goes within another message, and is decoded apart from it by `unpack`.
+    """Encode a value as a part of another message; `unpack` decodes the value separately from that message.
+
+    Returns:
+        The encoded value, and the number of objects outside its pickle.
 
     Raises:
-        NotPortableError: see `encode`; also for open files.
+        NotPortableError: a part of the value cannot be pickled, or the value has open files.
     """
     encoded = encode(value)
     if encoded.fds:
@@ -124,12 +127,12 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode what `parcel` made. Raises what `decode` raises."""
+    """Decode a value that `parcel` encoded. Raises the same errors as `decode`."""
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
 def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
-    """Return the offset of each part of a message, and the bytes of all."""
+    """Return the offset and the bytes of each part of a message, and the total size in bytes."""
     if not encoded.pickle:
         return [], 0
     sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
@@ -144,26 +147,27 @@ def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
 
 
 def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
-    if len(parts) == 2:  # nothing lies outside the pickle
+    if len(parts) == 2:  # no objects outside the pickle
         return b"".join(part for _, part in parts)
-    laid = bytearray(size)
+    joined = bytearray(size)
     for begin, part in parts:
-        laid[begin : begin + len(part)] = part
-    return bytes(laid)
+        joined[begin : begin + len(part)] = part
+    return bytes(joined)
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:
-    """Read the message of a frame.
+    """Decode the message of a frame.
 
     Args:
-        frame: its descriptors belong to the value afterwards; if this fails, they are closed.
-        device: target of all tensors, in whatever object; one copy each. None leaves them here.
+        frame: the frame. Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the
+            descriptors.
+        device: target device of all tensors in the value, with one copy for all. None keeps the tensors on CPU.
 
     Returns:
-        The value. Its tensors are views of the frame's memory.
+        The value. Its tensors are views of the frame's memory, or of the copy on the device.
 
     Raises:
-        ProtocolError: the frame holds other sizes than it announces.
+        ProtocolError: the sizes in the frame do not match its contents.
         NotPortableError: an object could not be rebuilt in this process.
     """
     fds, frame.fds = frame.fds, []
@@ -178,14 +182,14 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
             outside = _outside(blob, parts, descriptors)
         value = pickle.loads(pickled, buffers=outside)
         if next(outside, None) is not None or next(descriptors, None) is not None:
-            raise ProtocolError("a message does not use all that came with it")
+            raise ProtocolError("a message does not use all tensors and files that came with it")
         return value
     except BaseException as error:
         for fd in fds:
             os.close(fd)
         if isinstance(error, (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)):
             raise
-        if isinstance(error, Exception):  # to rebuild an object runs its code
+        if isinstance(error, Exception):  # rebuilding an object runs its code, which may raise anything
             raise NotPortableError(
                 f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
             ) from error
@@ -193,8 +197,10 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
-    """Return the pickle; for each object outside of it, how far it lies from the first one, and its size, -1 for a
-    file; and where the first one begins."""
+    """Return the pickle, `(offset, size)` of each object outside the pickle, and the begin of the first such object.
+
+    Offsets count from the first object; the size of a file is -1.
+    """
     count = 1 + frame.outside
     head = count * _SIZE.size
     if len(frame.body) < head:
@@ -216,12 +222,12 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
 
 
 def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
-    """Return the object for each reference in the pickle: uint8 `[bytes]`, or a descriptor."""
+    """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor."""
     for offset, size in parts:
         if size != _FILE:
             yield blob[offset : offset + size]
         elif (fd := next(fds, None)) is None:
-            raise ProtocolError("fewer file descriptors came than a message names")
+            raise ProtocolError("a message names more file descriptors than came with it")
         else:
             yield fd
 
@@ -231,22 +237,24 @@ def _aligned(offset: int) -> int:
 
 
 def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of bytes that came outside a pickle."""
+    """Return a tensor from bytes outside a pickle, uint8 `[bytes]`."""
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
 class _MessagePickler(ByValuePickler):
-    """Puts the bytes of tensors, and open files, outside of the pickle.
+    """Pickler that puts the bytes of tensors, and open files, outside the pickle.
 
     Attributes:
-        outside, fds: same as in `Encoded`.
+        outside: same as in `Encoded`.
+        fds: same as in `Encoded`.
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5, buffer_callback=self._take)
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
-        self._mine: dict[int, tuple[pickle.PickleBuffer, int | None]] = {}  # by id, unique while its object lives
+        # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
+        self._mine: dict[int, tuple[pickle.PickleBuffer, int | None]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -257,7 +265,7 @@ class _MessagePickler(ByValuePickler):
         if kind is FileDescriptor:
             return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
         if kind in _NAMED and _is_of_library(obj):
-            return NotImplemented  # goes by name, without the search that cloudpickle makes
+            return NotImplemented  # pickled by name, without cloudpickle's slow search
         return super().reducer_override(obj)
 
     def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
@@ -266,7 +274,7 @@ class _MessagePickler(ByValuePickler):
         return buffer
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Called by pickle for every buffer. Returns whether it goes into the pickle, like buffers of numpy."""
+        """Return whether a buffer goes into the pickle, as buffers of numpy do; pickle calls this for every buffer."""
         if id(buffer) not in self._mine:
             return True
         fd = self._mine[id(buffer)][1]
@@ -279,22 +287,22 @@ class _MessagePickler(ByValuePickler):
 
 
 def _is_of_library(obj: Any) -> bool:
-    """Return whether a class or function is what a library has under its name."""
+    """Return whether a class or function can be found by its name in torch, transformers or parallelformers_ng."""
     name: str = obj.__module__ or ""
     return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:
-    """Return the values of a tensor on CPU, contiguous, as an array of bytes."""
+    """Return the values of a tensor as a numpy array of bytes, contiguous and on CPU."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
-    """Return the error for a value that cannot be pickled: it names the innermost part that cannot."""
-    if isinstance(error.__cause__ or error, RecursionError):  # which cloudpickle chains
-        return NotPortableError(f"{place or 'the value'} is nested too deep")
+    """Return the error for a value that cannot be pickled; the error names the innermost part that cannot be."""
+    if isinstance(error.__cause__ or error, RecursionError):  # cloudpickle chains this error
+        return NotPortableError(f"{place or 'the value'} is nested too deeply")
     is_top = not place and type(value) is dict
     for _ in range(16):
         for step, part in _steps(value):
@@ -314,13 +322,13 @@ def _not_portable(value: Any, place: str, error: Exception) -> NotPortableError:
 def _is_portable(value: Any) -> bool:
     try:
         _MessagePickler(io.BytesIO()).dump(value)
-    except Exception:  # the very failure that is being located
+    except Exception:  # the failure that `_not_portable` searches for
         return False
     return True
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a value, and how each is reached."""
+    """Return the expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

@@ -1,15 +1,15 @@
-"""Frames between hosts, over TCP, in signed records: nothing is looked at before its signature was checked.
+"""Sends frames between hosts over TCP in signed records; the receiver checks a signature before it reads any content.
 
 A record:
 
     size of the body | signature | body | signature
 
-Both signatures count what went before, in this direction, under keys that hold for one connection (`meeting.py`): a
-record that was changed, repeated, left out, cut short, or sent back to its sender ends the connection. Records are not
-encrypted.
+Both signatures include a count of the earlier signatures in the same direction. The keys are valid for one connection
+(`meeting.py`). A record that was changed, repeated, left out, cut short, or sent back to its sender ends the
+connection. Records are not encrypted.
 
-The body is a frame as on one host (`frame.py`), followed by what its files hold, and their sizes: a descriptor does
-not cross, its file's bytes do.
+The body is a frame (`frame.py`), then the contents of the frame's files, then the sizes of the files. Between hosts,
+files are sent as bytes, not as descriptors.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
 
 
 def signature(key: bytes, purpose: str, data: bytes) -> bytes:
-    """HMAC-SHA256 of `data`, bound to its `purpose`, so that what is signed for one is nothing to another."""
+    """Return the HMAC-SHA256 of `purpose` and `data`, so that a signature is valid only for its purpose."""
     return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
 @dataclass(frozen=True)
 class Session:
-    """The keys of one connection, as one of its ends uses them."""
+    """The two keys of one end of a connection: for records to send, and for records to receive."""
 
     sending: bytes
     receiving: bytes
 
 
 class Signer:
-    """Signs, or checks, what goes one way over a connection.
+    """Signer and checker of the data in one direction of a connection.
 
     Args:
         key: key of the direction.
@@ -58,7 +58,7 @@ class Signer:
         self._count = 0
 
     def sign(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """Return the signature of what comes next: HMAC-SHA256 of its number and its parts."""
+        """Return the next signature: the HMAC-SHA256 of a running number and the parts."""
         signature = hmac.new(self._key, SIZE.pack(self._count), "sha256")
         for part in parts:
             signature.update(part)
@@ -66,9 +66,9 @@ class Signer:
         return signature.digest()
 
     def check(self, signature: bytes | bytearray | memoryview, *parts: bytes | bytearray | memoryview) -> None:
-        """Raise ProtocolError unless `signature` is that of what was due next."""
+        """Raise ProtocolError if `signature` is not the next signature of the parts."""
         if not hmac.compare_digest(self.sign(*parts), bytes(signature)):
-            raise ProtocolError("what came over the network is not what the other host sent; it was not read")
+            raise ProtocolError("a record from the network has a wrong signature, so the record was not read")
 
 
 class SignedChannel(Channel):
@@ -76,14 +76,14 @@ class SignedChannel(Channel):
 
     Args:
         connection: a TCP socket whose other end knows the session's keys.
-        session: see above.
-        blocking: same as in `Channel`.
+        session: the keys of this end of the connection.
+        blocking: whether all waits are without a deadline, as in `Channel`.
     """
 
     def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
         super().__init__(connection, blocking)
         self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)
-        self._due = -1  # bytes of the record whose size was checked and that was not taken yet
+        self._due = -1  # bytes of a record whose size was checked but whose body was not taken yet; -1 for no record
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
         self._send(self._record(packed), [], deadline)
@@ -115,7 +115,7 @@ class SignedChannel(Channel):
 
 @contextlib.contextmanager
 def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
-    """Return the content of a file."""
+    """Yield the content of a file."""
     if not os.fstat(fd).st_size:
         yield b""
         return
@@ -124,17 +124,17 @@ def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
 
 
 def _frame(body: memoryview) -> Frame:
-    """Return the frame that a checked record holds, with files of this process."""
+    """Return the frame from the body of a checked record; files of the frame become new files of this process."""
     count = FIXED_PART.unpack_from(body)[-1]
     sizes_at = len(body) - count * SIZE.size
     if sizes_at < FIXED_PART.size:
-        raise ProtocolError(f"a record announces {count} files, and has {len(body)} bytes")
+        raise ProtocolError(f"a record of {len(body)} bytes announces {count} files, which do not fit")
     sizes = [size for (size,) in SIZE.iter_unpack(body[sizes_at:])]
     fixed = FixedPart.read(bytes(body[: FIXED_PART.size]), 0, count)
     shared = bool(fixed.flags & Flag.MEMFD)
     begin = FIXED_PART.size + (0 if shared else fixed.size)
     if begin + sum(sizes) != sizes_at or (shared and fixed.size > sizes[-1]):
-        raise ProtocolError(f"a record of {len(body)} bytes announces others")
+        raise ProtocolError(f"a record of {len(body)} bytes announces files of other sizes than it contains")
     content = body[FIXED_PART.size : begin]
     files: list[memoryview] = []
     for size in sizes:
@@ -147,7 +147,7 @@ def _frame(body: memoryview) -> Frame:
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:
-    """Return a file in memory for each of these."""
+    """Return descriptors of new files in memory, one file for each of the contents."""
     descriptors: list[int] = []
     try:
         for content in contents:

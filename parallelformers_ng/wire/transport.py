@@ -1,4 +1,4 @@
-"""Frames over one end of an inherited socket pair."""
+"""Sends and receives frames over one end of an inherited socket pair."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from parallelformers_ng.wire.frame import (
 from parallelformers_ng.wire.message import decode, encode, pack
 
 SPIN_SECONDS = 300e-6
-"""How long a process polls for what is about to come before it sleeps. To wake up takes a core 50 µs, and then it is as
-slow as with code that it never ran."""
+"""Seconds for which a process polls for a frame before it sleeps. Waking up takes a core 50 µs, and afterwards the core
+is as slow as with code that it never ran."""
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 _LONGEST_POLL = 3600.0  # seconds; poll takes its time-out as an int of milliseconds
-_READ_AHEAD_BYTES = 32 << 10  # so that one system call brings a whole small frame
-# Plain ints: the operators of enum.IntFlag take microseconds.
+_READ_AHEAD_BYTES = 32 << 10  # enough to read a whole small frame with one system call
+# Plain ints, because operators of enum.IntFlag take microseconds.
 _NO_SIGNAL, _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_NOSIGNAL), int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
 class Channel:
-    """One end of a control channel. Not for two threads at once.
+    """One end of a control channel. Two threads must not use a channel at the same time.
+
+    If a wait ends at its deadline, no received bytes are lost: the next `receive` continues the same frame.
 
     Args:
         connection: one end of an AF_UNIX stream pair.
-        blocking: all waits are without a deadline, which saves system calls.
-
-    If a wait ends at its deadline, nothing that came is lost: the next `receive` takes the frame whose first part had
-    come.
+        blocking: whether all waits are without a deadline, which saves system calls.
     """
 
     def __init__(self, connection: socket.socket, blocking: bool = False) -> None:
@@ -52,28 +51,32 @@ class Channel:
         self.connection = connection
         self._ahead = bytearray(_READ_AHEAD_BYTES)
         self._free = memoryview(self._ahead)
-        self._begin = self._end = 0  # of what was read ahead and is not taken yet
-        self._fds: list[int] = []  # that came with it, in the order of their frames
+        self._begin = self._end = 0  # bounds of the bytes that were read ahead and not taken yet
+        self._fds: list[int] = []  # received descriptors that were not taken yet, in the order of their frames
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
-        """Return the descriptor of the socket, for poll."""
+        """Return the file descriptor of the socket, so that `select.poll` can watch a channel."""
         return self.connection.fileno()
 
     @property
     def has_more(self) -> bool:
-        """True if the next frame, or a part of it, was read ahead: poll need not tell of it."""
+        """Whether the next frame, or a part of the frame, was read ahead; poll does not report such a frame."""
         return self._end > self._begin
 
     def spin(self, until: float) -> bool:
-        """Poll for a frame without sleeping, and give way to other processes in between.
+        """Poll for a frame without sleeping; yield the CPU to other processes between polls.
 
         Args:
-            until: on the clock of `time.monotonic`, in seconds.
+            until: end of polling on the clock of `time.monotonic`, in seconds.
 
         Returns:
-            Whether a frame, or a part of it, has come and was read ahead. Raises what `receive` raises.
+            Whether a frame, or a part of a frame, was read ahead.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+            ProtocolError: more file descriptors came than the limits allow.
         """
         while self._end == self._begin and not self._read_ahead(_AT_ONCE):
             if time.monotonic() >= until:
@@ -91,15 +94,16 @@ class Channel:
 
         Args:
             kind: purpose of the frame.
-            sequence: the request it belongs to.
+            sequence: number of the request that the frame belongs to.
             obj: any value that `encode` takes.
-            deadline: on the clock of `time.monotonic`, in seconds.
-            place: see `encode`.
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
+            place: name of the value in error messages, see `encode`.
 
         Raises:
-            NotPortableError, SharedMemoryError: see `encode` and `pack`; nothing was sent.
+            NotPortableError: a part of the value cannot be pickled; nothing was sent.
+            SharedMemoryError: the system has no memory left for the message; nothing was sent.
             ChannelClosedError: the other end is gone.
-            RequestTimeoutError: the other end did not read until the deadline.
+            RequestTimeoutError: the other end did not read the frame before the deadline.
         """
         packed = pack(kind, sequence, encode(obj, place))
         try:
@@ -108,7 +112,7 @@ class Channel:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        """Send a frame. Raises what `send` raises, except for the errors of encoding."""
+        """Send a frame. Raises the same errors as `send`, except the errors of encoding."""
         self._send(packed.data, packed.fds, deadline)
 
     def _send(self, rest: bytes | memoryview, fds: list[int], deadline: float) -> None:
@@ -129,16 +133,17 @@ class Channel:
                 rest, fds = memoryview(rest)[count:], []
 
     def recv(self, deadline: float = math.inf) -> tuple[FrameKind, int, Any]:
-        """Receive one frame and decode it: kind, sequence, value. Raises what `receive` and `decode` raise."""
+        """Receive and decode one frame; return its kind, sequence and value. Raises the errors of `receive` and
+        `decode`."""
         frame = self.receive(deadline)
         return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
-        """Receive one frame, undecoded.
+        """Receive one frame without decoding its message.
 
         Raises:
             ChannelClosedError: the other end is gone.
-            ProtocolError: the bytes are no frame, or announce more than the limits allow.
+            ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
             RequestTimeoutError: no whole frame came before the deadline.
         """
         try:
@@ -147,14 +152,14 @@ class Channel:
             shared = bool(fixed.flags & Flag.MEMFD)
             size = FIXED_PART.size + (0 if shared else fixed.size)
             self._fill(size, deadline)
-            # Whole. From here on nothing waits.
+            # The frame is complete. No code below waits.
             if shared:
                 body = map_memfd(self._fds[fixed.descriptors - 1], fixed.size)
             else:
                 body = own_copy(self._free[self._begin + FIXED_PART.size : self._begin + size], fixed.outside)
             if len(self._fds) > fixed.descriptors and self._end == self._begin + size:
                 more = len(self._fds) - fixed.descriptors
-                raise ProtocolError(f"{more} more file descriptors came than a frame announces")
+                raise ProtocolError(f"{more} more file descriptors came with a frame than the frame announces")
         except ProtocolError:
             self._close_descriptors()
             raise
@@ -165,7 +170,7 @@ class Channel:
         return Frame(fixed.kind, fixed.flags, fixed.sequence, body, fixed.outside, fds)
 
     def _fill(self, size: int, deadline: float) -> None:
-        """Read ahead until there are `size` bytes or more."""
+        """Read ahead until at least `size` bytes are not taken yet."""
         while self._end - self._begin < size:
             if size > len(self._ahead):
                 self._resize(size)
@@ -180,7 +185,7 @@ class Channel:
         self._begin, self._end = 0, len(rest)
 
     def _read_ahead(self, receive_flags: int = 0) -> bool:
-        """Receive what there is. Returns False if nothing has come and neither the socket nor `receive_flags` waits."""
+        """Receive available bytes and descriptors. Return False if nothing is available and the call does not wait."""
         if self._begin:
             if self._end == self._begin and len(self._ahead) > _READ_AHEAD_BYTES:
                 self._resize(_READ_AHEAD_BYTES)  # after a long frame
@@ -202,7 +207,7 @@ class Channel:
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 self._fds.extend(received)
         if flags & _TRUNCATED:
-            raise ProtocolError("more file descriptors came than one frame may carry, or than this process may open")
+            raise ProtocolError("more file descriptors came than one frame may have, or than this process may open")
         if not count:
             raise ChannelClosedError("the process at the other end is gone")
         self._end += count
@@ -215,15 +220,17 @@ class Channel:
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait for what a poll watches. Returns the descriptors that are ready; none after an hour
-    without any.
+    """Wait until a watched descriptor is ready, or until the deadline, but at most an hour.
 
     Args:
-        deadline: on the clock of `time.monotonic`, in seconds.
+        deadline: latest time on the clock of `time.monotonic`, in seconds.
         late: text of the error.
 
+    Returns:
+        The ready descriptors, possibly none.
+
     Raises:
-        RequestTimeoutError: the deadline had passed already.
+        RequestTimeoutError: the deadline had already passed at the call.
     """
     rest = deadline - time.monotonic()
     if rest <= 0:

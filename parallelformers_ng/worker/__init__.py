@@ -1,1 +1,1 @@
-"""A rank's model in its process, the calls that it takes, the memory that it holds."""
+"""Runs one rank in its process: holds its part of the model, runs calls, and reports memory."""

@@ -1,4 +1,4 @@
-"""The messages between a parallelized model and its ranks."""
+"""Defines the messages between a parallelized model and its ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Call:
 
     Attributes:
         path: dotted path of the module, "" for the model itself.
-        method: the method's name.
-        args, kwargs: its arguments, caches as `Handle("cache", …)`.
+        method: name of the method.
+        args: positional arguments of the method, caches as `Handle("cache", …)`.
+        kwargs: keyword arguments of the method, caches as `Handle("cache", …)`.
         attributes: attributes of modules that were set since the last call: (path of the module, name) → value.
-        unsure: the plan cannot tell whether the method gives a whole result; the ranks compare theirs.
-        rng: state of the caller's CPU generator, in bytes: tensors of a call are sent to devices.
-        autocast: data type of the caller's `torch.autocast` for the kind of devices that the ranks have, None outside
-            one.
-        configs: attributes of configurations, also of how to generate, that changed since the last call: dotted name →
-            value.
+        unsure: whether the ranks must compare their results, because the plan cannot show that a result is complete.
+        rng: state of the caller's CPU generator, in bytes, because tensors of a call are sent to devices.
+        autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
+        configs: attributes of configurations, also of `generation_config`, that changed since the last call: dotted
+            name → value.
         cache_block: first id of the caches that this call makes.
-        freed_caches: ids of caches whose handles are gone.
-        streams: the caller waits for tokens as they are chosen.
-        has_caches: there are caches among the arguments.
-        returns_state: the arguments hold objects of the caller's whose state is wanted back.
-        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are none.
-        captured: the decode steps of this `generate` over a static cache become CUDA graphs.
-        adapters: adapters of the call; None if the model has none.
-        code: code that the caller's program has changed since the last call; None if it has changed none.
+        freed_caches: ids of caches whose handles were deleted.
+        streams: whether each token is sent to the caller when it is chosen.
+        has_caches: whether the arguments contain caches.
+        returns_state: whether the arguments contain objects whose state must be returned to the caller.
+        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are no hooks.
+        captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
+        adapters: active adapters of the call; None if the model has no adapters.
+        code: code that the caller's program changed since the last call; None if no code changed.
     """
 
     path: str
@@ -63,11 +63,11 @@ class Answer:
 
     Attributes:
         output: return value of the method, caches as `Handle("cache", …)`.
-        rng: the generator's state afterwards if it moved.
-        caches: new facts about the caches that were passed in: id → `CacheInfo`.
-        states: new states of such objects that changed, as `generation.object_state.ObjectState` numbers them.
+        rng: state of the generator after the call; None if the state did not change.
+        caches: new facts about the caches in the arguments: id → `CacheInfo`.
+        states: new states of changed objects in the arguments, numbered as in `generation.object_state.ObjectState`.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
-        uncaptured: why decode steps that should be CUDA graphs were none, "" if they were.
+        uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
     """
 
     output: Any

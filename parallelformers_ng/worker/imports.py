@@ -1,4 +1,4 @@
-"""Imports all that ranks need, and compares the kernels with transformers, once for all forks of a fork server."""
+"""Imports all modules that ranks need and compares the kernels with transformers, once for all forks of a server."""
 
 from parallelformers_ng.kernels import installation, recognition
 from parallelformers_ng.runtime import service

@@ -1,15 +1,15 @@
-"""Lists everything that a rank keeps of its calls for later ones, and lets it go.
+"""Holds and deletes the data that a rank keeps from one call for later calls.
 
-| what | where | what of the model it depends on |
+| kept data | where | parts of the model on which the data depend |
 | --- | --- | --- |
-| recorded steps and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
-| keys and values of earlier sequences | `batching.prefixes.Prefixes` | the same |
+| recordings and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
+| keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
 | addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
-| the configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | the same |
-| bounds of ids that were looked up on a device | `sharding.look_ups` | nothing; let go with the model |
+| configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |
+| bounds of ids that were looked up on a device | `sharding.look_ups` | none; deleted with the model |
 
-Weights do not change while a model is parallelized. The rows of a batch and the caches of the caller are no copies: a
-change in the middle of a sequence finds them as it would in one process.
+Weights do not change while a model is parallelized. The rows of a batch and the caller's caches are not kept data. A
+change of the model during a sequence therefore does not delete the sequence's keys and values, as in one process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from parallelformers_ng.sharding import look_ups
 
 
 class Kept:
-    """Everything that one rank keeps of its calls.
+    """The data that one rank keeps from its calls.
 
     Attributes:
-        steps: recorded steps, by the kind of calls: single ones, and those that are decoded together.
-        batch: the calls that are decoded together, None before the first.
+        steps: recordings of steps, by kind of call: "call" for single calls, "rows" for batches.
+        batch: the batch of this rank; None before the first batch.
     """
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class Kept:
         self.batch: RankBatch | None = None
 
     def forget_steps(self) -> None:
-        """Let go of recorded steps, and of the memory of their caches."""
+        """Delete the recordings of steps, and free the memory of their caches."""
         for steps in self.steps.values():
             steps.forget()
 
     def let_go(self, model: nn.Module) -> None:
-        """Let go of everything that was computed before a change. Every change of the model calls this."""
+        """Delete all data that a change of the model makes invalid. Every change of the model calls this method."""
         self.forget_steps()
         if self.batch is not None:
             self.batch.forget_prefixes()
         installation.forget(model)
 
     def drop(self, model: nn.Module | None) -> None:
-        """Let go of everything, with the model."""
+        """Delete all kept data, when the rank drops its model."""
         if model is not None:
             self.let_go(model)
         self.batch = None

@@ -1,4 +1,4 @@
-"""The memory of a rank, in bytes, and the tables that `verbose=` prints."""
+"""Measures the memory of a rank in bytes, and formats the tables that `verbose=` prints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 import pynvml
 import torch
 
-_WIDTH = 75  # of torch's own tables
+_WIDTH = 75  # characters, as in torch's own tables
 
 
 class RankMemory:
-    """The memory of the calling process, a rank.
+    """The memory of the rank that runs in the calling process.
 
     Args:
         device: device of the rank.
-        name: "cuda:0", "cpu:1", …; on CPU the number is the rank's.
-        shard_bytes: bytes of its weights by the plan.
+        name: name of the device, "cuda:0", "cpu:1", …; on CPU the number is the rank.
+        shard_bytes: bytes of the rank's weights on its device, from the plan.
     """
 
     def __init__(self, device: torch.device, name: str, shard_bytes: int) -> None:
@@ -25,22 +25,22 @@ class RankMemory:
         self._shard_bytes = shard_bytes
 
     def allocated(self) -> int:
-        """Return weights of its shard on CPU, all that torch has allocated on CUDA."""
+        """Return bytes of the rank's weights on CPU; on CUDA, all bytes that torch has allocated."""
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
-        """Return the memory cost of the process: its proportional set size (PSS) on CPU, torch's pool on CUDA."""
+        """Return bytes used by the process: its proportional set size (PSS) on CPU, torch's memory pool on CUDA."""
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
-        """Format bytes in Parallelformers' form: `GPU:0 => 2.72GB`."""
+        """Return the allocated bytes in the format of Parallelformers: `GPU:0 => 2.72GB`."""
         kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
 
     def table(self) -> str:
-        """On CUDA torch's own table, on CPU one of the same shape."""
+        """Return a memory table: torch's own table on CUDA, a table of the same format on CPU."""
         own = self._cpu_table() if self._cuda is None else torch.cuda.memory_summary(self._cuda, abbreviated=True)
         return f"{own}\n{self.line()}\n"
 
@@ -63,26 +63,28 @@ class RankMemory:
 
 
 def proportional_set_size() -> int:
-    """PSS of this process in bytes: shared pages count by the share of each process that maps them, so sums over
-    processes are right. Linux, `/proc/PID/smaps_rollup`."""
+    """Return the PSS of this process in bytes, from Linux's `/proc/PID/smaps_rollup`.
+
+    A shared page is divided by the number of processes that map the page, so sums over processes are right.
+    """
     return _bytes_in("smaps_rollup", "Pss")
 
 
 def _bytes_in(file: str, key: str) -> int:
-    """Return a figure that Linux gives of this process. (The peak of `getrusage` would include that of the parent.)"""
+    """Return bytes from a file in `/proc/self`. (The peak of `getrusage` would include the parent's peak.)"""
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def device_totals() -> str:
-    """Return a line for every NVIDIA device of the machine: what all processes together use of it; "" if there is
-    none."""
+    """Return a line for every NVIDIA device of the machine, with the memory that all processes use; "" without
+    devices."""
     try:
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         used = [pynvml.nvmlDeviceGetMemoryInfo(device) for device in devices]
         pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # no driver, or a slice of a device: NVML knows no figures of it
+    except pynvml.NVMLError:  # no driver, or a slice of a device, for which NVML has no figures
         return ""
     return "\n".join(
         f"GPU:{index} used {memory.used / 1e9:.2f}GB of {memory.total / 1e9:.2f}GB, all processes"
@@ -91,7 +93,7 @@ def device_totals() -> str:
 
 
 def _in_table(count: int) -> str:
-    """Format bytes in the form of torch's tables: whole units, the next one from ten thousand on."""
+    """Format bytes like torch's tables: whole numbers; ten thousand of a unit are shown in the next larger unit."""
     size, units = float(count), ["B", "KB", "MB", "GB"]
     while size >= 10_000 and len(units) > 1:
         size, units = size / 1000, units[1:]

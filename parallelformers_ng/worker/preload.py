@@ -1,16 +1,16 @@
-"""The imports of the process that forks ranks. Importing this file imports nothing that takes long."""
+"""Starts the imports of the process that forks ranks. Importing this module itself is fast."""
 
 from __future__ import annotations
 
 from parallelformers_ng.runtime import forks
 
 IMPORTS = "parallelformers_ng.worker.imports"
-"""The module that such a process imports before it forks ranks of a model."""
+"""Name of the module that the forking process imports before it forks ranks of a model."""
 
 
 def warm_up() -> None:
-    """Start importing what workers need, in a process beside this one, so that the first `parallelize` finds it done.
+    """Start to import, in another process, the modules that workers need, so that the first `parallelize` is faster.
 
-    Returns at once. Whoever knows that a model is about to be parallelized calls it first, then loads the model.
+    Returns at once. Call this function before loading a model that will be parallelized.
     """
     forks.running(IMPORTS)

@@ -1,4 +1,4 @@
-"""A rank's share of the model, inside its worker. Its public methods are what the parent may call."""
+"""Runs a rank's part of the model in its worker. The parent may call the runner's public methods."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ from parallelformers_ng.worker.weights import RankWeights
 
 
 class ModelRunner(RankWeights):
-    """Built empty when the worker starts; `build` and `attach` give it a model, another `build` replaces it."""
+    """The rank's part of a model and the methods that the parent calls.
+
+    A runner is empty when the worker starts. `build` and `attach` add a model; another `build` replaces the model.
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
         super().__init__(rank, device, emit)
@@ -73,26 +76,25 @@ class ModelRunner(RankWeights):
             slice_single_indices()
             defer_stops()
             order_prefetches()
-        gc.freeze()  # what was imported stays; a collection that walked it would take a fifth of a second
+        gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
     def _clear(self) -> None:
         super()._clear()
         keep_caches(None)
         self.caches = CacheTable()
         self.hooks: InstalledHooks | None = None
-        self._latest_hooks: InstalledHooks | None = (
-            None  # of the call that runs, or failed, whose notes may be asked for
-        )
+        # Hooks of the running call, or of a failed call whose changes by hooks the caller may still read.
+        self._latest_hooks: InstalledHooks | None = None
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
         self.alike = True
 
     def build(self, skeleton: Skeleton) -> None:
-        """Build this rank's modules, still without weights. Everything that can fail without weights fails here."""
+        """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here."""
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
-        # Modelling code may also draw from these; seeded alike, the ranks draw alike.
+        # Modelling code may draw from Python's and numpy's generators; equal seeds give equal draws on all ranks.
         random.seed(0)
         np.random.seed(0)
         model, self.plan = skeleton.build()
@@ -107,7 +109,7 @@ class ModelRunner(RankWeights):
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def drop(self) -> None:
-        """Let the model go; the worker is then ready for another."""
+        """Delete the model; afterwards the worker is ready for another model."""
         had_model = self.model is not None
         self.kept.drop(self.model)
         self._clear()
@@ -115,12 +117,12 @@ class ModelRunner(RankWeights):
         self.code.undo()
         serve_stock_code(True)
         if had_model:
-            gc.collect()  # modules are held in cycles
+            gc.collect()  # modules are in reference cycles
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes may want it
+                torch.cuda.empty_cache()  # other processes may need the memory
 
     def run(self, call: Call) -> Answer:
-        """Call a method of the model as its caller would have, with the caller's random state and configuration."""
+        """Run a method of the model for the caller, with the caller's random state, configuration and adapters."""
         self._prepare(call)
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
@@ -134,8 +136,8 @@ class ModelRunner(RankWeights):
         module = self.model.get_submodule(call.path)
         if self.model.training and not self.alike:
             raise ParallelError(
-                "the model is in training mode, and its devices are of different kinds: each kind would draw another"
-                " dropout; call model.eval(), or use devices of one kind"
+                "the model is in training mode, and its devices are of different kinds, which would draw different"
+                " dropout masks; call model.eval(), or use devices of one kind"
             )
         models = () if call.method == "forward" else self.generating
         with (
@@ -165,7 +167,7 @@ class ModelRunner(RankWeights):
         return answer
 
     def decode_rows(self, order: Round) -> News:
-        """Run a round of the calls that are decoded together."""
+        """Run one round of a batch."""
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, dict[str, Any] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
@@ -183,31 +185,34 @@ class ModelRunner(RankWeights):
             return self.kept.batch.run(order, calls)
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
-        """Return the notes of the caller's forward hooks in the call with that block of caches, even if it failed."""
+        """Return the changes by the caller's forward hooks in the call with this `cache_block`, even if that call
+        failed."""
         return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
-        """Return the recorder of decode steps here, or the reason why there is none."""
+        """Return a recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
         if self.device.type != "cuda":
             return NO_DEVICE
         if not self.communicator.capturable:
-            return f"{type(self.communicator).__name__} exchanges through host memory, which no graph can have in it"
+            return (
+                f"{type(self.communicator).__name__} exchanges through host memory, which a CUDA graph cannot contain"
+            )
         return CudaRecorder(self.device)
 
     @contextlib.contextmanager
     def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Within it, nothing that a request has to know of the device is waited for until its end."""
+        """Run a request in this context without waits for the device: ids, masks and stops are checked at its end."""
         watched = self.hooks is not None or any(kwargs.get(name) is not None for name in STATEFUL)
         try:
             with look_ups.checked_look_ups(), known_masks(models), deferring(not watched):
                 yield
         except torch.OutOfMemoryError:
-            self.forget_steps()  # the next request may need what they hold
+            self.forget_steps()  # the next request may need the memory of the recordings
             raise
 
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
-        """Within it, decode steps are captured if that is asked for. Gives what says afterwards why they were not."""
+        """Capture decode steps in this context if `wanted`; yield a function that returns why none were captured."""
         if not wanted:
             yield str
             return
@@ -218,35 +223,35 @@ class ModelRunner(RankWeights):
         with captured.capturing(module):
             yield lambda: captured.reason
 
-    def _captured_steps(self, of: str) -> CapturedSteps | str:
-        """Return the recordings of a kind of calls, or the reason why there can be none."""
-        if of not in self.kept.steps:
+    def _captured_steps(self, kind: str) -> CapturedSteps | str:
+        """Return the recordings for a kind of call ("call" or "rows"), or the reason why steps are not recorded."""
+        if kind not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
                 return recorder
-            self.kept.steps[of] = CapturedSteps(recorder, self.communicator)
-        return self.kept.steps[of]
+            self.kept.steps[kind] = CapturedSteps(recorder, self.communicator)
+        return self.kept.steps[kind]
 
     def forget_steps(self) -> None:
-        """Let go of captured steps, and of the memory of their caches."""
+        """Delete the recordings of steps, and free the memory of their caches."""
         self.kept.forget_steps()
 
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
     ) -> tuple[Any, CacheInfo]:
-        """Call a method of a cache that this rank holds, or of a subcache. Returns its result and what became of the
-        whole cache."""
+        """Call a method of a cache of this rank, or of its subcache `subcache`. Return the method's result, and the new
+        facts about the whole cache."""
         self.caches.last_number = block
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs, subcache)
         return result, self.caches.info(number)
 
     def cache_info(self, number: int) -> CacheInfo | None:
-        """See `CacheTable.certain_info`."""
+        """Return the facts about a cache, see `CacheTable.certain_info`."""
         return self.caches.certain_info(number)
 
     def held_caches(self) -> int:
-        """Return how many caches this rank holds."""
+        """Return the number of caches that this rank holds."""
         return len(self.caches)
 
     def _prepare(self, call: Call) -> None:
@@ -270,11 +275,11 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def differences(self, digests: Digests) -> Digests:
-        """Compare the caller's code with what this process imports, see `live_code.changes.differences`."""
+        """Compare the caller's code with the code that this process imports, see `live_code.changes.differences`."""
         return differences(digests)
 
     def _take_code(self, changes: CodeChanges) -> None:
-        """Run code as the caller's program has changed it, from now on."""
+        """Apply the caller's changes of code to this process, from now on."""
         self.code.apply(changes, self.model)
         serve_stock_code(not self.code.of_step)
 
@@ -288,15 +293,15 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int]) -> Any:
-        """Return the caller's form of a part of an output; weights of this rank's own heads are gathered."""
+        """Return a part of an output for the caller: a cache becomes a handle, and attention weights are gathered."""
         return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
 
     def _handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """Return the caller's handle for a cache; see `CacheTable.handle`."""
+        """Return the handle that the caller gets for a cache; see `CacheTable.handle`."""
         return self.caches.handle(handed_out(cache), known)
 
     def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
-        """Apply the caller's new attributes of modules, then its changes of configurations."""
+        """Set attributes of modules, then attributes of configurations, to the caller's changed values."""
         for (path, name), value in attributes.items():
             setattr(self.model.get_submodule(path), name, value)
         for name, value in configs.items():
@@ -306,10 +311,10 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Exchange ranks with the others, as a step does. Returns those that answered."""
+        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """Run a method of `RankMemory` for this rank's device; `device_name` is the caller's name for it."""
+        """Run the method `what` of `RankMemory` for this rank; `name` is the caller's name for the device."""
         memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()

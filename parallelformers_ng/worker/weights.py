@@ -1,4 +1,4 @@
-"""The weights of a rank: taken from the parent's memory or from files, written to others, given back."""
+"""Manages the weights of a rank: takes weights from the parent's memory or from files, saves and exports weights."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RankWeights:
     """The part of `ModelRunner` that loads, saves and exports weights.
 
     Args:
-        rank: its number.
+        rank: number of the rank.
         device: device of the rank.
-        emit: sends the parent what happens on the way.
+        emit: function that sends the parent an event during a request.
 
     Attributes:
-        model: the rank's modules, None if it has none.
-        plan: how the model is cut.
-        moves: has layers come and go that do not stay on the device, None if all do.
+        model: the rank's modules; None if the rank has no model.
+        plan: plan of the model; None if the rank has no model.
+        moves: loads layers that are not always on the device; None if all layers stay on the device.
     """
 
     moves: Moves | None = None
@@ -60,11 +60,11 @@ class RankWeights:
         self.moves = None
 
     def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
-        """Take the weights that the parent holds: mapped on CPU, copied to the device on CUDA.
+        """Take the weights in the parent's shared memory: a CPU rank maps the memory, a CUDA rank copies the weights.
 
         Args:
-            fds: see `map_shards`.
-            checkpoint: the files that hold the other weights; `load` takes those.
+            fds: descriptors of the shared memory, see `map_shards`.
+            checkpoint: files with all other weights, which `load` takes.
         """
         assert self.plan is not None, "build comes before attach"
         self.checkpoint = checkpoint
@@ -81,8 +81,10 @@ class RankWeights:
             set_tensor(self.model, name, mapped[tensor.storage], tensor.is_buffer)
 
     def load(self, names: list[str]) -> None:
-        """Take some stored tensors out of the checkpoint's files: mapped where they lie as this rank holds them, else
-        only this rank's part is copied."""
+        """Take this rank's part of stored tensors from the checkpoint's files.
+
+        A file is mapped if it has the part in the form that this rank needs; otherwise the part is copied.
+        """
         assert self.plan is not None
         pending = 0
         for stored in names:
@@ -97,17 +99,17 @@ class RankWeights:
                 pending = 0
 
     def loaded(self) -> None:
-        """Let go of the readers: the weights are complete. Views keep their files mapped."""
+        """Finish loading when all weights are complete: close the readers. Tensors keep their files mapped."""
         self.checkpoint = Checkpoint({})
         self.staging = None
         if self.device.type != "cpu" and self.plan is not None and self.plan.tiers is None:
-            lay_side_by_side(self.model)  # on CPU they would no longer lie in what they are mapped from
+            lay_side_by_side(self.model)  # not on CPU, because the copied weights would no longer be mapped
         self._move_layers()
         gc.collect()
         give_back_freed()
 
     def _move_layers(self) -> None:
-        """From now on layers that lie elsewhere come before they run."""
+        """Set up `moves`: from now on, layers that are not on the device are loaded before they run."""
         layers: list[MovedLayer] = []
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         staging: Staging | None = None
@@ -124,13 +126,13 @@ class RankWeights:
         self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
-        """Return whether a tensor is the weight of a layer that reads its rows wherever they lie."""
+        """Return whether a tensor is the weight of a `StreamingLinear`, whose rows need not be adjacent in memory."""
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
     @property
     def _tiers(self) -> Tiers | None:
-        """Return the places of layers off the device; None if all stay on it."""
+        """The places of the layers' weights; None if all weights stay on the device."""
         return None if self.plan is None else self.plan.tiers
 
     def _place(self, stored: str) -> Place:
@@ -138,19 +140,22 @@ class RankWeights:
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in host memory or in a mapped file, on a CUDA rank."""
+        """Move a tensor from shared memory to its place on a CUDA rank: device, pinned RAM, or mapped file."""
         place = self._place(stored)
         return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, through a bounded buffer."""
+        """Copy a tensor to the device through a buffer of bounded size."""
         if self.staging is None:
             self.staging = Staging(self.device)
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
-        """Return this rank's part of a tensor: as it lies on CPU, else on the device, through a bounded buffer.
-        Beside layers that come and go, those that stay are in memory that the system cannot take for them."""
+        """Return this rank's part of a stored tensor in its place: device, RAM, or mapped file.
+
+        On a CPU rank with offloaded layers, the parts of all other layers are copied, so that the system cannot take
+        their memory for offloaded layers.
+        """
         place = self._place(stored)
         if place == "disk":
             return read_shard(node, shard, self.rank)
@@ -170,9 +175,9 @@ class RankWeights:
         return part
 
     def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory; the arguments are those of `write_rank`.
+        """Write this rank's files of a sharded directory, with the arguments of `write_rank`.
 
-        Rank 0 emits the bytes that it wrote, tensor by tensor.
+        Rank 0 emits the number of written bytes after each tensor.
         """
         assert self.plan is not None
         return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
@@ -181,7 +186,7 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's part of some stored tensors, on CPU."""
+        """Return this rank's part of each stored tensor in `names`, on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 

@@ -1,4 +1,4 @@
-"""Policies that do not fit a configuration leave their blocks to inference; a quantization flag alone changes
+"""Tests that blocks get an inferred policy if their written policy does not fit, and that a quantization flag changes
 nothing."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SIZES = {
 
 
 def squeezebert() -> tf.PreTrainedModel:
-    """Return a model with grouped convolutions; its policy would sum over channels."""
+    """Return a model with grouped convolutions, for which the written policy would sum over channels."""
     groups = {"q_groups": 2, "k_groups": 2, "v_groups": 2, "post_attention_groups": 4, "output_groups": 4}
     config = tf.SqueezeBertConfig(**SIZES, **groups, embedding_size=48)
     return build(tf.SqueezeBertForMaskedLM, config, attention="eager")
 
 
 def ibert() -> tf.PreTrainedModel:
-    """Return a model that scales weights by their global maximum, which no rank has."""
+    """Return a model that scales weights by the maximum of the whole weight, which no rank has."""
     return build(tf.IBertModel, tf.IBertConfig(**SIZES, quant_mode=True), attention="eager")
 
 

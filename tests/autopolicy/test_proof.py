@@ -1,4 +1,4 @@
-"""The proof on a twin refuses wrong cuts and cuts that no output shows."""
+"""Tests that the proof on a twin refuses wrong policies, and policies whose cuts affect no output."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_missing_feed_forward_sum_fails_the_proof() -> None:
 
 
 def test_cut_without_effect_on_outputs_is_void() -> None:
-    """Example: an expert that no token chooses, or a tower without inputs."""
+    """A cut of an expert that no token chooses, or of a tower without inputs, changes no output."""
     trials = search()
     for name in [name for name in trials.twin.gradients if "mlp.up_proj" in name]:
         trials.twin.gradients[name][:37] = 0
@@ -110,7 +110,7 @@ def test_a_rank_that_ends_leaves_nobody_waiting() -> None:
 
 
 class Reader(nn.Module):
-    """A module that reads the weight of one layer and calls the other."""
+    """A module that reads the weight of its first layer and calls its second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_embedding_is_cut_by_columns_without_own_arithmetic() -> None:
 
 
 def test_large_table_is_cut_small_one_not() -> None:
-    """Positions make up a third of this model, and almost nothing of a real one."""
+    """Position embeddings are a third of this tiny model's bytes, but almost nothing of a real model's bytes."""
     config = tf.BertConfig(
         vocab_size=131, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=74,
         max_position_embeddings=512,
@@ -188,7 +188,7 @@ def test_plan_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_of_bare_model_type_names_defaults(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for command in (["plan", "gpt2"], ["verify", "gpt2"]):
         assert main(command) == 0
-        assert capsys.readouterr().out.startswith("'gpt2' is a model type: this is its default configuration, GPT2Conf")
+        assert capsys.readouterr().out.startswith("'gpt2' is a model type: the result is for the default configuration")
     tf.GPT2Config().to_json_file(tmp_path / "config.json")
     assert main(["plan", str(tmp_path / "config.json")]) == 0
     assert capsys.readouterr().out.startswith("GPT2LMHeadModel on 2 ranks")
@@ -201,7 +201,7 @@ def test_verify_compares_weights_in_few_bits_too(
     assert "int4     48 tensors" in capsys.readouterr().out
     assert main(["verify", "gpt2", "--quantize", "int7"]) == 2
     whole = ExpertStack.whole
-    monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # what ranks compute with
+    monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # spoils the experts of ranks
     assert main(["verify", "gpt2", "--quantize", "fp8"]) == 1
     assert "its outputs differ in fp8" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The model's own shapes show what numbers in a configuration mean, whatever their names."""
+"""Tests that the meaning of numbers in a configuration is derived from the model's tensor shapes, not from names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_kernel_sizes_are_not_layer_numbers() -> None:
 
 
 def test_listed_layers_are_among_the_first() -> None:
-    """Otherwise a twin would need four layers to include a cross-attention layer."""
+    """Without this rule a twin would need four layers to include a cross-attention layer."""
     config = tf.models.mllama.MllamaTextConfig()
     assert config.cross_attention_layers[0] == 3
     twin = make_twin(tf.MllamaForCausalLM, config)
@@ -93,7 +93,7 @@ def test_token_windows_are_shortened_patch_windows_stay() -> None:
 
 
 def test_window_that_sizes_parameters_stays() -> None:
-    """Granite's speech model has 15 // 5 queries per window; no shape of a text model shows its window."""
+    """Granite's speech model has 15 // 5 queries per window. In a text model no tensor shape depends on the window."""
     config = tf.GraniteSpeechConfig(window_size=15, downsample_rate=5)
     assert first_choice(tf.GraniteSpeechForConditionalGeneration, config).shapes.windows
     config = tf.MistralConfig(sliding_window=9)

@@ -1,4 +1,4 @@
-"""Twins of unusual models keep what the code relies on; tables that a forward reads are sharded by rows."""
+"""Tests that twins of unusual models keep the properties that the code needs, and that tables are sharded by rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_experts_that_stay_whole_count_as_cuttable() -> None:
 
 
 def test_layer_cut_within_block_is_not_compared() -> None:
-    """A layer that no input reaches has its own probe; cut by a written policy, it returns part of its outputs."""
+    """A layer that no input reaches has its own probe. If a written policy splits the layer, each rank returns only
+    some outputs."""
     config = tf.BertConfig(vocab_size=131, hidden_size=48, num_hidden_layers=1, num_attention_heads=6)
     twin = make_twin(tf.BertModel, config)
     query = "encoder.layer.0.attention.self.query"
@@ -97,7 +98,7 @@ def probe_of(twin: Twin, path: str) -> list:
 
 
 def test_heads_narrower_than_sixteen_stay_whole() -> None:
-    """Heads of 12, a common size in tests: half of 12 would be too narrow to rotate."""
+    """Tests often have heads of size 12; half of such a head is too narrow for rotary embeddings."""
     small = shrink(tf.BertConfig(hidden_size=192, num_attention_heads=16))
     assert small.hidden_size % 16 == 0
     assert small.hidden_size // 16 >= 8
@@ -118,7 +119,8 @@ class Renamed(tf.Qwen2VLTextConfig):
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_rope_sections_from_code_fill_a_head(heads: int) -> None:
-    """The configuration has no sections; the code's own, 16 : 24 : 24, would exceed the small head."""
+    """The configuration has no rope sections. The code's default sections, 16 : 24 : 24, would exceed the small
+    head."""
     config = Renamed(hidden_size=4096, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=2)
     assert "mrope_section" not in config.rope_parameters
     small = shrink(config)
@@ -134,7 +136,7 @@ def test_layers_sharing_keys_keep_one_per_kind() -> None:
 
 
 def test_sections_of_layers_go_on_adding_up() -> None:
-    """Example: a model that runs its middle layers several times."""
+    """The model of this test runs its middle layers several times."""
     config = tf.LlamaConfig(num_hidden_layers=16, n_input_layers=4, n_recurrent_layers=9, n_output_layers=3)
     for layers, wanted in ((2, (1, 1, 1)), (5, (1, 3, 1))):
         small = shrink(config, Shrinking(layers=layers))
@@ -284,7 +286,7 @@ def test_inexact_runs_draw_no_random_numbers(step: float, same: bool, monkeypatc
 
 
 def test_random_model_is_tried_at_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VITS draws the length of a sound; larger copies drew lengths that took minutes."""
+    """VITS chooses the length of its sound at random; larger copies chose lengths that took minutes."""
     sizes: list[int] = []
 
     def counted(model: tf.PreTrainedModel, seed: int) -> Twin:

@@ -1,4 +1,4 @@
-"""Calls of many threads decoded together: each gets the tokens of a call alone."""
+"""Tests that concurrent calls of many threads, decoded together, get the same tokens as calls that run alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from tests.zoo.families import CASES, NEWER
 FAMILIES = {"llama": lambda: decoder("Llama", tied=True), "gpt2": gpt2, "bloom": bloom}
 FAMILIES |= {case.name: case.make for case in NEWER if case.name in ("mamba2", "qwen3-next")}  # with states
 ALONE = {"roformer-causal", "bart-causal", "reformer"}
-"""Families that count positions from the longest row, or whose cache depends on the length of the sequence."""
+"""Families whose calls run alone: they count positions from the longest row, or their cache depends on the sequence's
+length."""
 
 
 def calls(count: int) -> list[dict[str, Any]]:
@@ -200,7 +201,7 @@ def test_sampled_call_draws_a_seed_among_others(groups):
 
 
 class Counting(LogitsProcessor):
-    """A processor that bars the token it chose last, and counts its calls. It fails at call number `fails_at`."""
+    """A processor that bans the token chosen last, and counts its calls. It raises at call number `fails_at`."""
 
     def __init__(self, fails_at: int = 1000) -> None:
         self.calls = 0
@@ -241,7 +242,7 @@ def test_processor_error_ends_its_call_alone(groups):
 
 
 def test_failing_forward_ends_its_call_alone(groups):
-    """GPT-2 has 64 positions: a longer request fails in the middle of a forward of all rows."""
+    """This GPT-2 has 64 positions, so a longer request fails in the middle of a forward pass of all rows."""
     prompt, too_long = torch.tensor([[5, 6, 7]]), torch.arange(5, 50)[None]
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2), batching=True) as model, ThreadPoolExecutor(4) as pool:
@@ -373,7 +374,7 @@ def test_sharing_starts_once_two_calls_meet(groups):
         ({"new_tokens": 4}, {"max_new_tokens": 5}, "asks for 5 tokens, and 4 are allowed"),
         ({"new_tokens": 4}, {"max_length": 9, "num_beams": 2}, "asks for 6 tokens"),
         ({"new_tokens": 19}, {}, "asks for 20 tokens"),
-        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may come to 21 tokens, and 20 are allowed"),
+        ({"cache_tokens": 20}, {"max_new_tokens": 18}, "may need 21 tokens, and 20 are allowed"),
     ],
 )
 def test_calls_above_a_limit_are_refused_at_once(groups, batching, call, why):
@@ -421,7 +422,7 @@ def test_common_prefix_runs_once(monkeypatch):
     assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
     # A conversation continues its answer: the last token has not run yet.
     assert prefixes.length(torch.cat((want[1], base), -1)) == want[1].shape[1] - 1
-    for first in (1, 2):  # others drive it out
+    for first in (1, 2):  # two later prompts remove the first from the cache
         prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
     assert not prefixes.length(base)
 
@@ -470,7 +471,7 @@ def test_worker_death_ends_rows_queue_continues():
 
     want = gpt2().generate(prompt, max_new_tokens=50, do_sample=False)
     with parallelize(gpt2(), 2, workers={"device": "cpu"}, batching=True) as model, ThreadPoolExecutor(2) as pool:
-        for _ in range(20):  # until a worker dies while rows run
+        for _ in range(20):  # repeat until a worker dies while rows run
             told.clear()
             running = pool.submit(model.generate, prompt, max_new_tokens=50, do_sample=False, streamer=Told())
             assert told.wait(60)

@@ -1,4 +1,5 @@
-"""Kinds of models whose calls share a batch: without a cache, with their own caches, with states; and the proof."""
+"""Tests batches of models without a cache, with their own caches and with states, and the proof that calls may share a
+batch."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_length_dependent_cache_is_refused() -> None:
 
 
 def test_layer_states_are_seen_by_the_proof() -> None:
-    """The small model's tokens agree by chance; its scores do not."""
+    """By chance the small model's tokens agree in a batch and alone, but its scores differ."""
     model = twin(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig())
     assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False))
 
@@ -144,7 +145,7 @@ def test_model_looking_ahead_takes_whole_prompts() -> None:
 def test_call_without_cache_shares_no_batch() -> None:
     prompt = {"input_ids": torch.tensor([[11, 12, 13]])}
     assert not isinstance(shared_call(mpt(), prompt, None), str)
-    assert "others do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
+    assert "other calls do not" in str(shared_call(mpt(), {**prompt, "use_cache": True}, None))
 
 
 def test_steps_that_are_not_recorded_say_why() -> None:
@@ -154,12 +155,12 @@ def test_steps_that_are_not_recorded_say_why() -> None:
     ran = prompts.run(0)
     rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
     rows.step(positions=1000)
-    assert "nothing between steps" in captured.reason
+    assert captured.reason == "the model has no cache"
 
 
 def test_argument_that_cannot_be_padded_is_named() -> None:
     model = openai_gpt()
     row = BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]])}))
     row.call.model_kwargs["boxes"] = torch.zeros(1, 3, 4)
-    with pytest.raises(BatchingError, match="how to pad boxes"):
+    with pytest.raises(BatchingError, match="argument boxes cannot be padded"):
         whole_logits(model, [row])

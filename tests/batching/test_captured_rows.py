@@ -1,4 +1,4 @@
-"""The static cache of recorded steps, and the batch's cache, which is a view of it between steps."""
+"""Tests the static cache of recorded steps; between steps, the batch's cache is a view of the static cache."""
 
 from __future__ import annotations
 

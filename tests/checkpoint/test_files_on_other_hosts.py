@@ -1,4 +1,4 @@
-"""Checkpoint files read on hosts other than the one that opened them."""
+"""Tests reading checkpoint files on a host that did not open them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallelformers_ng.errors import CheckpointError
 
 
 def from_elsewhere(file: CheckpointFile) -> CheckpointFile:
-    """Return the file as a process of another host receives it."""
+    """Return the file object that a process of another host receives."""
     file._seen_from = ("another machine", file._seen_from[1])
     return pickle.loads(pickle.dumps(file))
 
@@ -54,5 +54,5 @@ def test_another_file_on_another_host_is_refused(tmp_path, change):
         save_file(
             {"weight" if change == "longer" else "wejght": torch.arange(6.0 if change != "longer" else 8.0)}, path
         )
-    with pytest.raises(CheckpointError, match=rf"{path} is not on host .* give a path that all hosts see"):
+    with pytest.raises(CheckpointError, match=rf"host .* has no file {path}, .* pass a path that all hosts can read"):
         from_elsewhere(file).tensor("weight")

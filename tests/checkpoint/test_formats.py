@@ -1,4 +1,5 @@
-"""Quantized checkpoints, read by slices, equal what transformers makes of them in one process."""
+"""Tests that quantized checkpoints, read by slices, give the same weights and outputs as transformers in one
+process."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(path: Path) -> tuple[State, State]:
-    """Return logits and tokens by name, and the weights by name."""
+    """Return the expected logits and tokens by name, and the expected weights by name."""
     outputs = load_file(path / EXPECTED)
     weights = {name.removeprefix("state."): outputs.pop(name) for name in list(outputs) if name.startswith("state.")}
     return outputs, weights
@@ -67,7 +68,7 @@ def check(model: Any, path: Path) -> None:
 def test_ranks_compute_the_same_as_transformers(name: str, world_size: int, checkpoints: Path, groups) -> None:
     path, allowed = checkpoints / name, None if name in KIND_ON_RANKS else DEQUANTIZE
     if world_size == 4 and name in IN_GROUPS:
-        with pytest.raises(UnsupportedModelError, match=r"'dequantize': True} allows it"):
+        with pytest.raises(UnsupportedModelError, match=r"pass quantize={'dequantize': True}"):
             parallelize(path, workers=groups(world_size), dtype="float32")
         allowed = DEQUANTIZE
     model = parallelize(path, workers=groups(world_size), dtype="float32", quantize=allowed)
@@ -96,7 +97,7 @@ _OFTEN = ("fp8-blocks", "compressed-int8-packed", "torchao-int4", "gptq-symmetri
     "name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in FORMATS]
 )
 def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoints: Path) -> None:
-    """Without `dequantize` nothing is dequantized, and a format that no kernel reads is refused."""
+    """Without `dequantize`, weights stay quantized, and a format that no kernel reads raises an error."""
     assert bool(planned(checkpoints / name, quantize=DEQUANTIZE).quantized) == (name in READ_BY_KERNELS)
     if name in KIND_ON_RANKS:
         assert {encoding.kind for encoding in planned(checkpoints / name).quantized.values()} == {KIND_ON_RANKS[name]}
@@ -111,15 +112,15 @@ def test_dequantize_is_needed_unless_kernels_read_the_format(name: str, checkpoi
 
 def test_format_is_refused_with_its_reason(checkpoints: Path) -> None:
     reasons = {
-        "mxfp4": "it is 4-bit floats",
-        "bitsandbytes-nf4": "it is codes of nf4",
+        "mxfp4": "it is stored as 4-bit floats",
+        "bitsandbytes-nf4": "it is stored as nf4 codes",
         "awq": "it has zero points",
         "gptq-shuffled": "it has zero points",
     }
     for name, why in reasons.items():
         with pytest.raises(UnsupportedModelError, match=why):
             planned(checkpoints / name)
-    with pytest.raises(UnsupportedModelError, match=r"scales are torch.float16, which torch.bfloat16 does not hold"):
+    with pytest.raises(UnsupportedModelError, match=r"scales are torch.float16, which torch.bfloat16 cannot represent"):
         load_skeleton(str(checkpoints / "gptq-symmetric"), torch.bfloat16)
     with pytest.raises(ParallelError, match="no scheme is given"):
         parallelize(checkpoints / "mxfp4", 2, quantize={})
@@ -127,12 +128,12 @@ def test_format_is_refused_with_its_reason(checkpoints: Path) -> None:
 
 def test_weights_without_fitting_scales_are_refused_or_listed(checkpoints: Path) -> None:
     path = checkpoints / "gptq-symmetric"  # groups of 32 inputs, heads of 16
-    with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks have parts"):
+    with pytest.raises(UnsupportedModelError, match=r"layers.\*.self_attn.o_proj.weight \(ranks cut"):
         planned(path, 4)
     shard_plan = planned(path, 4, DEQUANTIZE)
     assert "model.layers.1.self_attn.o_proj.weight" in shard_plan.misfits
     assert shard_plan.quantized.keys().isdisjoint(shard_plan.misfits)
-    assert "not quantized: model.layers.*.self_attn.o_proj.weight, for ranks have parts" in str(shard_plan)
+    assert "not quantized: model.layers.*.self_attn.o_proj.weight (ranks cut" in str(shard_plan)
 
 
 def test_changed_integer_weights_are_refused(checkpoints: Path) -> None:
@@ -159,7 +160,7 @@ def test_meta_model_takes_numbers_with_their_scales(checkpoints: Path, groups) -
 
 def test_another_format_is_refused_by_its_name(checkpoints: Path, tmp_path: Path) -> None:
     configured(checkpoints / "fp8-blocks", tmp_path / "other", lambda said: {"quant_method": "hqq", "bits": 4})
-    with pytest.raises(UnsupportedModelError, match="quantized by hqq, which cannot be cut yet; those of fp8"):
+    with pytest.raises(UnsupportedModelError, match="quantized by hqq, which is not supported; supported methods: fp8"):
         load_skeleton(str(tmp_path / "other"), dequantize=True)
 
 
@@ -198,7 +199,7 @@ def leaf(tensor: Tensor) -> FetchedLeaf:
 
 
 def test_slices_equal_slices_of_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases: blocks that end beyond the weight, groups in another order, rows that end within a byte."""
+    """The cases are blocks that end beyond the weight, groups in another order, and rows that end within a byte."""
     monkeypatch.setattr(numbers, "_NUMBERS", 40)
     draw = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (2, 20, 14), generator=draw, dtype=torch.int8)
@@ -256,7 +257,7 @@ def some(checkpoints: Path, folder: Path) -> Iterator[Damaged]:
 
 
 def test_damage_is_refused_by_name(checkpoints: Path, tmp_path: Path) -> None:
-    """Damaged copies are refused, without workers."""
+    """Damaged copies raise an error that names them, before workers start."""
     seen = set()
     for broken in some(checkpoints, tmp_path):
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
@@ -278,7 +279,7 @@ def test_two_hundred_are_refused_and_leave_nothing(checkpoints: Path, tmp_path: 
             assert not group.in_use
             count += 1
     assert count >= 200
-    del caught  # it references the last frames, and these the file
+    del caught  # the exception refers to frames that keep the file open
     assert resources() == before
     assert not list(tmp_path.iterdir())
 

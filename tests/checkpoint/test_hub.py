@@ -1,4 +1,5 @@
-"""Checkpoints of the hub: from a cache laid out by hand, and from a server on the loopback. No downloads."""
+"""Tests checkpoints of the hub, from a handmade cache and from a server on the loopback interface, without
+downloads."""
 
 from __future__ import annotations
 
@@ -206,7 +207,7 @@ def test_bin_file_with_code_is_refused_unexecuted(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     torch.save({"weight": torch.ones(2), "bad": Payload(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged or holds more than weights"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged or contains more than weights"):
         load_skeleton(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(str(tmp_path / "ran"))))
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
@@ -219,7 +220,7 @@ def test_a_quantized_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     quantized = {"quant_method": "quanto", "weights": "int8"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
-    with pytest.raises(UnsupportedModelError, match="quantized by quanto, which cannot be cut yet"):
+    with pytest.raises(UnsupportedModelError, match="quantized by quanto, which is not supported"):
         load_skeleton(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are read like `from_pretrained` reads them, but slice by slice."""
+"""Tests that checkpoints are read slice by slice with the same results as `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_weights_of_another_model_are_refused(saved: dict[str, Path], groups) ->
 
 
 def test_missing_keys_are_drawn_as_from_pretrained_does(saved: dict[str, Path]) -> None:
-    """A base model's checkpoint under a classifier: one warning, the same random head."""
+    """A classifier loads the checkpoint of a base model: one warning appears, and the random head is the same."""
     torch.manual_seed(3)
     want = tf.BertForSequenceClassification.from_pretrained(saved["bert"])
     torch.manual_seed(3)
@@ -228,7 +228,8 @@ def test_unloadable_checkpoints_are_refused_by_name(saved: dict[str, Path], tmp_
 
 
 def test_workers_of_a_refused_model_end(tmp_path: Path, saved: dict[str, Path]) -> None:
-    """They start while the parent plans. A refusal ends them while they still import torch."""
+    """Workers start while the parent plans. If the parent refuses the model, the workers end although they still import
+    torch."""
     (tmp_path / "config.json").write_text((saved["llama"] / "config.json").read_text())
     before = resources()
     with pytest.raises(CheckpointError, match="holds none of"):

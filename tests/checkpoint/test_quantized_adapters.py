@@ -1,4 +1,4 @@
-"""Models with adapters over quantized layers, compared with peft in one process."""
+"""Compares models with adapters over quantized layers with peft in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Answers = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def configs() -> list[peft.LoraConfig]:
-    """Return adapters of all layers, of some layers, and of one layer together with a head."""
+    """Return configurations of adapters for all layers, for some layers, and for one layer together with a head."""
     targets = ("all-linear", ["q_proj", "o_proj", "up_proj"], ["down_proj"])
     heads = (None, None, ["lm_head"])
     return [
@@ -47,7 +47,7 @@ def adapted(model: Any) -> Any:
 
 
 def answers(model: Any) -> Answers:
-    """Return logits and greedy tokens for each adapter, and for none."""
+    """Return logits and greedy tokens for each adapter, and without an adapter."""
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
         return model(**text_inputs()).logits, model.generate(**text_inputs(), **GREEDY)
@@ -197,5 +197,7 @@ def test_plan_and_refusal_leave_the_model_unchanged(groups) -> None:
 def test_trained_copy_of_quantized_layer_is_refused(groups) -> None:
     model, _ = by_torchao("int8")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["up_proj"])
-    with pytest.raises(UnsupportedModelError, match=r"up_proj.* is quantized, and so is .*modules_to_save\.default"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"up_proj.* and its trained copy .*modules_to_save\.default are quantized"
+    ):
         parallelize(peft.get_peft_model(model, config), workers=groups(2))

@@ -1,4 +1,4 @@
-"""Models quantized in memory compute, are saved, and return to what they were."""
+"""Tests that models quantized in memory compute and are saved correctly, and are restored by `deparallelize`."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_tensor_subclasses_in_a_pickle_are_refused(tmp_path: Path) -> None:
     plain.config.quantization_config = {"quant_method": "torchao"}
     plain.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"holds .*_proj.weight as a Int8Tensor.*save the model as safetensors"):
+    with pytest.raises(CheckpointError, match=r"has .*_proj.weight as a Int8Tensor.*save the model as safetensors"):
         parallelize(tmp_path, 2)
 
 

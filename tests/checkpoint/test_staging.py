@@ -1,4 +1,4 @@
-"""Copies to a device through a bounded buffer, with the CPU as the device."""
+"""Tests copies to a device through a bounded buffer, with the CPU as the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelformers-ng bench` on a model of a few kilobytes. Figures are checked, speeds are not."""
+"""Tests `parallelformers-ng bench` on a model of a few kilobytes. The tests check the output's form, not the speed."""
 
 from __future__ import annotations
 

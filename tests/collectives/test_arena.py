@@ -1,4 +1,4 @@
-"""The shared memory of collectives, and its refusals of wrong use; one process is enough."""
+"""Tests the shared memory of collectives and its errors for wrong use, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective on real processes, compared with torch."""
+"""Compares every collective, on real processes, with torch."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_broadcast_from_every_rank(ranks: RankGroup) -> None:
 
 
 class _Block(torch.nn.Module):
-    """A block cut over the ranks, and a head whose outputs are gathered."""
+    """A block that is sharded over the ranks, and a head whose outputs are gathered."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""If a rank aborts, is late, diverges or is interrupted, all ranks learn of it."""
+"""Tests that all ranks raise an error if one rank aborts, is late, diverges or is interrupted."""
 
 from __future__ import annotations
 

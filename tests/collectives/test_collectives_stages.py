@@ -1,4 +1,4 @@
-"""Collectives within a stage, interleaved with collectives of all ranks."""
+"""Tests collectives within a stage, interleaved with collectives of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges between the leaders of hosts, and data that a leader has not taken."""
+"""Tests exchanges between the first ranks ("leaders") of hosts, and data that a leader has not read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_leaders_get_all_parts_in_order(leaders, sizes):
 
 
 def test_leader_with_all_parts_does_not_wait(leaders, monkeypatch):
-    """If all data is there, a wait would have no connection to end it."""
+    """If all data has arrived, no connection would end a wait."""
     wait = Links._wait
 
     def watched(self, start, missing):
@@ -85,7 +85,7 @@ def test_diverged_leaders_raise_and_recover_after_reset(leaders):
 
 
 def test_untaken_data_is_dropped_after_a_reset(leaders):
-    """The data exceeds the buffer of a connection, so a part of it is not even sent."""
+    """The data exceeds the buffer of a connection, so a part of the data is not even sent."""
     size = 4 << 20
     for links in leaders:
         links._timeout = 0.2
@@ -107,7 +107,7 @@ def test_unsigned_data_is_refused(leaders):
     link.send()
     results = together(leaders, [[4, 4, 4]] * 3, [None, b"1111", None])
     assert isinstance(results[1], CollectiveAbortedError)
-    assert "not what the other host sent" in str(results[1])
+    assert "has a wrong signature" in str(results[1])
 
 
 def test_abort_of_the_host_ends_the_wait(leaders):

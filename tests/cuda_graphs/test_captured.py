@@ -1,4 +1,5 @@
-"""`parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and give way to others.
+"""Tests `parallelize(decode="cuda_graphs")`: recorded steps give the same tokens, are recorded once, and are replaced
+if necessary.
 
 On the CPU, the recorded operators of a step replace a CUDA graph: see `operator_recorder.py`.
 """
@@ -63,7 +64,7 @@ def pair(recorded_groups: Callable[[int], WorkerGroup]) -> WorkerGroup:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `parallelize` choose what it would choose on a CUDA device."""
+    """Make `parallelize` choose the decode mode of a CUDA device."""
     monkeypatch.setattr(api, "static_steps", lambda *_: (CAPTURED, ""))
 
 
@@ -82,7 +83,7 @@ def count(group: WorkerGroup) -> tuple[int, int]:
 
 
 def padded(*lengths: int) -> dict[str, Any]:
-    """Return prompts of these lengths, padded on the left."""
+    """Return prompts of given lengths, padded on the left."""
     longest = max(lengths)
     ids, mask = token_ids(len(lengths), longest, seed=sum(lengths)), torch.ones(len(lengths), longest, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -196,9 +197,9 @@ def test_cache_handed_out_belongs_to_the_caller(pair: WorkerGroup) -> None:
     ("options", "reason"),
     [
         ({"output_attentions": True, "return_dict_in_generate": True}, "the output of a step has attentions"),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size was asked for"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size is set"),
         ({"use_cache": False}, "use_cache is False"),
-        ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' was asked for"),
+        ({"cache_implementation": "dynamic"}, "cache_implementation='dynamic' is set"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -328,7 +329,7 @@ def test_rows_that_are_decoded_together_share_recordings(
     ):
         assert all(map(torch.equal, together(model), want))
         recordings, replays = count(group)
-        assert 1 <= recordings <= 3  # of 1, 2 and 4 rows
+        assert 1 <= recordings <= 3  # recordings of 1, 2 and 4 rows
         assert replays >= 30  # of at least 39 steps; per kind, the first runs unrecorded and the second is recorded
         assert all(map(torch.equal, together(model), want))
         assert count(group)[0] <= 3 - recordings
@@ -376,7 +377,7 @@ def test_rows_continue_without_room_for_recordings(
         finally:
             pair.call(fault, -1)
         assert all(map(torch.equal, got, want))
-        pair.call("counted")  # unlike on the ranks: one fails when its recording is made
+        pair.call("counted")  # counts differ: a recording failed on one rank
         assert torch.equal(model.generate(**specs[0]), want[0])
         assert count(pair) == (0, 0)
     said = [record.message for record in caplog.records if "CUDA graphs" in record.message]

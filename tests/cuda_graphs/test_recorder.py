@@ -1,4 +1,4 @@
-"""Recorders of steps, their checks before recording, and the messages of `cuda_graphs=True` without a recording."""
+"""Tests recorders of steps, their checks before recording, and the messages of calls without a recording."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_arguments() -> None:
 
 
 def test_long_caches_are_made_on_explicit_request() -> None:
-    """Each step reads all of a cache of fixed size, used or not."""
+    """Each step reads the whole of a fixed-size cache, also its unused part."""
     model, ids = decoder("Llama"), torch.ones(4, 96, dtype=torch.long)
     for length in ({"max_new_tokens": 4000}, {"max_length": 4096}):
         assert not static_generation(model, {"input_ids": ids, **length}, CAPTURED_BY_DEFAULT)[1]
         beams = {"inputs": ids, **length, "num_beams": 2}
         reason = static_generation(model, beams, CAPTURED_BY_DEFAULT)[1]
-        assert reason == "each step would read a cache of 32768 positions, empty ones too; 16384 at most"
+        assert reason == "each step would read a cache of 32768 positions, also empty ones; the limit is 16384"
         assert not static_generation(model, beams, CAPTURED)[1]
 
 
@@ -73,7 +73,7 @@ def test_long_caches_are_made_on_explicit_request() -> None:
         (lambda x: bool((x > 0).any()), "aten._local_scalar_dense waits"),
         (lambda x: x.nonzero(), "aten.nonzero waits"),
         (lambda x: x[x > 0], "aten.index by a mask"),
-        (lambda x: torch.empty(3, device="meta")[torch.arange(1)], "aten.index by a tensor of the host"),
+        (lambda x: torch.empty(3, device="meta")[torch.arange(1)], "aten.index by a tensor on the host"),
         (lambda x: x.masked_select(x > 0), "aten.masked_select waits"),
         (lambda x: x.repeat_interleave(torch.arange(3), 0), "aten.repeat_interleave waits"),
         (lambda x: x[[0, 2]], "made of Python numbers"),
@@ -122,11 +122,11 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Make:
 def test_sums_through_host_memory_are_in_no_graph(on_a_device: Make) -> None:
     host: Any = SingleCommunicator(Arena.create(1))
     replica = on_a_device(StagedCommunicator(host))
-    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which no graph can have in it"
+    assert replica.recorder() == "StagedCommunicator exchanges through host memory, which a CUDA graph cannot contain"
 
 
 def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:
-    """The memory of captured steps is released whatever the request was."""
+    """Running out of memory releases the memory of captured steps, for every kind of request."""
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:
 
 
 def test_recorder_follows_the_rules_of_a_graph() -> None:
-    """Recording computes nothing; a replay reads the memory of its time, and runs no Python."""
+    """Recording computes nothing. A replay reads the present contents of memory, and runs no Python."""
     recorder, values, total, seen = OperatorRecorder(), torch.ones(3), torch.zeros(3), [1.0]
 
     def step() -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_recorder_follows_the_rules_of_a_graph() -> None:
 
 
 def test_tensors_addressed_by_a_graph_are_kept() -> None:
-    """Kept are the tensors from outside, read or written; not the tensors that the graph makes."""
+    """The recorder keeps tensors from outside that the graph reads or writes, but no tensors that the graph makes."""
     values, total, constant = torch.ones(2, 2), torch.zeros(2), torch.full((2,), 3.0)
     part = values[1]
     with torch.inference_mode(), KeptAlive() as kept:
@@ -191,7 +191,7 @@ def test_arguments_are_padded_if_their_batch_is_known() -> None:
     assert arguments.key(4) != StepArguments({**arguments_by_name, "use": False}, cache).key(4)
     square = {**arguments_by_name, "position_ids": torch.zeros(3, 3, 1)}  # which dimension is the batch?
     assert not StepArguments(square, cache).can_be_padded
-    with pytest.raises(Uncapturable, match="a step is given encoder_outputs, a tuple"):
+    with pytest.raises(Uncapturable, match="the argument encoder_outputs of a step is a tuple"):
         StepArguments({**arguments_by_name, "encoder_outputs": (ids,)}, cache)
 
 

@@ -1,4 +1,4 @@
-"""Every name of CUDA, NCCL and NVML that the package uses is in the contract, with its source."""
+"""Tests that the contract has every name of CUDA, NCCL and NVML that the package uses, with its source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _MEMBERS -= {"rank", "name", "seed", "broadcast"}  # attributes of many objects 
 
 
 def uses(source: str) -> tuple[set[str], set[str]]:
-    """Return the names and environment variables that a module uses; a method as `.name`, whatever its object."""
+    """Return the names and environment variables that a module uses. A method is returned as `.name`, for any
+    object."""
     tree = ast.parse(source)
     imported = imports_of(tree)
     names = {full for full in imported.values() if _LIBRARIES.match(full)}

@@ -1,4 +1,4 @@
-"""The path of CUDA. Skipped without a device; `make gpu` runs it on one."""
+"""Tests the code path of CUDA devices. Without a device the tests are skipped; `make gpu` runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Greedy, beams, and prompts of other lengths and batch sizes; a step without a graph would log a warning."""
+    """The calls are greedy, with beams, and with prompts of other lengths and batch sizes. A step without a graph would
+    log a warning."""
     whole = FAMILIES[family]()
     with (
         parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, decode="cuda_graphs") as model,
@@ -81,8 +82,8 @@ _FEED_FORWARD = LlamaMLP.forward
 def test_sampling_continues_without_a_capture(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step reads a number from the device. If the check before recording missed that, the capture would fail; the
-    call continues in either case."""
+    """A step of this model reads a number from the device. The call must continue, whether the check before recording
+    finds the read or the capture fails."""
     monkeypatch.setattr(LlamaMLP, "forward", _waiting)
     model = parallelize(decoder("Llama"), 1, workers={"device": "cuda"}, decode="cuda_graphs")
     with model, caplog.at_level(logging.WARNING, "parallelformers_ng"):

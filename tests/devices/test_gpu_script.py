@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh` with stand-ins for the programs it runs, and its measurements on CPU ranks."""
+"""Tests `benchmarks/gpu.sh` with stand-ins for the programs it runs, and its measurements on CPU ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
 
 
 def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
-    """All steps share the time; steps after its end are not begun, and are named."""
+    """All steps share one time limit. The script does not start steps after the limit, and names them."""
     status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_IN_ALL="2")
     assert status != 0
     assert "== tests: ended after its" in report
@@ -109,7 +109,7 @@ def _falls_back(shape: str, device: str) -> gpu.Contestant:
 def test_mislabelled_figures_are_reported_as_wrong(
     measured: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Examples: steps that ran without a graph, and tokens that the model did not choose."""
+    """The cases are steps that ran without a graph, and tokens that the model did not choose."""
     known = {"falls back": _falls_back, "tokens of its own": _quick}
     monkeypatch.setattr(gpu, "CONTESTANTS", {**gpu.CONTESTANTS, **known})
     with pytest.raises(SystemExit) as wrong:
@@ -187,7 +187,7 @@ needs_compiler = pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ 
 
 @needs_compiler
 def test_gpu_tests_run_on_pretended_devices(tmp_path: Path) -> None:
-    """The run lacks the packages that a GPU image lacks."""
+    """Packages that a GPU image lacks cannot be imported in this run."""
     words = ["-m", "pytest", "-q", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
     python = _image(tmp_path)["PYTHON"]
     done = subprocess.run([python, *words], cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Calls decoded together on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests calls that are decoded together on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of calls on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests inputs and outputs of calls on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 

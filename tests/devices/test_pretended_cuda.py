@@ -1,4 +1,4 @@
-"""Models on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests models on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 6  # the prompt, a checked step, two steps compared with a recording, an
 def test_forward_and_generate(
     family: str, decode: Any, count: int, pretended_groups: Callable[[int], WorkerGroup]
 ) -> None:
-    """Reads from and writes to freed memory would be errors here."""
+    """On pretended devices, reads from freed memory and writes to freed memory raise an error."""
     pretended = pretended_groups(count)
     case = next(case for case in ALL if case.name == family)
     whole, inputs = case.make(), case.inputs()

@@ -1,4 +1,4 @@
-"""Default decode steps of `generate` on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests the default decode steps of `generate` on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": Fa
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest, pretended_groups: Callable[[int], WorkerGroup]) -> Iterator[WorkerGroup]:
-    """Yield a group of one rank, or of `request.param`; its count of recordings and replays starts anew."""
+    """Yield a group of one rank, or of `request.param` ranks, with its count of recordings and replays reset."""
     group = pretended_groups(getattr(request, "param", 1))
     group.call("graphs")
     yield group
@@ -57,7 +57,7 @@ NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB."
     indirect=["ranks"],
 )
 def test_failing_captured_steps_are_given_up(fault: str, why: str, ranks: WorkerGroup, said: Any) -> None:
-    """The call is answered with a warning, and later calls do not try again."""
+    """The call returns its answer with a warning, and later calls do not try to capture again."""
     whole = small()
     want = whole.generate(**text_inputs(), **HOW)
     with parallelize(small(), workers=ranks) as model:
@@ -70,7 +70,7 @@ def test_failing_captured_steps_are_given_up(fault: str, why: str, ranks: Worker
 
 
 def test_answers_have_caches_that_grow(ranks: WorkerGroup, said: Any) -> None:
-    """A cache that is handed out can grow, as without captured steps."""
+    """A cache that the caller gets can grow, as without captured steps."""
     whole, ids = small(), text_inputs()["input_ids"]
     options = {**HOW, "return_dict_in_generate": True}
     with parallelize(small(), workers=ranks) as model:
@@ -80,7 +80,7 @@ def test_answers_have_caches_that_grow(ranks: WorkerGroup, said: Any) -> None:
         got = model(more, past_key_values=first.past_key_values).logits
         assert largest_difference(got, whole(more, past_key_values=want.past_key_values).logits) <= 1e-4
     assert ranks.call("graphs") == (0, 0)
-    reason = "the cache, which could not grow, may be handed out"
+    reason = "return_dict_in_generate would return a cache that cannot grow"
     assert said() == [("INFO", f"generate runs without CUDA graphs: {reason}")]
 
 
@@ -106,7 +106,7 @@ class Streamed(BaseStreamer):
 
 
 def test_extra_step_leaves_no_trace(pretended_one: WorkerGroup) -> None:
-    """It shows neither in the tokens, nor in the stream, nor as a position beyond the model's table."""
+    """The extra step adds no token to the answer or the stream, and uses no position beyond the model's table."""
     whole, ids = gpt2(), token_ids(rows=1, length=64 - 3)
     end = whole.generate(ids, max_new_tokens=4, do_sample=False)[0, -1].item()
     options: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 3, "do_sample": False, "eos_token_id": end}

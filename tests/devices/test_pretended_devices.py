@@ -1,4 +1,4 @@
-"""The stand-in for CUDA devices detects what a device does silently: see `tests/pretend_cuda`."""
+"""Tests that the stand-in for CUDA devices reports faults that a real device hides: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 

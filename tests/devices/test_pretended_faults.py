@@ -1,4 +1,4 @@
-"""Failures on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests failures on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_token_id_out_of_range_fails_alone(pretended: WorkerGroup) -> None:
 
 
 def test_position_out_of_range_fails_alone(pretended: WorkerGroup) -> None:
-    """The table of positions is replicated, so ranks look it up without an exchange."""
+    """The position embedding is replicated, so each rank reads it without an exchange."""
     with parallelize(gpt2(), workers=pretended) as model:
         with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
             model(input_ids=token_ids(length=65))
@@ -57,7 +57,7 @@ def test_ranks_that_share_a_device(pretended: WorkerGroup) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_error_names_the_rank_that_raised(rank: int, pretended: WorkerGroup) -> None:
-    """The aborted exchange leaves data on the device; the peer must not report diverged ranks."""
+    """The aborted exchange leaves data on the device. The peer must not report that ranks have diverged."""
     with parallelize(small(), workers=pretended) as model:
         criteria = [RaisesOn(pretended.pids[rank], 9)]
         with pytest.raises(ValueError, match="only here") as caught:
@@ -107,7 +107,7 @@ def test_devices_known_to_nvml_only_are_refused(
 
 
 def test_nccl_is_tried_after_a_failure(pretended: WorkerGroup) -> None:
-    """If the trial after a failure fails, the rank exits and its peers do not wait."""
+    """After a failure, ranks try NCCL. If the trial fails, the rank exits and its peers do not wait."""
     with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
         with pytest.raises(ValueError, match="for once"):
             group.call("fail_once", "for once")

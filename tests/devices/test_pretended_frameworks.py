@@ -1,4 +1,4 @@
-"""Frameworks around a model, with workers on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests frameworks around a model whose workers are on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.zoo.encoders import encoder
 
 @pytest.fixture
 def in_caller(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> WorkerGroup:
-    """Show the devices to the caller too, for frameworks that look for them."""
+    """Make the devices visible in the caller, too, for frameworks that look for devices."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return pretended_one
@@ -63,7 +63,7 @@ def test_trainer_evaluates_and_does_not_train(pretended_one: WorkerGroup, tmp_pa
         assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=1e-4)
         training = trainer(model, tmp_path)
         training.train_dataset = rows
-        with pytest.raises(ParallelError, match=r"rules out training.*deparallelize\(\) first"):
+        with pytest.raises(ParallelError, match=r"does not support training.*deparallelize\(\) first"):
             training.train()
 
 

@@ -1,4 +1,4 @@
-"""Pretended CUDA devices on several hosts, all simulated on this machine: `tests/pretend_cuda`, `simulated_hosts`."""
+"""Tests pretended CUDA devices on several simulated hosts: see `tests/pretend_cuda` and `simulated_hosts`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_nccl_without_such_an_interface_is_refused(believing: pytest.MonkeyPatch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent._Agent, "__init__", elsewhere)
-        with pytest.raises(StartupError, match=r"no interface of this machine has 192\.0\.2\.1"):
+        with pytest.raises(StartupError, match=r"no network interface of this machine has the address 192\.0\.2\.1"):
             started(1, 1)
 
 
@@ -162,7 +162,7 @@ def test_interface_is_that_of_the_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     if socket.has_ipv6 and Path("/proc/net/if_inet6").read_text():
         assert interface_of("::1") == "lo"
-    with pytest.raises(StartupError, match=r"no interface .* has 192\.0\.2\.1 .* set NCCL_SOCKET_IFNAME"):
+    with pytest.raises(StartupError, match=r"no network interface .* address 192\.0\.2\.1, .* set NCCL_SOCKET_IFNAME"):
         interface_of("192.0.2.1")
 
 
@@ -174,7 +174,7 @@ def test_rank_that_cannot_connect_names_its_host(believing: pytest.MonkeyPatch) 
 
 
 def test_a_host_with_too_few_devices_is_named(believing: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartupError, match=r"host host-1 has 4 CUDA devices, and 5 ranks are to run there"):
+    with pytest.raises(StartupError, match=r"host host-1 has 4 CUDA devices for 5 ranks"):
         started(1, 5)
 
 
@@ -189,7 +189,7 @@ def test_torchrun_ranks_get_devices_of_their_place(believing: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("exchange", ["sum", "gather"])
 def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, exchange: str) -> None:
-    """NCCL may fail here before this host learns why a peer on another host has aborted."""
+    """NCCL may fail on one host before the host is informed why a peer on another host has aborted."""
 
     def fails(*_: Any) -> Any:
         raise dist.DistBackendError("remote process exited")
@@ -206,7 +206,7 @@ def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_a_loaded_model_is_refused(group: WorkerGroup, whole: Any) -> None:
-    with pytest.raises(PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"):
+    with pytest.raises(PlacementError, match=r"host-0, host-1: the model is loaded in this process\. Pass a path"):
         parallelize(whole, workers=group)
 
 

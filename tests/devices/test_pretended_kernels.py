@@ -1,4 +1,4 @@
-"""Kernels and memory traffic of a captured decode step, counted by `tests/pretend_cuda/kernels.py`."""
+"""Tests the kernels and the memory traffic of a captured decode step, counted by `tests/pretend_cuda/kernels.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def step_of(group: WorkerGroup, model: Any, **options: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(("family", "most"), [("Llama", 29), ("Qwen3", 33)])
 def test_kernels_of_a_layer(family: str, most: int, counting: WorkerGroup) -> None:
-    """Qwen3 has two additional norms, one each for queries and keys, whose inputs are copied first."""
+    """Qwen3 has two additional norms, for queries and for keys; the inputs of these norms are copied first."""
     less, more = (step_of(counting, decoder(family, layers=n).to(torch.bfloat16)) for n in (2, 3))
     of_layer = {name: count - less[name] for name, count in more.items() if count > less[name]}
     assert sum(of_layer.values()) <= most, of_layer
@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers(case: str, counting: WorkerGroup) -> None:
-    """A quantized model equals one of the same scheme on the host; others equal transformers."""
+    """A quantized model must equal a model of the same scheme on the host; all other models must equal transformers."""
     make, options, norm = CASES[case]
     whole: Any = make()
     if options:
@@ -137,7 +137,7 @@ _LLAMAS = LlamaRMSNorm.forward
 
 
 def test_changed_norm_code_runs_on_the_device(counting: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The change may come before or after the model is parallelized."""
+    """The norm's code may change before or after the model is parallelized."""
     with parallelize(decoder("Llama"), workers=counting, decode="cuda_graphs") as model:
         model.generate(**text_inputs(), **HOW)
         assert "aten.rms_norm.default" in counting.call("launched")
@@ -185,7 +185,8 @@ def test_differing_kernels_are_left_to_modelling_code(
 
 
 def _repeating(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None) -> Any:
-    """Compute `sdpa_attention_forward` of transformers 5.17 for a step: keys and values are copied per query head."""
+    """Compute a step like `sdpa_attention_forward` of transformers 5.17, which copies keys and values for each query
+    head."""
     key, value = (sdpa_attention.repeat_kv(each, module.num_key_value_groups) for each in (key, value))
     output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -264,6 +265,7 @@ def test_products_that_float16_cannot_hold(served: None) -> None:
 
 @pytest.mark.parametrize("make", [lambda: decoder("Llama"), t5], ids=["llama", "t5"])
 def test_notes_of_a_process_are_no_changes(make: Callable[[], Any], counting: WorkerGroup) -> None:
-    """Each process keeps notes of its own in classes, as transformers 5.17 does; these are no changes."""
+    """Each process keeps its own notes in attributes of classes, as transformers 5.17 does. The notes do not count as
+    changes of code."""
     with parallelize(make(), workers=counting):
         assert counting.call("changed_code") == []

@@ -1,4 +1,4 @@
-"""Options of `generate` and of the forward on pretended CUDA devices: see `tests/pretend_cuda`."""
+"""Tests options of `generate` and of the forward on pretended CUDA devices: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded steps on pretended CUDA devices, before and after failed requests: see `tests/pretend_cuda`.
+"""Tests recorded steps on pretended CUDA devices, before and after failed requests: see `tests/pretend_cuda`.
 
 Each test follows the sources of torch and NCCL; `tests/pretend_cuda/contract.py` names the places.
 """
@@ -55,7 +55,7 @@ FAILURES: dict[str, Callable[[Any], None]] = {"mistyped": mistype, "bad id": giv
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failure_on_all_ranks_fails_one_request(failure: str, pretended: WorkerGroup) -> None:
-    """Nothing is aborted: NCCL stays connected, and recordings stay in use."""
+    """The group aborts no exchange: NCCL stays connected, and recordings stay in use."""
     whole = small()
     want = whole.generate(**text_inputs(), **HOW)
     with parallelize(small(), workers=pretended) as model:
@@ -105,7 +105,7 @@ def test_group_with_live_recordings_ends(pretended: WorkerGroup) -> None:
 
 
 def test_watchdog_of_torch_leaves_the_process_alone(pretended: WorkerGroup, monkeypatch: Any) -> None:
-    """After an NCCL error the watchdog would wait, then end a process that has been reset in the meantime."""
+    """After an NCCL error, torch's watchdog would wait, and then end a process that has been reset in the meantime."""
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "50")
     with WorkerGroup(2, "cuda", target=TARGET, timeout=20) as group, parallelize(small(), workers=group) as model:
         want = model.generate(**text_inputs(), **HOW)
@@ -142,7 +142,7 @@ def test_recordings_catch_bad_ids_after_a_failure(pretended_one: WorkerGroup) ->
 
 
 def test_longer_cache_replaces_the_last_one(pretended_one: WorkerGroup) -> None:
-    """The device memory is reused too: it would not hold both caches."""
+    """The longer cache reuses the device memory of the last cache, because the memory cannot hold both caches."""
     whole, ids = small(), token_ids(length=250)
     short, long = ({"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} for new in (4, 8))
     with parallelize(small(), workers=pretended_one, decode="cuda_graphs") as model:

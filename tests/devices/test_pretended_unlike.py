@@ -1,4 +1,4 @@
-"""Ranks on pretended CUDA devices of different kinds: see `tests/pretend_cuda`."""
+"""Tests ranks on pretended CUDA devices of different kinds: see `tests/pretend_cuda`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unlike() -> Iterator[WorkerGroup]:
 def test_ranks_continue_with_tokens_of_rank_zero(
     way: str, unlike: WorkerGroup, pretended_one: WorkerGroup, pretended: WorkerGroup
 ) -> None:
-    """Their tokens equal the tokens of one device alone, and of two equal devices."""
+    """The tokens of the unlike devices equal the tokens of one device alone, and of two equal devices."""
     ids, options = token_ids(rows=ROWS), {"max_new_tokens": 6, "min_new_tokens": 6, "seed": 5, **WAYS[way]}
     if not options["do_sample"]:
         del options["seed"]
@@ -50,7 +50,7 @@ def test_ranks_continue_with_tokens_of_rank_zero(
 
 
 def test_dropout_is_refused(unlike: WorkerGroup) -> None:
-    """Each rank would draw other numbers, unnoticed."""
+    """With dropout each rank would draw different random numbers, and nobody would notice."""
     with parallelize(small(), workers=unlike) as model:
         model.train()
         with pytest.raises(

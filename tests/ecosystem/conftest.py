@@ -1,4 +1,5 @@
-"""Libraries used around a model, each with a whole model and with a cut one. Run by `make ecosystem`."""
+"""Fixtures for tests of other libraries, each with a whole model and with a parallelized copy. `make ecosystem` runs
+the tests."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from tests.helpers.real_weights import minilm, smollm2
 
 @dataclass
 class Pair:
-    """A whole model and a cut one of the same weights."""
+    """A whole model and a parallelized model with the same weights."""
 
     whole: Any
     cut: Any
     tokenizer: Any
 
     def both(self, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return `run` of the cut model and of the whole one; the cut model must stay cut."""
+        """Return the results of `run` with the parallelized model and with the whole model. The parallelized model must
+        stay parallelized."""
         want, got = run(self.whole), run(self.cut)
         assert is_parallelized(self.cut), "the parallelization ended"
         return got, want

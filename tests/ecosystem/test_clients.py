@@ -1,4 +1,4 @@
-"""Clients of OpenAI's API with SmolLM2 behind the server: forced tools, schemas, streams, `/v1/responses`."""
+"""Tests clients of OpenAI's API with SmolLM2 on the server: forced tools, schemas, streams, `/v1/responses`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries that measure models: lm-eval on a task defined here, sentence-transformers."""
+"""Tests libraries that measure models: lm-eval on tasks of this file, and sentence-transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PEFT: any kind of adapter for a cut model is refused at once, and nothing changes."""
+"""Tests that adding any kind of PEFT adapter to a parallelized model raises an error and changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def llama(groups) -> Iterator[Any]:
-    """Yield a cut model, and check afterwards that it is unchanged."""
+    """Yield a parallelized model, and check afterwards that the model is unchanged."""
     model = decoder("Llama")
     attributes = set(vars(model))
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Clients of servers with OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
+"""Tests clients of servers with OpenAI's API: LangChain's chat and embeddings, lm-eval's local-completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines and libraries built on them or on `generate`: LangChain, Gradio, outlines."""
+"""Tests pipelines, and libraries that use pipelines or `generate`: LangChain, Gradio, outlines."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_langchain_streams(language_model, generating) -> None:
 
 
 def test_gradio_serves_streamed_text(language_model) -> None:
-    """Three clients at once get the tokens that a served interface streams."""
+    """Three concurrent clients get the tokens that a served interface streams."""
 
     def ask(model: Any) -> list[list[str]]:
         def stream(prompt: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate: evaluation works as before, training is refused."""
+"""Tests transformers' Trainer and accelerate: evaluation works as with a whole model, and training raises an error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_predict_and_evaluate_where_there_is_a_gpu(name, groups, tmp_path, gpu) 
 def test_train_is_refused_in_words(groups, tmp_path) -> None:
     with parallelize(decoder("Llama"), workers=groups(2)) as model:
         before = model.state_dict()
-        with pytest.raises(ParallelError, match=r"rules out training.*deparallelize\(\) first"):
+        with pytest.raises(ParallelError, match=r"does not support training.*deparallelize\(\) first"):
             trainer(model, tmp_path, max_steps=2).train()
         assert is_parallelized(model)
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""A short storm: workers are killed while threads call; every caller gets the right answer or a typed error."""
+"""Tests calls of many threads while workers are killed: every caller gets the right answer or a typed error."""
 
 from __future__ import annotations
 

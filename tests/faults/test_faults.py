@@ -1,4 +1,5 @@
-"""Faults of a parallelized model: a right answer or a typed error in time, and right answers afterwards."""
+"""Tests faults of a parallelized model: a call gives a right answer or a typed error in time, and later answers are
+right."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def model() -> Iterator[PreTrainedModel]:
 
 @contextlib.contextmanager
 def raises_promptly(kind: type[Exception]) -> Iterator[Any]:
-    """Like pytest.raises; the exception must come soon after `caught.since`, by default the start of the block."""
+    """Check like `pytest.raises` that the block raises. The exception must come soon after `caught.since`, by default
+    the start of the block."""
     start = time.monotonic()
     with pytest.raises(kind) as caught:
         yield caught
@@ -266,7 +268,7 @@ def test_two_models_at_once_and_many_threads(groups, model, want):
 
 
 def test_nothing_is_left_after_many_cycles(groups, want):
-    """Ten models on one group, and two models with workers of their own."""
+    """The cycles are ten models on one group, and two models with their own workers."""
     me, group, model = psutil.Process(), groups(2), gpt2()
 
     def cycle(**options: Any) -> tuple[int, int, int]:

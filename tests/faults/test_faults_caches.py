@@ -1,4 +1,4 @@
-"""A cache used in a failed request is as before, or refused; the ranks never differ about one."""
+"""Tests that a cache used in a failed request is unchanged, or raises an error at its next use on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _interrupt(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
 
 @pytest.mark.parametrize("end", ["an error in one block of one rank", "an interrupt"])
 def test_cache_written_by_a_failed_request_is_refused(groups, end):
-    """On rank 1, the first layer then has one token more than the second; on rank 0 both have it."""
+    """After the failed request, the cache on rank 1 has one token more in its first layer than in its second layer. On
+    rank 0 both layers have the token."""
     model, ids, group = gpt2(), text_inputs()["input_ids"][:1], groups(2)
     model.transformer.h[1].register_forward_pre_hook(RaiseOnce(spared=1 if "error" in end else 1000))
     parallelize(model, workers=group)

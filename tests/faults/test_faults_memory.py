@@ -1,4 +1,4 @@
-"""Workers without memory: a failed allocation fails its request; the kernel's memory killer ends a worker."""
+"""Tests workers that run out of memory: a failed allocation fails its request, or the kernel kills the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that need separate processes: interrupts, forks, a killed parent, the end of the interpreter."""
+"""Tests faults that need separate processes: interrupts, forks, a killed parent, the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ time.sleep(0.2)
 
 
 def test_draining_script_ends_quietly_on_sigterm(tmp_path):
-    """The script has its own handler and does not call deparallelize; later calls of the model raise an error."""
+    """The script has its own signal handler and does not call `deparallelize`; later calls of the model raise an
+    error."""
     # The function registered first runs last, after the workers have ended.
     (tmp_path / "script.py").write_text(f"import atexit\natexit.register(lambda: too_late())\n{PRELUDE}{SERVER}")
     result = run([str(tmp_path / "script.py")])
@@ -96,7 +97,7 @@ def test_draining_script_ends_quietly_on_sigterm(tmp_path):
 
 
 def test_command_after_worker_death_ends_quietly():
-    """The thread that parallelized the model has ended."""
+    """In this script, the thread that parallelized the model has ended."""
     result = run(["-c", PRELUDE + STARTED_IN_A_THREAD])
     assert (result.stdout, result.stderr, result.returncode) == ("True\n", "", 0)
 

@@ -1,4 +1,4 @@
-"""Faults during `parallelize`: the error comes in time, and the model is as before."""
+"""Tests faults during `parallelize`: the error comes in time, and the model is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few random walks; `python -m benchmarks.walks` runs many and long ones."""
+"""Runs a few short random walks; `python -m benchmarks.walks` runs many long walks."""
 
 from __future__ import annotations
 

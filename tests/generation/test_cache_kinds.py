@@ -1,4 +1,4 @@
-"""`fit={"cache": …}`: keys and values in int8, or in host memory."""
+"""Tests `fit={"cache": …}`: keys and values in int8, or in host memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llama(request: pytest.FixtureRequest, groups: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def in_int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep the caches of this process in int8, too."""
+    """Make caches in this process int8, too."""
     monkeypatch.setattr(DynamicCache, "__init__", DynamicCache.__init__)  # undo the assignment afterwards
     cache_kinds.keep_caches("int8")
     yield
@@ -159,7 +159,7 @@ def test_codes_have_the_accuracy_of_eight_bits() -> None:
     ("make", "options", "why"),
     [
         (small, {"fit": {"cache": "int4"}}, "fit: cache is 'int4'; it takes 'int8', 'offload' or None"),
-        (small, {"fit": {"cache": "offload"}}, "where those of CPU ranks are"),
+        (small, {"fit": {"cache": "offload"}}, "CPU ranks already keep them there"),
         (small, {"fit": IN_INT8, "decode": "compile"}, "caches of a fixed size"),
         (lambda: encoder("Bert"), {"fit": IN_INT8}, "BertForMaskedLM takes no cache"),
         (lambda: recurrent("Mamba"), {"fit": IN_INT8}, "MambaForCausalLM"),
@@ -186,7 +186,7 @@ def test_offloaded_on_pretended_devices(pretended_groups: Any) -> None:
 
 
 def test_offloaded_keys_leave_before_they_return(pretended_groups: Any) -> None:
-    """This includes transformers 5.17, which does not wait for the copy."""
+    """With transformers 5.17, which does not wait for the copy, keys must leave before they return, too."""
     whole = decoder("Llama", layers=3)
     with WorkerGroup(1, "cuda", target=TARGET, timeout=60) as group:
         group.call("prefetch_as_in_5_17")

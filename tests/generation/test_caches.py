@@ -1,4 +1,5 @@
-"""Caches that the caller holds: the values stay in the workers, behind handles of the caches' classes."""
+"""Tests caches of the caller: the keys and values stay in the workers, and the caller has handles of the caches'
+classes."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_a_users_cache_object_becomes_the_handle(llama: Pair) -> None:
 
 
 def play(model: Any) -> list[torch.Tensor]:
-    """Return the logits with a cache that is copied, cropped, reordered, repeated and selected from."""
+    """Return the logits with a cache after copying, cropping, reordering, repeating and selecting."""
     first = model(**text_inputs(), use_cache=True)
     cache = first.past_key_values
     other = copy.deepcopy(cache)

@@ -1,4 +1,4 @@
-"""All options of `generate`: the same types, shapes, values and tokens as in one process."""
+"""Tests all options of `generate`: results have the same types, shapes, values and tokens as in one process."""
 
 from __future__ import annotations
 
@@ -207,7 +207,8 @@ def test_streamer_gets_the_same_pieces(pair: Pair) -> None:
 
 
 def test_tokens_stream_before_the_next_is_chosen(pair: Pair) -> None:
-    """The loop runs in this process: the streamer gets each token before the processor sees the next scores."""
+    """The generation loop runs in this process. The streamer gets each token before the processor gets the next
+    scores."""
     one = {name: value[:1] for name, value in pair.inputs.items()}
     seen: list[int] = []
     streamed_at: list[int] = []

@@ -1,4 +1,4 @@
-"""Methods that generate with arguments that cannot cross to the workers: the loop runs in this process."""
+"""Tests methods that generate with arguments that cannot be pickled: the generation loop runs in this process."""
 
 from __future__ import annotations
 

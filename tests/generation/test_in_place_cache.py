@@ -1,4 +1,4 @@
-"""Caches that grow in place equal transformers' own, whatever is done to them between steps."""
+"""Tests that caches that grow in place equal transformers' caches, after any operation between steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONCATENATE = DynamicLayer.update
 
 @pytest.fixture
 def grow() -> Iterator[Callable[..., object]]:
-    """Yield the update that grows in place; restore the original afterwards."""
+    """Install and yield the cache update that grows in place; restore the original update afterwards."""
     append_in_place()
     append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
@@ -25,7 +25,7 @@ def grow() -> Iterator[Callable[..., object]]:
 
 
 class Pair:
-    """A layer that grows in place and one that concatenates, which get the same operations."""
+    """A cache layer that grows in place and a cache layer that concatenates, which get the same operations."""
 
     def __init__(self, grow: Callable[..., object]) -> None:
         self.layers = (DynamicLayer(), DynamicLayer())

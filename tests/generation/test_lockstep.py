@@ -1,4 +1,4 @@
-"""Ranks stay in lockstep although their clocks, choices and the order of sets differ."""
+"""Tests that ranks make the same steps although their clocks, their choices and the order of their sets differ."""
 
 from __future__ import annotations
 

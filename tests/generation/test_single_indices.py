@@ -1,4 +1,4 @@
-"""Lists of one number as indices: the selection is right and makes no tensor of the list."""
+"""Tests indexing with a list of one number: the result is right, and the list is not converted to a tensor."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ assert torch.equal(compiled(tensor), tensor[:, 1:2] * 2)
 
 
 def test_compiler_and_lists_work_in_a_worker() -> None:
-    """In a process of its own, as a `__getitem__` of Python changes the class for good."""
+    """The test runs in a separate process, because a `__getitem__` in Python changes the class permanently."""
     subprocess.run([sys.executable, "-c", IN_A_WORKER], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Masks of decode steps: a mask that hides nothing is left out, and no step reads a mask to learn that."""
+"""Tests masks of decode steps: a mask that hides nothing is left out, and no step reads the mask to find out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASKED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 @pytest.fixture
 def mask_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each read of a mask by transformers: whether it happened in a decode step."""
+    """Return a list that gets, for each read of a mask by transformers, whether the read happened in a decode step."""
     seen: list[bool] = []
     for name in ASKED:
         question = getattr(masking_utils, name)
@@ -66,7 +66,7 @@ def test_decode_steps_do_not_read_their_mask(family: str, beams: int, padded: bo
 
 
 def test_newly_made_masks_are_read_anew() -> None:
-    """A mask that does not continue a known one counts as unknown, whatever its shape."""
+    """A mask that does not continue a known mask counts as unknown, for any shape."""
     model, inputs = decoder("Llama"), text_inputs()
     full = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
     want = [model.generate(**batch, **HOW) for batch in (full, inputs, full)]

@@ -1,4 +1,4 @@
-"""Models with peft's adapters, and the tokens of each adapter."""
+"""Makes models with peft's adapters, and returns the tokens of each adapter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = ("default", "adapter2", "adapter3", "adapter4")
 
 
 def adapted(model: Any, *configs: Any, **options: Any) -> Any:
-    """Return peft's model around a tiny one, with random adapters: B of a new adapter would be zero."""
+    """Return peft's model around a tiny model. The adapters are random, because B of a new adapter would be zero."""
     configs = configs or (peft.LoraConfig(**{**EVERYWHERE, **options}),)
     wrapped = peft.get_peft_model(model, configs[0])
     for number, config in enumerate(configs[1:], 2):
@@ -44,7 +44,7 @@ def adapted(model: Any, *configs: Any, **options: Any) -> Any:
 
 
 def draw(model: Any) -> Any:
-    """Fill the adapters with seeded random values, the same for equal adapters; the base weights stay."""
+    """Fill the adapters with seeded random values, the same for equal adapters. The base weights do not change."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def four_adapters() -> Any:
 
 
 def answers(model: Any) -> dict[str, torch.Tensor]:
-    """Return the greedy tokens of each adapter, and of none."""
+    """Return the greedy tokens with each adapter, and without an adapter."""
     tokens_by_name = {}
     for name in NAMES:
         model.set_adapter(name)

@@ -1,4 +1,4 @@
-"""Packages installed in a separate folder, which processes started by tests do not see by default."""
+"""Finds packages in a separate folder, which processes started by tests do not see by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replicas whose CPU workers record decode steps like GPU workers, by operators. Imported by workers alone."""
+"""Provides CPU workers that record decode steps like GPU workers, as lists of operators. Only workers import this
+module."""
 
 from __future__ import annotations
 
@@ -46,17 +47,17 @@ class RecordedRunner(ModelRunner):
         return counts
 
     def refuse_to_record(self, rank: int) -> None:
-        """From now on, have recordings of this rank alone fail at their end."""
+        """Make all later recordings fail at their end, on this rank only."""
         self.operators.fails = self.rank == rank
 
     def lack_room(self, rank: int) -> None:
-        """From now on, leave this rank alone without memory for the caches of recorded steps."""
+        """From now on, leave no memory for the caches of recorded steps on this rank only."""
         if not hasattr(ReusableLayer, "has_room"):
             ReusableLayer.has_room = ReusableLayer.lazy_initialization
         ReusableLayer.lazy_initialization = _no_room if self.rank == rank else ReusableLayer.has_room
 
     def lose_memory(self) -> None:
-        """Have the next call allocate its caches at other addresses."""
+        """Make the next call allocate its caches at other addresses."""
         caches = self.kept.steps["call"]._caches.values()
         self.lost = [layer.whole for kept in caches for layer in kept.layers]
         for kept in caches:
@@ -64,7 +65,7 @@ class RecordedRunner(ModelRunner):
                 layer.whole = None
 
     def put_forward(self, path: str, kind: str) -> None:
-        """Have a module compute something that no recorded step may contain."""
+        """Make a module compute an operation that no recorded step may contain."""
         module = self.model.get_submodule(path)
         if kind == "hook":
             module.register_forward_hook(lambda module, args, output: None)

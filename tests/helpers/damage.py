@@ -1,4 +1,4 @@
-"""Checkpoints damaged in every way that a disk, a network or a person can cause."""
+"""Damages checkpoints in every way that a disk, a network or a person can cause."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flip_header(path: Path, draw: random.Random) -> None:
 
 
 def flip_weight(path: Path, draw: random.Random) -> None:
-    """Flip a bit of a weight; only sharded directories have checksums that reveal it."""
+    """Flip a bit of a weight; only sharded directories have checksums that show the flipped bit."""
     data = bytearray(path.read_bytes())
     data[draw.randrange(8 + int.from_bytes(data[:8], "little"), len(data))] ^= 1 << draw.randrange(8)
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""The target of ranks on several hosts in tests."""
+"""Provides the target that ranks on several hosts run in tests."""
 
 from __future__ import annotations
 

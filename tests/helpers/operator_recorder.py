@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on the CPU: the operators of a step, run again on the same memory."""
+"""Replaces CUDA graphs on the CPU: the operators of a step are recorded, and run again on the same memory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ for _module in (communicator, heads, vocabulary):
 
 @contextlib.contextmanager
 def operators_alone() -> Iterator[None]:
-    """Within the block, this thread is recorded by its operators: as for the compiler, nothing else counts.
+    """Make the recording of this thread within the block contain only its operators, as for the compiler.
 
-    A CUDA graph records what NCCL queues, and needs none of this.
+    A CUDA graph records NCCL's queued work itself, and does not need this function.
     """
     before, _thread.records = _thread.records, True
     try:
@@ -50,7 +50,7 @@ def operators_alone() -> Iterator[None]:
 class OperatorRecorder:
     """A recorder with the rules of CUDA graphs: recording computes nothing, and addresses and control flow are frozen.
 
-    A step that needs a number on the host fails, and no Python of the model runs again.
+    A step that needs a number on the host fails. A replay runs no Python of the model.
 
     Attributes:
         recordings: number of recordings so far.
@@ -103,7 +103,7 @@ class Recorded:
 
 
 class Tape(TorchDispatchMode):
-    """The operators that run within it; `undo` restores the memory that they wrote."""
+    """A list of the operators that run within the block; `undo` restores the memory that these operators wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def last(self) -> Tensor:
-        """The tensor made by the last operator."""
+        """Return the tensor that the last operator made."""
         return next(tensor for *_, fresh in reversed(self._calls) for tensor in fresh if tensor is not None)
 
     def run(self) -> None:
@@ -160,5 +160,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return the host tensor with the same memory; a pretended device's memory lies on the host too."""
+    """Return the host tensor with the same memory; the memory of a pretended device is host memory, too."""
     return getattr(tensor, "host", tensor)

@@ -1,7 +1,7 @@
-"""Limits of waiting in tests for events that must come at once, and helpers that cause such events.
+"""Defines time limits of tests for events that must come at once, and helpers that cause such events.
 
-Machines that run tests are busy: the limit only tells an answer from a hang. `python -m benchmarks.chaos` measures how
-soon events come.
+Machines that run tests are busy, so the limits are long, and only detect a hang. `python -m benchmarks.chaos` measures
+how soon events come.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def await_incarnation(model: PreTrainedModel, number: int) -> None:
-    """Wait until the group of a model has restarted `number` times in all, without calling the model."""
+    """Wait until the group of a model has restarted `number` times in total, without a call of the model."""
     from parallelformers_ng.model.parallelized import deployment_of  # slow; collectives do not need it
 
     end = time.monotonic() + RESTART_SECONDS
@@ -53,7 +53,7 @@ def is_running(pid: int) -> bool:
 
 
 def await_end(*pids: int) -> None:
-    """Wait until none of these processes runs."""
+    """Wait until all given processes have ended."""
     end = time.monotonic() + PROMPTLY
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < end, left

@@ -1,4 +1,4 @@
-"""A context in which a group serves no requests."""
+"""Pauses a group, so that it serves no requests within a block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Pause(Request):
 
 @contextlib.contextmanager
 def paused(group: WorkerGroup) -> Iterator[threading.Event]:
-    """Have the group serve no request within the block, until the yielded event is set."""
+    """Pause the group within the block, until the yielded event is set."""
     let_go = threading.Event()
     group.submit(_Pause(let_go))
     try:

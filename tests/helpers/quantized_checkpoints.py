@@ -1,4 +1,4 @@
-"""Tiny quantized checkpoints, each made with the library of its format, and their logits in one process.
+"""Makes tiny quantized checkpoints with the libraries of their formats, and their logits in one process.
 
 `python -m tests.helpers.quantized_checkpoints FOLDER` writes them in a separate process, since transformers looks for
 libraries when it is imported.
@@ -76,7 +76,7 @@ def loaded(path: Path, **options: Any) -> Any:
 
 
 def rewritten(path: Path, model: Any, quantization: dict[str, Any], encode: Callable[[str, Any], dict | None]) -> None:
-    """Save a model, with the weights replaced by the results of `encode` other than None."""
+    """Save a model, and replace each weight by the result of `encode` unless the result is None."""
     model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
@@ -211,7 +211,8 @@ def bitsandbytes(path: Path, make: Callable[[], PreTrainedModel] = llama, **opti
 def in_high_precision(layer: Any) -> torch.Tensor:
     """Return the dequantized weight of a layer of bitsandbytes.
 
-    Its CPU kernel (0.50.2) misreads 4-bit blocks that end within a row. With all values in one row there are none.
+    Its CPU kernel (0.50.2) misreads 4-bit blocks that end within a row. If all values are in one row, no block ends
+    within a row.
     """
     import copy
 
@@ -240,7 +241,7 @@ def torchao(path: Path, config: Callable[[Any], Any]) -> Any:
 
 
 def packed(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Pack integers into words of 32 bits along a dimension, lowest bits first; `order` permutes those of a word."""
+    """Pack integers into 32-bit words along a dimension, lowest bits first; `order` permutes the integers of a word."""
     each = 32 // bits
     parts = numbers.long().unflatten(dim, (-1, each)).movedim(dim + 1, -1)[..., list(order or range(each))]
     words = (parts << torch.arange(each) * bits).sum(-1)
@@ -248,8 +249,8 @@ def packed(numbers: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | 
 
 
 def in_groups(path: Path, model: Any, said: dict[str, Any], order: Callable[[int], torch.Tensor]) -> Any:
-    """Save a model in the format of GPTQ or AWQ, packed by its documentation: the writers need another torch, or a
-    GPU."""
+    """Save a model in the format of GPTQ or AWQ, packed as the format's documentation says. The formats' own writers
+    need another torch, or a GPU."""
     bits, group, is_awq = said["bits"], said["group_size"], said["quant_method"] == "awq"
     plain, stored = model(), {}
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints damaged in every way that a disk, a network or a person can cause, drawn from seeds."""
+"""Damages quantized checkpoints in every way that a disk, a network or a person can cause, chosen by seeds."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def truncated(files: Files, draw: random.Random) -> str | None:
 
 
 def other_blocks(files: Files, draw: random.Random) -> str | None:
-    """Change the block size in the configuration, in the header, or beside the tensor, depending on the format."""
+    """Change the block size where the format stores it: in the configuration, in the header, or in another tensor."""
     if files.said.get("weight_block_size"):
         files.said["weight_block_size"] = draw.choice([[8, 16], [7, 7], [0, 16], [16], "16"])
         return "weight"

@@ -1,4 +1,4 @@
-"""Processes that call collectives on one arena, and the expected results."""
+"""Starts processes that call collectives on one arena, and computes the expected results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _serve(rank: int, world_size: int, arena: DupFd, pipe: Any) -> None:
 
 
 class RankGroup:
-    """Ranks that live for a whole test module on one arena; its counters are the only state."""
+    """Ranks that run for a whole test module on one arena. Their only state is the arena's counters."""
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -86,7 +86,7 @@ class RankGroup:
         return self.finish()
 
     def run_with_gloo(self, function: Callable) -> None:
-        """Have the ranks call a function with their communicator and the other arguments of `connect_gloo`."""
+        """Call a function on all ranks, with the communicator and the other arguments of `connect_gloo`."""
         rendezvous, arena = create_rendezvous(), Arena.create(self.world_size)
         try:
             self.run(function, rendezvous_path(rendezvous), f"/proc/{os.getpid()}/fd/{arena.fd}")
@@ -112,7 +112,7 @@ def _reset(communicator: Communicator) -> None:
 
 
 def connect_gloo(communicator: Communicator, rendezvous: str, arena: str) -> Communicator:
-    """Connect the same ranks by gloo, in a rank; see `RankGroup.run_with_gloo`."""
+    """Connect all ranks of the arena by gloo. Runs in each rank; see `RankGroup.run_with_gloo`."""
     rank, world_size = communicator.rank, communicator.world_size
     arena_fd = os.open(arena, os.O_RDWR)
     common: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": 20.0, "rendezvous": rendezvous}
@@ -122,7 +122,7 @@ def connect_gloo(communicator: Communicator, rendezvous: str, arena: str) -> Com
 
 
 def reset_gloo(communicator: Communicator, gloo: Any) -> None:
-    """Reset after an abort, in a rank, as the parent and the ranks do."""
+    """Reset arena and gloo after an abort, in each rank, as the parent and the ranks do."""
     meet(communicator)
     gloo._arena.reset()  # the parent's part
     meet(communicator)

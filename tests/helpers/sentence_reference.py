@@ -1,7 +1,7 @@
-"""Embeddings of sentence-transformers: `python -m tests.helpers.sentence_reference TEXTS OUT FOLDER…`.
+"""Computes embeddings with sentence-transformers: `python -m tests.helpers.sentence_reference TEXTS OUT FOLDER…`.
 
-Its evaluators import scikit-learn and SciPy, larger than all other packages of the tests. Embedding uses neither, so
-empty modules replace them.
+The evaluators of sentence-transformers import scikit-learn and SciPy, which are larger than all other packages of the
+tests. Embedding uses neither, so empty modules replace them.
 """
 
 from __future__ import annotations

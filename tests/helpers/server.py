@@ -1,4 +1,4 @@
-"""A server in the tests' own process, with a tiny model, a tokenizer of bytes, and a chat template."""
+"""Starts a server in the tests' own process, with a tiny model, a tokenizer of bytes, and a chat template."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a random Llama for the tokenizer's vocabulary, which seldom ends by itself."""
+    """Return a random Llama with the tokenizer's vocabulary; the model seldom generates an end token."""
     return build(LlamaForCausalLM, tiny_config(tokenizer))
 
 
 class ScriptedModel:
-    """A model that says a fixed text, one byte per token, without ranks.
+    """A model without ranks that generates a fixed text, one byte per token.
 
     Args:
         tokenizer: tokenizer of the text.
-        says: text to say before the end token.
+        says: text that the model generates before the end token.
         holds: whether to wait before each token until `release` is called.
 
     Attributes:

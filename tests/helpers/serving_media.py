@@ -1,4 +1,4 @@
-"""Tiny models that read pictures or sound, with their processors, saved as a server loads them."""
+"""Saves tiny models that read pictures or sound, with their processors, in the form that a server loads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _text(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def save_llava(folder: Path) -> Path:
-    """Save a Llava, whose marks of a picture are counted from its patches; return the folder."""
+    """Save a Llava, whose number of tokens for a picture follows from the number of patches; return the folder."""
     tokenizer = _tokenizer("<image>", "<s>")
     begin = tokenizer.convert_tokens_to_ids("<s>")
     tokenizer.bos_token = "<s>"  # the tokenizer adds it, and the template does not
@@ -69,7 +69,8 @@ def save_llava(folder: Path) -> Path:
 
 
 def save_idefics3(folder: Path) -> Path:
-    """Save an Idefics 3, which cuts a picture into tiles with marks of rows and columns; return the folder."""
+    """Save an Idefics 3, which splits a picture into tiles, with special tokens for rows and columns; return the
+    folder."""
     places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     tokenizer = _tokenizer("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *places)
     image = tokenizer.convert_tokens_to_ids("<image>")

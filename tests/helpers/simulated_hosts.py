@@ -1,4 +1,5 @@
-"""Hosts simulated on this machine: one agent per host, a thread of the tests, reached over loopback."""
+"""Simulates hosts on this machine: each host has an agent, a thread of the tests, connected over the loopback
+interface."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class SimulatedHosts:
 
     Args:
         *counts: number of ranks of each host.
-        apart: whether hosts have disjoint CPUs, as far as enough exist. It then has a fork server, too.
+        apart: whether hosts have disjoint CPUs, if enough CPUs exist. Each host then has its own fork server, too.
     """
 
     threads = None

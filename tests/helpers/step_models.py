@@ -1,4 +1,4 @@
-"""Small models with and without the kernels of a decode step, and ways to run them."""
+"""Makes small models with and without the C kernels of a decode step, and runs these models in several ways."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return a counter of the later computations in C: of each half of a layer, and of all layers at once."""
+    """Return a counter of later computations in C: of each half of a layer, and of all layers in one call."""
     seen: Counter[str] = Counter()
 
     class Counting:
@@ -55,7 +55,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def models(family: str, dtype: torch.dtype = torch.float32, as_one: bool = False, **settings: Any) -> tuple[Any, Any]:
-    """Return a model with random parameters, norms and biases included, and its copy with the kernels.
+    """Return a model with random parameters, norms and biases included, and a copy of the model with the C kernels.
 
     Args:
         family: name of the architecture.

@@ -1,4 +1,4 @@
-"""A terminal session with a Python REPL."""
+"""Runs a terminal session with a Python REPL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves of a walk that change the code of a model: see tests/helpers/walks.py."""
+"""Defines moves of a walk that change the code of a model: see tests/helpers/walks.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clamped(states: torch.Tensor) -> torch.Tensor:
 
 
 def centred(states: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean; a part of the columns would give other numbers than all."""
+    """Subtract the mean of all columns; a rank with some columns would subtract another mean."""
     return states - states.mean(-1, keepdim=True)
 
 

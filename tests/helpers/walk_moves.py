@@ -1,4 +1,4 @@
-"""Moves of a walk about kept state, lost workers and other callers: see tests/helpers/walks.py."""
+"""Defines moves of a walk about kept state, lost workers and other callers: see tests/helpers/walks.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def open_and_running() -> tuple[int, int]:
 
 
 def await_as_before(before: tuple[int, int]) -> None:
-    """Assert that no additional memory file is open and no additional process runs; wait a moment for ends."""
+    """Assert that no additional memory file is open and no additional process runs; wait a short time for processes to
+    end."""
     gc.collect()
     end = time.monotonic() + 10
     while open_and_running() != before and time.monotonic() < end:
@@ -71,7 +72,7 @@ class FaultMoves:
         return "input_ids" in self.inputs and self.whole.can_generate()
 
     def _call(self) -> Step:
-        """Return some call of the model."""
+        """Return a random call of the model."""
         if self._generates() and self._random.random() < 0.5:
             ids = self._random.choice(self._prompts())
             return lambda model: model.generate(ids, max_new_tokens=3, do_sample=False)

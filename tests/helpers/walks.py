@@ -1,7 +1,7 @@
-"""Random walks over users' actions: the same steps on a whole model and on a parallelized copy.
+"""Runs random walks over users' actions: the same steps on a whole model and on a parallelized copy.
 
-After every step both must give the same result, or the parallelized model a typed refusal without changes. At the end
-of a walk `deparallelize()` must restore the exact bits of the whole model.
+After every step both models must give the same result, or the parallelized model must raise a typed error without
+changes. At the end of a walk `deparallelize()` must restore the exact bits of the whole model.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Walk(FaultMoves, CodeMoves):
     def _refused_or_harmless(self, step: Step) -> Step:
         """Return a step that the parallelized model must refuse if it changes weights.
 
-        The whole model never runs such a step: it tries each step on a copy first.
+        The whole model never runs such a step, because each step is tried on a copy first.
         """
 
         def take(model: Any) -> Any:
@@ -320,7 +320,7 @@ def first_tensor(output: Any) -> torch.Tensor | None:
 
 
 def comparable(value: Any) -> Any:
-    """Return a result without caches, its tensors detached."""
+    """Return a result without its caches, and with detached tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""Hooks run once, on the workers, with the inputs of the whole model; their notes return to the caller."""
+"""Tests that hooks run once, on the workers, with the inputs of the whole model, and that their changes return to the
+caller."""
 
 from __future__ import annotations
 
@@ -212,7 +213,7 @@ def test_notes_in_objects_globals_and_on_modules(groups: Groups) -> None:
 
 
 def test_hook_may_call_modules_and_keep_outputs(groups: Groups) -> None:
-    """A logit lens: the head applied to each layer's states."""
+    """The hook is a logit lens: it applies the output head to each layer's hidden states."""
 
     def register(model: Any, notes: list[Any], outputs: list[Any]) -> None:
         def lens(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Groups over several hosts, all simulated on this machine over loopback."""
+"""Tests groups over several hosts, which are simulated on this machine over the loopback interface."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_dead_rank_ends_group_naming_its_host():
 
 
 def test_lost_host_ends_group_and_is_named(monkeypatch):
-    """The agent closes its connection without a message, in the middle of a request."""
+    """In this test the agent closes its connection without a message, in the middle of a request."""
     agents = []
     init = agent._Agent.__init__
 
@@ -127,7 +127,7 @@ def test_lost_host_ends_group_and_is_named(monkeypatch):
     group = started(TARGET, 1, 1)
     pids = group.pids
     lost = next(each for each in agents if each._number == 1)
-    with pytest.raises(WorkerDiedError, match=r"rank 1 .* on host host-1 died: the host is gone") as raised:
+    with pytest.raises(WorkerDiedError, match=r"rank 1 .* on host host-1 died: the host or its agent has") as raised:
         group.call("emit_and_sleep", 600, on_event=lambda _: lost._control.connection.shutdown(2))
     assert (raised.value.rank, raised.value.host, raised.value.exit_code) == (1, "host-1", None)
     group.close()
@@ -145,7 +145,7 @@ def test_agents_that_do_not_call_are_named():
             if number == 0:
                 super()._serve(number, deadline)
 
-    with pytest.raises(StartupError, match=r"host 1 did not call in time; start_timeout is 1 s"):
+    with pytest.raises(StartupError, match=r"host 1 did not connect in time; start_timeout is 1 s"):
         WorkerGroup(2, target=TARGET, start_timeout=1, hosts=lambda: Hosts(Silent(1, 1)))
 
 
@@ -190,7 +190,7 @@ def test_loaded_model_is_refused_with_advice(path):
     with started(RUNNER, 1, 1) as group:
         model = AutoModelForCausalLM.from_pretrained(path)
         with pytest.raises(
-            PlacementError, match=r"cannot go to the hosts host-0, host-1: it is loaded here\. Pass a path"
+            PlacementError, match=r"to the hosts host-0, host-1: the model is loaded in this process\. Pass a path"
         ):
             parallelize(model, workers=group)
         assert model.lm_head.weight.device.type == "cpu"
@@ -219,7 +219,7 @@ def test_stages_across_hosts_sum_within_each(path):
 
 
 def test_stages_across_hosts_are_refused(path):
-    with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="stages of 2 ranks do not lie within hosts"):
+    with started(RUNNER, 1, 3) as group, pytest.raises(Exception, match="cannot be divided into stages of 2 ranks"):
         parallelize(path, workers=group, fit={"strategy": "tensor+pipeline", "tensor": 2}, progress=False)
 
 
@@ -228,8 +228,8 @@ def test_stages_across_hosts_are_refused(path):
     [
         ([8, 8], 8, None),
         ([2, 4, 2], 2, None),
-        ([1, 1], None, r"hosts of \[1, 1\] ranks have no stages of 2 or more"),
-        ([3, 2], None, r"hosts of \[3, 2\] ranks have no stages of 2 or more"),
+        ([1, 1], None, r"hosts of \[1, 1\] ranks cannot be divided into equal stages of 2 or more"),
+        ([3, 2], None, r"hosts of \[3, 2\] ranks cannot be divided into equal stages of 2 or more"),
         ([4], None, "give tensor=, the ranks of each stage"),
     ],
 )
@@ -275,8 +275,8 @@ def test_stages_on_ray_fit_its_nodes(devices, world_size, each):
 
 
 def test_missing_ray_error_says_what_to_install(monkeypatch, path):
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    with pytest.raises(ParallelError, match=r"Ray is not installed; pip install 'parallelformers-ng\[ray\]'"):
+    monkeypatch.setitem(sys.modules, "ray", None)  # pretend that ray is not installed
+    with pytest.raises(ParallelError, match=r"Ray is not installed; run pip install 'parallelformers-ng\[ray\]'"):
         parallelize(path, 2, workers={"launcher": "ray", "device": "cpu"})
 
 
@@ -300,7 +300,7 @@ def test_unsupported_launcher_options_are_refused(options, message, monkeypatch)
 
 
 def test_number_of_remote_devices_is_required(path):
-    with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; say how many"):
+    with pytest.raises(PlacementError, match="num_gpus is None, and the ranks are on other hosts; set num_gpus"):
         parallelize(path, workers={"launcher": "ray", "device": "cuda"})
 
 
@@ -332,9 +332,9 @@ def test_ray_server_without_ray_says_what_to_install(monkeypatch, path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"launcher": "slurm"}, "launcher is 'slurm'; it takes 'local' or 'ray'"),
-        ({"ray_address": "auto"}, "ray_address is 'auto'; it acts with launcher 'ray' alone"),
-        ({"autoscaling": ["max_replicas=2"]}, "it acts with launcher 'ray' alone"),
+        ({"launcher": "slurm"}, "launcher is 'slurm'; set 'local' or 'ray'"),
+        ({"ray_address": "auto"}, "ray_address is 'auto', which needs launcher 'ray'"),
+        ({"autoscaling": ["max_replicas=2"]}, "which needs launcher 'ray'"),
     ],
 )
 def test_options_not_for_launchers_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster, all on this machine."""
+"""Tests ranks on the nodes of a Ray cluster; all nodes are on this machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ranks_use_few_nodes_and_the_environment(cluster):
 
 @pytest.fixture
 def devices(cluster, monkeypatch):
-    """Have Ray report two devices per node, and torch pretend them."""
+    """Make Ray report two devices per node, and make torch pretend these devices."""
     believe(monkeypatch)
     monkeypatch.setattr("parallelformers_ng.hosts.ray.Agent", PretendedAgent)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # the caller's machine has none
@@ -110,7 +110,7 @@ def test_a_device_that_another_has_is_left_alone(cluster, devices):
 
 
 def test_too_many_devices_are_refused_with_count(cluster, devices):
-    due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda take: of .*'GPU': 4"
+    due = r"8 times \{'CPU': 1, 'GPU': 1\}, which 8 ranks on cuda need: of .*'GPU': 4"
     with pytest.raises(StartupError, match=due):
         start_group(8, launcher="ray", device="cuda", start_timeout=3)
 
@@ -155,12 +155,13 @@ def test_too_many_ranks_are_refused_with_count(cluster):
 
 
 def test_cluster_without_connection_is_refused(cluster):
-    with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', and this process is connected to"):
+    with pytest.raises(ParallelError, match=r"address is '10\.1\.1\.1:6379', but this process is connected to"):
         start_group(2, launcher="ray", device="cpu", ray={"address": "10.1.1.1:6379"})
 
 
 def test_the_server_on_ray_serve(cluster, tmp_path):
-    """Two replicas of one rank each behind one route; `/ready` reports them healthy, and they end afterwards."""
+    """One route serves two replicas of one rank each. `/ready` reports healthy replicas, and the replicas end
+    afterwards."""
     from parallelformers_ng.serving.on_ray import deployed
 
     folder = save_served_model(tmp_path)
@@ -187,15 +188,18 @@ def test_the_server_on_ray_serve(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"client_timeout": 3.0}, "client_timeout does not act"),
+        ({"client_timeout": 3.0}, "client_timeout has no effect"),
         ({"port": 0}, "port is 0"),
-        ({"replicas": 2, "autoscaling": ["max_replicas=2"]}, "replicas is 2, and autoscaling says how many"),
-        ({"autoscaling": ["max_replicas=two"]}, "autoscaling has 'max_replicas=two'; it takes NAME=NUMBER"),
+        (
+            {"replicas": 2, "autoscaling": ["max_replicas=2"]},
+            "replicas is 2, but autoscaling sets the number of replicas",
+        ),
+        ({"autoscaling": ["max_replicas=two"]}, "autoscaling has 'max_replicas=two'; write NAME=NUMBER"),
         (
             {"autoscaling": ["max_replica=2"]},
-            r"'max_replica', which Ray Serve does not take \(did you mean 'max_replicas'",
+            r"'max_replica', which is not a setting of Ray Serve \(did you mean 'max_replicas'",
         ),
-        ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve does not take: .*max_replicas"),
+        ({"autoscaling": ["min_replicas=3", "max_replicas=2"]}, "which Ray Serve refuses: .*max_replicas"),
     ],
 )
 def test_options_without_effect_on_serve_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a torchrun job."""
+"""Tests ranks on the nodes of a torchrun job."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_other_processes_end_at_the_call(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_gpus": 3}, r"num_gpus is 3, and torchrun has started 2 processes"),
+        ({"num_gpus": 3}, r"num_gpus is 3, but torchrun has started 2 processes"),
         ({"device": "cuda", "device_ids": [1, 0]}, r"device_ids \[1, 0\] name devices of this machine"),
         ({"launcher": "slurm"}, r"launcher is 'slurm'; it takes one of 'auto', 'local', 'torchrun'"),
     ],
@@ -96,7 +96,7 @@ def test_unsupported_options_in_a_job_are_refused(monkeypatch, arguments, messag
 def test_each_process_of_a_job_has_one_device(monkeypatch, tmp_path):
     job(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(PlacementError, match="replicas is 2, and each process of a torchrun job has one device"):
+    with pytest.raises(PlacementError, match="replicas is 2, but each process of a torchrun job has only one device"):
         parallelize(save_tiny_model(tmp_path), workers={"replicas": 2})
 
 
@@ -109,7 +109,8 @@ def test_nodes_without_a_key_are_refused(monkeypatch):
     job(monkeypatch, nodes=2)
     for text in ("", "too short"):
         monkeypatch.setenv(torchrun.KEY, text)
-        with pytest.raises(StartupError, match=rf"{torchrun.KEY} has {len(text)} characters; set it to the same 32"):
+        message = f"{torchrun.KEY} has {len(text)} characters; set it to the same secret text of at least 32"
+        with pytest.raises(StartupError, match=message):
             start_group(device="cpu")
 
 

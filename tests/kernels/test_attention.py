@@ -1,4 +1,4 @@
-"""Attention in C compared with transformers' own, and the cases that it leaves to torch."""
+"""Compares attention in C with transformers' attention, and tests the cases that torch computes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the module, the query, and a key and a value with room behind them, like caches that grow in place."""
+    """Return the module, the query, and a key and a value with free memory after their tokens, like caches that grow in
+    place."""
     batch, heads, shared, tokens, width, value_width = sizes
     torch.manual_seed(sum(sizes))
     query = torch.randn(batch, heads, 1, width, dtype=dtype) * 3

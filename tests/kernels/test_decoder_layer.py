@@ -1,4 +1,5 @@
-"""The halves of a decoder layer in C compared with transformers' own, and the cases left to the modelling code."""
+"""Compares the halves of a decoder layer in C with transformers', and tests the cases that the modelling code
+computes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def test_the_same_tokens_and_scores_in_fp32(family: str, calls: Counter[str]) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_exact_as_the_modelling_code(family: str, calls: Counter[str]) -> None:
-    """Both are compared with the same model in fp64; the kernel's error is hardly larger than that of the operators."""
+    """Kernel and operators are compared with the same model in fp64; the kernel's error is hardly larger than the
+    operators' error."""
     stock, fused = models(family, torch.bfloat16)
     exact = copy.deepcopy(stock).double()
     tokens = torch.randint(0, VOCABULARY, (2, 9))
@@ -181,8 +183,8 @@ def test_states_of_another_width_raise_as_before(calls: Counter[str]) -> None:
         cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             model(**prompt(1), past_key_values=cache)
+            calls.clear()
             with pytest.raises(RuntimeError):
-                calls.clear()
                 model(inputs_embeds=torch.randn(1, 1, 48), past_key_values=cache)
         assert not calls
 
@@ -209,7 +211,8 @@ def test_other_attention_functions_are_called(monkeypatch: pytest.MonkeyPatch, c
 def test_layers_with_new_meaning_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: Counter[str]
 ) -> None:
-    """A later release could change a layer under the same name and code: here, it rotates the other way."""
+    """A later release could change the meaning of a layer with the same name and code. In this test the layer rotates
+    the other way."""
     models("llama")
     assert installation.layers_agree.__wrapped__()
     monkeypatch.setattr(installation, "layers_agree", functools.cache(installation.layers_agree.__wrapped__))

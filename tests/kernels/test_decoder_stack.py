@@ -1,4 +1,4 @@
-"""All decoder layers in one call of C compared with transformers' own, and the cases of one call per layer."""
+"""Compares all decoder layers in one C call with transformers', and tests the cases with one C call per layer."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_an_abort_ends_the_step(two_ranks: RankGroup) -> None:
 
 
 class Counts(LogitsProcessor):
-    """A processor that notes, token by token, how often a worker's kernels were called."""
+    """A processor that records, for each token, how often a worker's kernels were called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Products shared by several threads equal those of one thread, bit for bit."""
+"""Tests that products computed by several threads equal products of one thread, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers and norms in C compared with torch, and the cases left to torch."""
+"""Compares linear layers and norms in C with torch, and tests the cases that torch computes."""
 
 from __future__ import annotations
 

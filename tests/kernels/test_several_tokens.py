@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,11 +21,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 @pytest.fixture(autouse=True)
-def many_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels compute any step here, whatever this processor's limits."""
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setitem(MOST_ROWS, dtype, 512)
-    yield
 
 
 def ids_of(rows: int, tokens: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers that read the same tensor are computed as one."""
+"""Tests that linear layers that read the same tensor are computed as one layer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": Fa
 
 
 def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the output width of each later product, in order. A model cut later counts as one
-    whose code changed."""
+    """Return a list that gets the output width of each later product, in order. A model that is parallelized later
+    counts as a model with changed code."""
     widths: list[int] = []
     linear = functional.linear
 
@@ -40,14 +40,14 @@ def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def joined(whole: Any) -> Any:
-    """Return a single rank's share of a model, with layers side by side."""
+    """Return a model of a single rank, with joined layers."""
     share = cut(whole, build_plan(whole, 1, select(whole)), 0, ThreadCommunicator(0, 1, _Meeting(1, timeout=60)))
     lay_side_by_side(share)
     return share
 
 
 def as_one(model: Any) -> set[str]:
-    """Return the last names of the layers that are computed with others."""
+    """Return the last parts of the names of layers that are computed together with another layer."""
     joined_layers = [name for name, module in model.named_modules() if isinstance(module, PartOfProduct)]
     return {name.rpartition(".")[2] for name in joined_layers}
 
@@ -95,7 +95,8 @@ def test_the_same_numbers(family: str) -> None:
 
 
 def test_layers_that_read_different_tensors_are_left() -> None:
-    """Example: queries of the decoder, keys and values of the encoder."""
+    """In cross-attention, for example, queries read the decoder's states, and keys and values read the encoder's
+    states."""
     model = joined(t5())
     with torch.inference_mode():
         model(**seq2seq_inputs())
@@ -105,7 +106,7 @@ def test_layers_that_read_different_tensors_are_left() -> None:
 
 
 class Pair(nn.Module):
-    """Two layers of one width, which may read the same tensor."""
+    """Two layers of the same width, which may read the same tensor."""
 
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

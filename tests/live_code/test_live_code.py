@@ -1,4 +1,4 @@
-"""Digests of code, used to compare the caller's code with a rank's."""
+"""Tests digests of code, which compare the caller's code with a rank's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(found)
 
 
 def digests(*names: str) -> str:
-    """Return the digests of the last module, from a process that has digested the others first."""
+    """Return the digests of the last module, from a process that has digested all other modules before."""
     run = [sys.executable, "-c", _DIGESTS.format(names=names)]
     return subprocess.run(run, capture_output=True, text=True, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""Models after `deparallelize`: a second call does nothing, whatever has happened to the model since."""
+"""Tests that a second call of `deparallelize` does nothing, also if the model has changed since the first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward's options, threads, submodules, methods and saving: everything but `generate`."""
+"""Tests options of the forward, threads, submodules, methods and saving: everything except `generate`."""
 
 from __future__ import annotations
 

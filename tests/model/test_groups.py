@@ -1,4 +1,4 @@
-"""Groups that serve one model after another, and refusals before a group starts."""
+"""Tests groups that serve one model after another, and errors before a group starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every public method and attribute of a parallelized model, and of its parts, acts as the table says."""
+"""Tests that every public method and attribute of a parallelized model, and of its parts, acts as docs/methods.md
+says."""
 
 from __future__ import annotations
 
@@ -149,7 +150,7 @@ def ask(name: str, model: Any) -> Any:
 
 
 def seen(value: Any) -> Any:
-    """Return a result in a form that can be compared between two models."""
+    """Convert a result to a form that can be compared between two models."""
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Code that moves models leaves a parallelized one in place, even on a machine with a GPU."""
+"""Tests that code that moves models does not move a parallelized model, even on a machine with a GPU."""
 
 from __future__ import annotations
 

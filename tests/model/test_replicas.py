@@ -1,4 +1,4 @@
-"""Several groups of workers behind one model."""
+"""Tests models with several groups of workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replicated(ranks: int = 1, replicas: int = 2, **options: Any) -> Any:
 
 
 class Slow:
-    """A streamer that keeps its call at the first token until released."""
+    """A streamer that blocks its call at the first token until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()

@@ -1,4 +1,5 @@
-"""Saved checkpoints load bit for bit, damage is refused with the file's name, and an interruption harms nothing."""
+"""Tests that saved checkpoints load bit for bit, that damage raises an error with the file's name, and that
+interruptions are harmless."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def load_whole(directory: Path, world_size: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_loaded_cut_anew_and_gathered(name: str, tmp_path: Path, groups) -> None:
-    """3 ranks save, 3 load, 2 load and save over the loaded checkpoint, 2 load again."""
+    """Three ranks save, and three load. Two ranks load, save over the loaded checkpoint, and load again."""
     want, model = BY_NAME[name].make(), BY_NAME[name].make()
     with parallelize(model, workers=groups(3)):
         save_sharded(model, tmp_path, max_shard_size="20KB")
@@ -203,7 +204,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_refused_by_file_or_harmless(kind: str, intact: dict[str, Path], tmp_path: Path) -> None:
-    """A sample; `python -m benchmarks.loading --only damage` tries two hundred, with workers."""
+    """The test tries a sample of damages; `python -m benchmarks.loading --only damage` tries two hundred, with
+    workers."""
     state = BY_NAME["llama"].make().state_dict()
     for broken in damaged(kind, intact[kind], tmp_path, rounds=4):
         refusal = ""
@@ -278,7 +280,8 @@ class Terminal(io.StringIO):
 
 
 def test_bars_show_bytes_and_rate(tmp_path: Path, groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading, both ways of saving and both ways of gathering reach the end; without a bar nothing is drawn."""
+    """The progress bars of loading, of both ways of saving and of both ways of gathering reach the end. Without a bar,
+    nothing is printed."""
     BY_NAME["llama"].make().save_pretrained(tmp_path / "whole")
     # A model this small ends before the bar would be drawn a second time.
     eager = functools.partial(tqdm, mininterval=0, miniters=1)

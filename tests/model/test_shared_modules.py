@@ -1,4 +1,4 @@
-"""Modules shared by several models keep working for models that are not parallelized."""
+"""Tests that modules shared by several models still work in models that are not parallelized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {"vocab_size": 131, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_position
 
 
 def openai_gpt() -> tf.PreTrainedModel:
-    """Return a model that takes its activation from a table in the modelling file."""
+    """Return a model that reads its activation from a table in the modelling file."""
     return build(tf.OpenAIGPTLMHeadModel, tf.OpenAIGPTConfig(**SMALL), attention="eager")
 
 

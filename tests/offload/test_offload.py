@@ -1,4 +1,5 @@
-"""`fit={"max_memory": …}`: layers without room on their device are in RAM or on disk, and arrive before they run."""
+"""Tests `fit={"max_memory": …}`: layers that do not fit on their device are in RAM or on disk, and are loaded before
+they run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def llama() -> Any:
 
 
 def a_third(model: Any, ranks: int, cpu: int | str = 0, **options: Any) -> dict[str, Any]:
-    """Return a `fit` that leaves each rank room for a third of its weights, and for parameters outside layers."""
+    """Return a `fit` with room for a third of each rank's weights, and for parameters outside of layers."""
     shard_plan = plan(model, ranks)
     rooms = {rank: size // 3 + 30_000 for rank, size in enumerate(shard_plan.bytes_per_rank)}
     return {"max_memory": {**rooms, "cpu": cpu}, **options}
@@ -177,10 +178,10 @@ def test_table_shows_tiers_beforehand(tmp_path: Path) -> None:
             {"max_memory": {0: 90_000, 1: 1000}},
             r"max_memory of device 1 is 1.00 kB; rank 1 of LlamaForCausalLM has .* give",
         ),
-        ({"max_memory": {0: 9, 1: 9, 7: 9}}, "max_memory has 7; the devices are 0, 1, and there is 'cpu'"),
-        ({"max_memory": {0: 9, "cpu": 9}}, "says nothing of device 1"),
+        ({"max_memory": {0: 9, 1: 9, 7: 9}}, "max_memory has an unknown device 7; known devices: 0, 1, 'cpu'"),
+        ({"max_memory": {0: 9, "cpu": 9}}, "has no size for device 1"),
         ({"max_memory": {0: "9 apples", 1: 9}}, r"max_memory\[0\] is '9 apples'; it takes bytes, or a text like '5GB'"),
-        ({"max_memory": {0: 150_000, 1: 150_000, "cpu": 0}}, "give an offload_folder for the rest"),
+        ({"max_memory": {0: 150_000, 1: 150_000, "cpu": 0}}, "give an offload_folder for the overflow"),
         (
             {"max_memory": {0: 9, 1: 9}, "offload_folder": "/proc/1/no"},
             "offload_folder /proc/1/no cannot be written to",
@@ -224,7 +225,7 @@ def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
     want = model.generate(**text_inputs(), **HOW)
     with pytest.raises(
-        ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is as"
+        ParallelError, match=f"offload_folder {tmp_path} has .*No space left on device; the model is unchanged"
     ):
         parallelize(model, workers=group, fit=fit)
     assert torch.equal(model.generate(**text_inputs(), **HOW), want)
@@ -241,8 +242,8 @@ def test_on_pretended_devices(pretended_groups: Any, tmp_path: Path, cpu: int | 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", [0, "1GiB"], ids=["disk", "RAM"])
 def test_in_a_control_group_of_memory(tmp_path: Path, cpu: int | str) -> None:
-    """The weights are three times the room. Beyond an idle rank, it takes the room, one layer, and data that is not
-    weights."""
+    """The weights take three times the room. The limit is the memory of idle ranks, the room, one layer, and data that
+    is not weights."""
     config = LlamaConfig(
         vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=18, num_attention_heads=8,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -1,4 +1,4 @@
-"""Pages that show a file have its contents, whichever memory backs them."""
+"""Tests that pages of a mapped file have the file's contents, for any memory behind the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts compared with published figures, and observations compared with models that run."""
+"""Compares forecasts with published figures, and observations on `meta` with running models."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_decoding_is_as_fast_as_gpt_fast_measured(name: str) -> None:
 
 
 def test_weights_and_caches_equal_those_of_llama2() -> None:
-    """6,738,415,616 parameters, by the model card; a cached token takes 32 layers × 2 × 4096 numbers."""
+    """By the model card, Llama 2 7B has 6,738,415,616 parameters; a cached token takes 32 layers × 2 × 4096 numbers."""
     prediction = forecast(on_meta(LlamaConfig()), device="h100", gpus_per_host=1, batch=2, length=128)
     memory = prediction.arrangements[0].memory
     assert memory.weights == pytest.approx(2 * 6_738_415_616, rel=1e-6)
@@ -88,7 +88,7 @@ def test_weights_and_caches_equal_those_of_llama2() -> None:
 
 
 def test_megatron_step_sums_twice_per_layer() -> None:
-    """One more sum for the embedding, and one gather of the logits."""
+    """Besides the two sums per layer, a step has one sum for the embedding, and one gather of the logits."""
     assert seen(LlamaConfig(**SMALL), ranks=2).step.exchanges == 2 * 2 + 2
 
 
@@ -106,7 +106,7 @@ def test_caches_have_the_length_of_a_window() -> None:
 
 
 def test_latent_attention_caches_576_numbers_per_token() -> None:
-    """512 of the latent and 64 of the rotary key: DeepSeek-V3, arXiv:2412.19437, section 4.2."""
+    """A token has 512 numbers of the latent and 64 of the rotary key: DeepSeek-V3, arXiv:2412.19437, section 4.2."""
     config = DeepseekV3Config(num_hidden_layers=2, n_routed_experts=8, n_group=2, topk_group=1, vocab_size=512)
     assert sum(seen(config, batch=1, length=32).caches.values()) == 2 * 32 * 576 * 2
 
@@ -133,7 +133,7 @@ def test_observations_agree_with_a_real_run(config: PreTrainedConfig) -> None:
 
 
 def test_step_reads_the_experts_that_it_uses() -> None:
-    """One token reads the experts that it chooses, and a thousand tokens read all."""
+    """One token reads only its chosen experts, and a thousand tokens read all experts."""
 
     def read(chosen: int, batch: int) -> float:
         sizes = SMALL | {"num_local_experts": 8, "num_experts_per_tok": chosen, "num_key_value_heads": 2}
@@ -338,9 +338,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hosts", "2"], "--hosts is for a forecast; say which devices"),
-        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan of given ranks"),
-        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan of given ranks"),
+        (["--hosts", "2"], "--hosts is for a forecast; add --device"),
+        (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan, but --device makes a forecast"),
+        (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan, but --device makes a forecast"),
     ],
 )
 def test_flags_without_a_meaning_are_refused(

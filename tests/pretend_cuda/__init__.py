@@ -1,14 +1,15 @@
-"""CUDA devices for machines without any.
+"""Pretends CUDA devices on machines without CUDA devices.
 
-Tensors here claim to be on `cuda:N`, and are in host memory. They combine with host tensors as CUDA tensors do: only in
-copies, and in the few other ways that CUDA allows. Copies between host and device and waits of the host are counted.
-NCCL is gloo under another name. So the whole path of a CUDA worker runs, and most of its faults show, without a GPU.
+Tensors of this package claim to be on `cuda:N`, but are in host memory. Operators accept such tensors together with
+host tensors only if CUDA does: in copies, and in a few other cases. Copies between host and device and waits of the
+host are counted. NCCL is gloo under another name. So the whole code path of a CUDA worker runs without a GPU, and most
+of its faults are detected.
 
 The stand-in follows `contract.py`: the promises of torch's and NCCL's sources for each name that the package uses. So
 it detects faults that a device hides: use of freed memory, also by graphs; missing waits between streams; copies that
-are read too early. `misuse.py` provokes each of them.
+are read too early. `misuse.py` causes each of these faults.
 
-It cannot show that anything runs on a GPU, how fast, or which order of kernels a device chooses.
+The stand-in cannot show that code runs on a GPU, how fast it runs, or which order of kernels a device chooses.
 
 - `guard.py`: the one part that is compiled.
 - `tensor.py`: the tensors, and the rules by which they combine.

@@ -1,4 +1,4 @@
-"""Changes in the process that calls `parallelize`, so that it sees pretended devices."""
+"""Changes the process that calls `parallelize`, so that the process sees pretended devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TARGET = "tests.pretend_cuda.worker:PretendedRunner"
 
 
 def small() -> PreTrainedModel:
-    """Return the smallest decoder: one layer."""
+    """Return the smallest decoder, which has one layer."""
     return decoder("Llama", layers=1)
 
 
 def believe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `parallelize(workers={"device": "cuda"})` start ranks on pretended devices."""
+    """Make `parallelize(workers={"device": "cuda"})` start ranks on pretended devices."""
     if guard.COMPILER is None:
         pytest.skip("needs a C++ compiler")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: DEVICES)

@@ -1,8 +1,8 @@
-"""The promises of CUDA, NCCL and NVML for each of their names that the package uses, and their sources.
+"""Lists the promises of CUDA, NCCL and NVML for each name that the package uses, and the sources of the promises.
 
 The stand-in of this folder follows this table. `tests/devices/test_cuda_contract.py` walks the package's syntax trees;
-it fails for a name that is not here, and for a name here that nothing uses. A build of torch with CUDA, which installs
-without a GPU, shows whether the names exist there: `missing()` returns the missing ones.
+it fails for a used name that is not in the table, and for a name in the table that the package does not use. A build of
+torch with CUDA can be installed without a GPU; in such a build, `missing()` returns the names that do not exist.
 
 Sources: torch 2.8 to 2.13 (github.com/pytorch/pytorch; headers and Python files of the wheel of 2.13.0), NCCL 2.30
 (github.com/NVIDIA/nccl), and the documentation of CUDA's runtime and of NVML.
@@ -357,7 +357,7 @@ ENVIRONMENT = {
 
 
 def missing() -> list[str]:
-    """Return the table's names that the installed torch lacks; a build with CUDA must have all."""
+    """Return the table's names that the installed torch lacks; a build with CUDA must have all names."""
     return [name for name in NAMES if not name.endswith("=") and not _exists(name)]
 
 

@@ -1,4 +1,4 @@
-"""Device faults, caused by a processor on a rank. They are here so that workers import nothing more."""
+"""Causes device faults by a processor on a rank. The module is separate, so that workers import no other test code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run_out(scores: torch.Tensor) -> None:
 
 
 def _look_beyond(scores: torch.Tensor) -> None:
-    """Trigger an assertion on the device, after which nothing works in the process."""
+    """Trigger an assertion on the device; afterwards no CUDA call works in the process."""
     scores.gather(1, torch.full((len(scores), 1), VOCABULARY, device=scores.device))
 
 

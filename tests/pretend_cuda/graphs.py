@@ -1,8 +1,8 @@
-"""CUDA graphs on pretended devices: the operators of a step, run again on the same memory.
+"""Pretends CUDA graphs: the operators of a step are recorded, and run again on the same memory.
 
-They follow `CUDAGraph.cpp`, `graphs.py` and `CUDACachingAllocator.cpp` of torch: see `contract.py`. A capture computes
-nothing, so the memory it writes is unchanged afterwards. A graph keeps the memory of its pool only. Each graph of a
-pool may overwrite the memory that another one left there.
+The rules follow `CUDAGraph.cpp`, `graphs.py` and `CUDACachingAllocator.cpp` of torch: see `contract.py`. A capture
+computes nothing, so the memory it writes is unchanged afterwards. A graph keeps only the memory of its pool. Each graph
+of a pool may overwrite memory of another graph of the pool.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Recording:
     """The operators and collectives of a capture.
 
     Attributes:
-        groups: process groups of NCCL whose collectives are in it.
-        is_valid: whether it has done only what a capture permits.
+        groups: process groups of NCCL whose collectives are in the recording.
+        is_valid: whether the capture had only permitted operations.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Recording:
         self._last: torch.Tensor | None = None
 
     def operator(self, func: Any, args: Any, kwargs: Any, compute: Callable[[Any, Any], Any]) -> Any:
-        """Note an operator on host tensors, and the tensors it makes.
+        """Record an operator on host tensors, and the tensors that the operator makes.
 
         Args:
             func: the operator.
@@ -74,7 +74,7 @@ class Recording:
         return output
 
     def collective(self, group: Any, hosts: list[torch.Tensor], run: Callable[[], None]) -> None:
-        """Note an exchange of a group; it runs with the graph."""
+        """Record an exchange of a group; each replay of the graph runs the exchange again."""
         for host in hosts:
             self._address(host)
         self.groups.add(group)
@@ -111,7 +111,7 @@ class Recording:
             poison(tensor)
 
     def on_freed(self, key: int) -> None:
-        """Fill freed memory whose address this recording has, since others may write there."""
+        """Fill freed memory that this recording addresses, because other tensors may write to it."""
         poison(self._outside[key])
 
     def spoil(self) -> None:

@@ -1,4 +1,4 @@
-"""A guard for CUDA devices, which the dispatcher calls for each tensor that claims to be on one."""
+"""Compiles a guard for CUDA devices, which torch's dispatcher calls for each tensor that claims to be on a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 @functools.cache
 def load() -> None:
-    """Let this process switch between CUDA devices without effect. Compiled once per version of torch, in seconds."""
+    """Let this process switch between CUDA devices without effect. The guard is compiled once for each version of
+    torch, in seconds."""
     torch.ops.load_library(str(_built()))
 
 

@@ -1,7 +1,7 @@
-"""Python like that of a GPU image, with a pretended device: `python -m tests.pretend_cuda.image -m pytest …`.
+"""Runs Python like in a GPU image, with a pretended device: `python -m tests.pretend_cuda.image -m pytest …`.
 
-It replaces the interpreter of `benchmarks/gpu.sh`. Packages that such an image lacks cannot be imported, neither here
-nor in workers. The compiler returns the step uncompiled.
+The module replaces the interpreter of `benchmarks/gpu.sh`. Packages that a GPU image lacks cannot be imported, neither
+in this process nor in workers. The compiler returns the step uncompiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Absent(MetaPathFinder):
 
 
 def pretend() -> None:
-    """Turn this process into one with pretended devices, whose workers have them too."""
+    """Give this process and its workers pretended devices."""
     os.environ["PRETENDED_COMPILER"] = "as it is"
     import torch
 

@@ -1,4 +1,5 @@
-"""Kernels that a device launches for the operators of a step, and the bytes that they read and write.
+"""Counts the kernels that a device launches for the operators of a step, and the bytes that these kernels read and
+write.
 
 An operator is one kernel, except for views, allocations without a fill, exchanges (a single rank has none), and the
 operators below. The table names the place in torch's source (2.13). A copy into a part of a tensor counts that part.

@@ -1,4 +1,4 @@
-"""Counts of transfers and waits between host and device, by place in the code."""
+"""Counts transfers and waits between host and device, by place in the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ledger:
         self.entries[kind, f"{_place()} {what}"] += 1
 
     def wait(self, launched: int) -> None:
-        """Note that the host waits for an event.
+        """Record that the host waits for an event.
 
         Args:
             launched: value of `launched` when the event was recorded.

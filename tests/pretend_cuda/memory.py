@@ -1,8 +1,8 @@
-"""The memory of pretended devices, counted like torch's caching allocator does, and faults with freed memory.
+"""Counts the memory of pretended devices like torch's caching allocator, and detects faults with freed memory.
 
 Memory without tensors stays reserved until the cache is emptied. A graph's memory is freed only after each graph of its
-pool was reset. A graph holds addresses and no tensors. Freed memory of a graph is filled with ones, which are NaN. A
-replay that would read or write it is a fault.
+pool was reset. A graph holds addresses and no tensors. Freed memory of a graph is filled with bits of one, which are
+NaN. A replay that would read or write freed memory is a fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pool:
 
 
 class Memory:
-    """The memory that tensors take on each device.
+    """The memory of tensors on each device.
 
     Attributes:
         limit: bytes of each device.
@@ -69,7 +69,7 @@ class Memory:
         """Count a new tensor of a device.
 
         Raises:
-            OutOfMemoryError: its memory is new, and exceeds the free room.
+            OutOfMemoryError: the tensor needs new memory, and the device has too little free memory.
         """
         storage = host.untyped_storage()
         key = storage._cdata
@@ -81,7 +81,7 @@ class Memory:
             self._references[number] = weakref.ref(tensor, functools.partial(self._let_go, number, key))
 
     def is_live(self, key: int) -> bool:
-        """Return whether a storage has a tensor."""
+        """Return whether a tensor uses a storage."""
         return key in self._tensors
 
     def watch(self, key: int, recording: Any) -> None:
@@ -98,14 +98,14 @@ class Memory:
         return self._reserved[index]
 
     def empty_cache(self, index: int) -> None:
-        """Free the memory that no tensor and no graph needs."""
+        """Free memory that neither a tensor nor a graph needs."""
         for handle, pool in list(self.pools.items()):
             if not pool.users and pool is not self.pool and not any(map(self.is_live, pool.storages)):
                 del self.pools[handle]
         self._reserved[index] = self._used(index)
 
     def _used(self, index: int) -> int:
-        """Return the bytes that cannot be freed: live tensors, and pools; of a pool without graphs, its live
+        """Return the bytes that cannot be freed: live tensors, and pools. A pool without graphs counts only its live
         tensors."""
         used = self._allocated[index]
         for pool in self.pools.values():
@@ -142,7 +142,7 @@ class Memory:
                 told(key)
 
     def check(self, keys: Iterable[int], what: str) -> None:
-        """Note a fault if a replay needs memory that was freed."""
+        """Record a fault if a replay needs freed memory."""
         freed = [key for key in keys if key not in self._tensors]
         if freed:
             self.faults.append(f"{what} needs {len(freed)} tensors whose memory was freed")
@@ -154,7 +154,7 @@ def key_of(host: torch.Tensor) -> int:
 
 
 def poison(host: torch.Tensor) -> None:
-    """Fill the whole storage of a tensor with ones, which are NaN."""
+    """Fill the whole storage of a tensor with bits of one, which are NaN."""
     storage = host.untyped_storage()
     ctypes.memset(storage.data_ptr(), 0xFF, storage.nbytes())
 

@@ -1,4 +1,4 @@
-"""Misuses that a device hides, done on purpose: the stand-in must detect each."""
+"""Misuses devices on purpose, in ways that a real device hides: the stand-in must detect each misuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _captured(tensor: torch.Tensor) -> tuple[CUDAGraph, torch.Tensor]:
 
 
 def use_without_waiting(right: bool) -> None:
-    """Read a tensor of one stream on another."""
+    """Read a tensor of one stream on another stream, without a wait unless `right`."""
     side, tensor = Stream(), _device()
     torch.cuda.synchronize()
     with side:
@@ -32,7 +32,7 @@ def use_without_waiting(right: bool) -> None:
 
 
 def overwrite_without_waiting(right: bool) -> None:
-    """Write a tensor that another stream reads."""
+    """Write a tensor while another stream reads it, without a wait unless `right`."""
     side, tensor = Stream(), _device()
     side.wait_stream(torch.cuda.current_stream())
     with side:
@@ -59,7 +59,7 @@ def let_go_without_lending(right: bool) -> None:
 
 
 def read_too_early(right: bool) -> None:
-    """Read a copy to the host that nobody has waited for."""
+    """Read a copy to the host, without a wait for the copy unless `right`."""
     tensor = _device(3.0)
     copy = tensor.to("cpu", non_blocking=True)
     if right:
@@ -68,7 +68,7 @@ def read_too_early(right: bool) -> None:
 
 
 def refill_too_early(right: bool) -> None:
-    """Write page-locked memory while a copy leaves it."""
+    """Write page-locked memory while a copy still reads it, without a wait unless `right`."""
     buffer, tensor = torch.empty(8, pin_memory=True), _device()
     tensor.copy_(buffer, non_blocking=True)
     if right:

@@ -1,4 +1,5 @@
-"""Processors and criteria of callers. They are here, and not in the tests, so that workers need not import tests."""
+"""Defines processors and criteria of callers. The module is separate from the tests, so that workers need not import
+tests."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Counts(LogitsProcessor):
 
 
 class RaisesOn(StoppingCriteria):
-    """A criterion that raises on one rank, while its peers wait for it in an exchange."""
+    """A criterion that raises on one rank while all other ranks wait in an exchange."""
 
     def __init__(self, pid: int, length: int) -> None:
         self.pid, self.length = pid, length
@@ -70,7 +71,7 @@ class RaisesOn(StoppingCriteria):
 
 
 class Breaks(StoppingCriteria):
-    """A criterion that makes one rank's next collective fail, and NCCL report the failure to its watchdog."""
+    """A criterion that makes one rank's next collective fail, and makes NCCL report the failure to its watchdog."""
 
     def __init__(self, pid: int, length: int) -> None:
         self.pid, self.length = pid, length

@@ -1,4 +1,4 @@
-"""Properties of operators on CUDA, as far as they are known without running them."""
+"""Describes the properties of operators on CUDA that are known before an operator runs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _ARITHMETIC = {aten.linear.default, aten.matmul.default, aten.scaled_dot_product
 
 
 class Operator:
-    """The properties of an operator that are needed each time it runs.
+    """The properties of an operator that are needed at each run.
 
     Attributes:
-        is_composite: whether it is made of others, which are examined instead.
+        is_composite: whether the operator consists of other operators, which are examined instead.
         is_copy: whether it copies between devices.
-        indexes: whether it takes indices, which may be on the host.
-        looks_up, asserts: whether the device asserts if an index is out of range, or in any case; the host raises.
+        indexes: whether the operator takes indices, which may be on the host.
+        looks_up, asserts: whether the device asserts if an index is out of range; whether it always asserts. On the
+            host the operator raises.
         takes_numbers: whether it takes host tensors with one number.
         writes_first: whether it writes its first argument.
         writes: places and names of the arguments that it writes.
-        waits: whether the host must know its result, or the shape of its result.
-        has_device, has_generator: whether it has an argument of this name.
+        waits: whether the host must know the result, or the shape of the result.
+        has_device, has_generator: whether the operator has an argument `device`, or `generator`.
         changes_view: whether it changes the shape of its argument in place.
     """
 

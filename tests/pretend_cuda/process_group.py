@@ -1,4 +1,4 @@
-"""gloo under the name of NCCL."""
+"""Provides gloo under the name of NCCL."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ groups_made = 0
 
 
 class ProcessGroupNCCL:
-    """The parts of torch's class of this name that the package uses. Ranks meet in the first collective, as with NCCL.
+    """A stand-in for torch's class of the same name, with the methods that the package uses. Ranks meet in the first
+    collective, as with NCCL.
 
-    It follows torch's `ProcessGroupNCCL.cpp`, whose synchronous collectives return no work since torch 2.8: they are on
-    the current stream. `torch/distributed/distributed_c10d.py` therefore waits only if a work is returned ("Backward
-    compatible with backends that don't sync at CPP level").
+    The stand-in follows torch's `ProcessGroupNCCL.cpp`. Since torch 2.8 its synchronous collectives return no work,
+    because they run on the current stream. `torch/distributed/distributed_c10d.py` therefore waits only if a work is
+    returned ("Backward compatible with backends that don't sync at CPP level").
     """
 
     class Options:
@@ -67,7 +68,7 @@ class ProcessGroupNCCL:
         self._queue([whole, own], options, lambda gloo: gloo.allgather([parts], [own.view(-1)]), [whole])
 
     def abort(self) -> None:
-        """Abort, and return once no capture has collectives of this group, however long that takes."""
+        """Abort, and return when no capture has collectives of this group, without a time limit."""
         with self._mutex:
             self.aborted = True
             while any(graph.has_collectives_of(self) for graph in self.graphs):
@@ -96,7 +97,7 @@ class ProcessGroupNCCL:
             order.queued(map(key_of, hosts), map(key_of, outputs), "a collective")
 
     def _finish(self, work: Any, outputs: list[torch.Tensor]) -> None:
-        """Wait for gloo.
+        """Wait until gloo has finished.
 
         As with NCCL, a collective of an aborted group ends normally, with arbitrary values in its tensors.
         """
@@ -140,7 +141,7 @@ class ProcessGroupNCCL:
         return self._gloo
 
     def _unique_id(self) -> str:
-        """Return the place where gloo's ranks meet. As with NCCL, the first rank puts it, and nothing else, into the
+        """Return the address at which gloo's ranks meet. As with NCCL, the first rank writes only this address to the
         store."""
         if self._rank == 0:
             self._meeting = create_rendezvous()  # stays open until this process ends

@@ -1,4 +1,4 @@
-"""The agent of a Ray node whose devices are pretended."""
+"""Provides the agent of a Ray node with pretended devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallelformers_ng.hosts.ray_actor import Agent
 
 
 class PretendedAgent(Agent):
-    """An agent that makes torch see the devices; Ray already does."""
+    """An agent that makes torch see the devices that Ray reports."""
 
     def serve(self, *arguments: Any) -> None:
         import torch

@@ -1,8 +1,8 @@
-"""Streams of pretended devices: the work of one stream runs in order, and without order relative to other streams.
+"""Pretends streams: the work of one stream runs in order; two streams have no order without a wait.
 
-Everything is computed when it is queued. For each tensor, the streams that have read and written it are known, and how
-far each stream has waited for others. So a use without a wait for an earlier use is noted as a fault. A copy to the
-host has not arrived before a wait: until then its tensor holds ones, which are NaN.
+All work is computed when it is queued. The module records which streams have read and written each tensor, and how far
+each stream has waited for other streams. So a use without a wait for an earlier use is recorded as a fault. A copy to
+the host arrives at the host's wait: until then its tensor holds bits of one, which are NaN.
 
 The model follows `streams.py`, `CUDAStream.cpp` and `CUDACachingAllocator.cpp` of torch: see `contract.py`.
 """
@@ -30,8 +30,8 @@ class Stream:
     """A stream of a device.
 
     Attributes:
-        position: number of operations queued on it.
-        seen: positions of other streams that it has waited for.
+        position: number of operations queued on the stream.
+        seen: positions of other streams for which the stream has waited.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def marks(self) -> Marks:
-        """The positions reached once all work of this stream is done."""
+        """Return the positions that are reached when all work of this stream is done."""
         return {**self.seen, self: self.position}
 
     def wait_stream(self, other: Stream) -> None:
@@ -109,7 +109,7 @@ class Order:
 
     Attributes:
         default: stream with most of the work.
-        leaving: for each host storage, positions of copies that leave it, and a reference to its tensor.
+        leaving: for each host storage, positions of copies that read it, and a reference to its tensor.
     """
 
     def __init__(self) -> None:
@@ -131,10 +131,10 @@ class Order:
         return _thread.stack[-1] if _thread.stack else self.default
 
     def queued(self, reads: Iterable[int], writes: Iterable[int], what: Any) -> None:
-        """Note work queued on the current stream.
+        """Record work on the current stream.
 
         Args:
-            reads, writes: storages that it reads and writes.
+            reads, writes: storages that the work reads and writes.
             what: description of the work.
         """
         stream = self.current
@@ -157,7 +157,7 @@ class Order:
         self._lent.setdefault(key, set()).add(stream)
 
     def host_waits(self, marks: Marks | None = None) -> None:
-        """Note that the host has waited for these positions; None: for the whole device."""
+        """Record that the host has waited for positions of streams, or, with None, for the whole device."""
         if marks is None:
             marks = self.current.marks
             for stream in list(_streams):
@@ -178,7 +178,8 @@ class Order:
         return target
 
     def carry_on(self, source: torch.Tensor) -> None:
-        """Deliver a value to its host tensor if a device copy reads it on a stream that waits for it.
+        """Deliver a value to its host tensor if a copy to a device reads the tensor on a stream that has waited for the
+        value.
 
         The host itself need not have waited.
         """
@@ -190,15 +191,15 @@ class Order:
                     target.copy_(value)
 
     def leave(self, key: int, owner: weakref.ref[torch.Tensor]) -> None:
-        """Note a copy from page-locked memory, which the host must not change before it has waited.
+        """Record a copy from page-locked memory. The host must not change the memory before it has waited for the copy.
 
-        Once no tensor uses the memory, torch keeps it until the copy has left.
+        torch keeps unused memory until the copy has completed.
         """
         marks, _ = self.leaving.get(key, ({}, owner))
         self.leaving[key] = {**marks, self.current: self.current.position}, owner
 
     def host_writes(self, key: int, what: Any) -> None:
-        """Note a write by the host to its own memory."""
+        """Record a write by the host to its own memory."""
         marks, owner = self.leaving.pop(key, ({}, None))
         late = any(self._done.get(stream, 0) < position for stream, position in marks.items())
         if late and owner is not None and owner() is not None:

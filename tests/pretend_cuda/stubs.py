@@ -1,4 +1,4 @@
-"""Names of `torch.cuda` that the package, transformers and torch itself use of a device."""
+"""Replaces the names of `torch.cuda` that the package, transformers and torch itself use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lazy_init() -> None:
 
 
 def device_count() -> int:
-    """Return the number by NVML until CUDA is initialized, then by CUDA."""
+    """Return NVML's number of devices until CUDA is initialized, then CUDA's number."""
     return int(os.environ.get(DRIVER, DEVICES)) if _initialized else DEVICES
 
 
@@ -171,7 +171,7 @@ STUBS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Replace names of `torch.cuda` by those of the pretended devices, until this process ends."""
+    """Replace names of `torch.cuda` by functions of the pretended devices, until this process ends."""
     for name, stub in STUBS.items():
         setattr(torch.cuda, name, stub)
     torch.Event, torch.Stream = Event, Stream  # type: ignore[misc, assignment]

@@ -1,4 +1,4 @@
-"""Tensors that claim to be on a CUDA device, and the rules by which they combine with host tensors."""
+"""Defines tensors that claim to be on a CUDA device, and rules for operators on device and host tensors."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class DeviceTensor(torch.Tensor):
 
 
 class DeviceMode(TorchDispatchMode):
-    """A mode whose operators create tensors on devices and run there.
+    """A mode in which operators create tensors on devices, and run on the devices.
 
     Attributes:
         current: index of the current device.
         generators: random stream of each device.
         pinned: page-locked host storages, each with the tensor for which it was allocated.
-        broken: message of a device-side assertion. As on CUDA, nothing works in the process afterwards.
+        broken: message of a device-side assertion. As on CUDA, no operator works in the process afterwards.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class DeviceMode(TorchDispatchMode):
     def drawing(self, index: int, args: Any) -> torch.Generator:
         """Return the generator of an operator.
 
-        If it needs more blocks of threads than a device runs at once, the number of blocks changes the values, and how
-        far the stream moves: `calc_execution_policy` of torch.
+        If the operator needs more blocks of threads than a device runs at once, the number of blocks changes the random
+        values, and how far the random stream moves: `calc_execution_policy` of torch.
         """
         stream = self.generator(index)
         count = args[0].numel() if isinstance(args[0], torch.Tensor) else math.prod(args[0])
@@ -127,7 +127,8 @@ class DeviceMode(TorchDispatchMode):
 
     @staticmethod
     def blocks(index: int) -> int:
-        """Return the number of blocks of threads that a device runs at once, here one per multiprocessor."""
+        """Return the number of blocks of threads that a device runs at once; the stand-in has one per
+        multiprocessor."""
         counts = os.environ.get(MULTIPROCESSORS, "132").split(",")
         return int(counts[index % len(counts)])
 
@@ -135,7 +136,7 @@ class DeviceMode(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on the device of its tensors, or on the device on which it is asked to make one."""
+        """Run an operator on the device of its tensors, or on the device of its argument `device`."""
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
         on_device = [tensor for tensor in tensors if type(tensor) is DeviceTensor]
         device = self._indexed(kwargs.get("device"))
@@ -236,7 +237,7 @@ class DeviceMode(TorchDispatchMode):
         return target
 
     def _left(self, source: torch.Tensor, device: torch.device, non_blocking: bool) -> None:
-        """Note a queued copy to a device: the host waits, unless the source is page-locked."""
+        """Record a queued copy to a device: the host waits, unless the source is page-locked."""
         if source.device.type == "cpu" and device.type == "cuda" and source.dim():
             owner = self.pinned.get(key_of(source))
             if owner is None or owner() is None:
@@ -289,7 +290,8 @@ def _mapped_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
 def _check_places(
     func: Any, known: Operator, tensors: list[torch.Tensor], on_device: list[DeviceTensor], args: Sequence[Any]
 ) -> None:
-    """Refuse host and device tensors together if CUDA does: it accepts numbers, and indices."""
+    """Raise an error for host tensors together with device tensors, as CUDA does. CUDA accepts host tensors of one
+    number, and indices."""
     devices = {tensor.device for tensor in on_device}
     if len(devices) > 1:
         first, second, *_ = sorted(map(str, devices))

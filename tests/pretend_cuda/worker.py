@@ -1,4 +1,5 @@
-"""A rank on a pretended device. Imported by workers alone: the import gives the process such devices."""
+"""Runs a rank on a pretended device. Only workers import this module, because the import gives the process pretended
+devices."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ device_mode.__enter__()
 
 
 def _check() -> None:
-    """Assert that nothing happened that a device would hide.
+    """Assert that no fault has happened that a device would hide.
 
     Raises:
         AssertionError: freed memory was used.
@@ -54,10 +55,11 @@ message.TENSOR_CLASSES.add(DeviceTensor)  # a GPU tensor has no class of its own
 
 
 class PretendedRunner(ModelRunner):
-    """A runner as on a GPU, which also reports transfers. Faults that a device would hide are errors."""
+    """A runner that works as on a GPU, and also reports transfers. Faults that a device would hide raise an error."""
 
     def differences(self, digests: Digests) -> Digests:
-        """Return the differences without torch.cuda: the caller's real one must not come here."""
+        """Return the differences of code without torch.cuda: the caller's real torch.cuda must not replace the
+        stand-in."""
         return super().differences(
             {place: each for place, each in digests.items() if not place.startswith(("torch.cuda", "torch:"))}
         )
@@ -77,7 +79,8 @@ class PretendedRunner(ModelRunner):
         return ledger.take()
 
     def last_step(self) -> dict[str, int]:
-        """Return the counts between the last two tokens of a generation that waits for events, 0 if it does not.
+        """Return the counts between the last two tokens of a generation that waits for events; 0 if the generation does
+        not wait.
 
         "ahead" is the number of operators that the host had launched when it checked whether the previous token was the
         last.
@@ -116,7 +119,7 @@ class PretendedRunner(ModelRunner):
         Cache.update = names["update"]
 
     def misuse(self, name: str, right: bool) -> str:
-        """Return the error of a misuse, "" if there is none."""
+        """Return the error that a misuse raises; "" if it raises none."""
         try:
             MISUSES[name](right)
             torch.cuda.synchronize()
@@ -130,13 +133,14 @@ class PretendedRunner(ModelRunner):
         return sum(len(pool.users) for pool in memory.pools.values())
 
     def limit(self, free: int | None) -> int:
-        """Leave `free` bytes free on the device; None restores the initial size. Return the size of its memory."""
+        """Leave `free` bytes free on the device; None restores the initial size. Returns the size of the device's
+        memory."""
         torch.cuda.empty_cache()
         memory.limit = stubs.MEMORY if free is None else memory.reserved(self.device.index) + free
         return memory.limit
 
     def reserved(self, collect: bool = False) -> int:
-        """Return the bytes that stay reserved once the cache is emptied.
+        """Return the bytes that stay reserved after `empty_cache`.
 
         Args:
             collect: whether to run the garbage collector first.
@@ -167,7 +171,8 @@ class PretendedRunner(ModelRunner):
         return process_group.groups_made
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
-        """Raise on rank 1 while the others wait for it; with `mishap`, its next group fails to connect."""
+        """Raise on rank 1 while all other ranks wait for rank 1. With `mishap`, the next group of rank 1 fails to
+        connect."""
         if self.rank == 1:
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
@@ -175,14 +180,14 @@ class PretendedRunner(ModelRunner):
         self.ping()
 
     def fail_alone(self) -> None:
-        """Raise on rank 1 after an exchange of all, while nobody waits."""
+        """Raise on rank 1 after an exchange of all ranks, while no rank waits."""
         self.ping()
         if self.rank == 1:
             raise ValueError("for nobody")
 
     def connect_alone(self, absent: int) -> int:
-        """Connect a stage of this rank alone, for which all must meet; `absent` raises instead. Return its number of
-        ranks."""
+        """Connect a stage that has only this rank; all ranks must take part. Rank `absent` raises instead. Returns the
+        stage's number of ranks."""
         if self.rank == absent:
             raise ValueError("not today")
         return self.communicator.within(1).world_size

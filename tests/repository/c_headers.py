@@ -1,4 +1,5 @@
-"""A part of `make quality`: C headers include each other in no circle, and include what they use at their top."""
+"""Checks for `make quality` that C headers include each other in no circle, and include all headers that they use at
+their top."""
 
 from __future__ import annotations
 

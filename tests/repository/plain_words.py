@@ -1,8 +1,8 @@
-"""A part of `make quality`: prose that is hard to read, and variables without a meaning, stay below ceilings.
+"""Checks for `make quality` that few sentences are hard to read, and that few variables have names without a meaning.
 
     python -m tests.repository.plain_words      the places, and the counts beside their ceilings
 
-CONTRIBUTING.md says how to write instead. The patterns find places to look at; they prove nothing.
+CONTRIBUTING.md says how to write. The patterns find places to look at; a place may still be plain.
 """
 
 from __future__ import annotations

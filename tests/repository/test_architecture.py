@@ -1,4 +1,4 @@
-"""The walk of docs/architecture.md from `generate` to a token is the path of the code."""
+"""Tests that docs/architecture.md names the files that a call of `generate` enters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASIDE = ("errors.py", "progress.py", "interrupts.py")
 
 
 class FileTrace:
-    """A profiler that notes, request by request, the package's files whose functions this thread enters."""
+    """A profiler that records, request by request, the package's files whose functions this thread enters."""
 
     def __init__(self) -> None:
         self.requests: list[list[str]] = [[]]
@@ -44,7 +44,7 @@ TRACE = FileTrace()
 
 
 class TraceSwitch(LogitsProcessor):
-    """A processor that crosses to the workers with `generate`; there it starts a trace, or ends and saves it."""
+    """A processor that `generate` sends to the workers. On a worker it starts a trace, or ends and saves the trace."""
 
     def __init__(self, directory: Path, on: bool) -> None:
         self.directory, self.on = str(directory), on

@@ -1,4 +1,4 @@
-"""The check of C headers in `make quality` finds the mistakes it is for, and none in the package."""
+"""Tests that the check of C headers finds each kind of mistake, and no mistake in the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything in the documents is run or checked: Python, commands, links, and the files that containers name."""
+"""Runs or checks all code of the documents: Python, commands, links, and the files that containers name."""
 
 from __future__ import annotations
 

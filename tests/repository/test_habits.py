@@ -1,4 +1,4 @@
-"""Automation: workflows, hooks, forms, the choice of versions. Each is valid and names existing things."""
+"""Tests that workflows, hooks, forms and version files are valid, and name existing things."""
 
 from __future__ import annotations
 

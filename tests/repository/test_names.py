@@ -1,4 +1,4 @@
-"""Names of tests are short enough to be read in a list."""
+"""Tests that names of tests are short enough to be read in a list."""
 
 from __future__ import annotations
 

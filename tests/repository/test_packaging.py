@@ -1,4 +1,4 @@
-"""The library is complete in a clone's folder, whatever is installed; a wheel has the policies once."""
+"""Tests that the library is complete in a clone, for any installed packages, and that a wheel has the policies once."""
 
 from __future__ import annotations
 

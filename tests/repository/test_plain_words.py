@@ -1,4 +1,4 @@
-"""The check of `make quality` for prose finds one place of each kind, and nothing in plain text."""
+"""Tests that the check of prose finds a place of each kind, and finds nothing in plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promises of SECURITY.md: closed doors, nothing on disk, no code from unsigned bytes."""
+"""Tests the promises of SECURITY.md: no listening sockets, no files with names, no code from unsigned bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "parallelformers_ng"
 
 @pytest.fixture(scope="module", params=["shared_memory", "gloo"])
 def group(request, groups) -> Iterator[WorkerGroup]:
-    """Yield workers in normal use: they have a model and have answered."""
+    """Yield workers in normal use: the workers have a model and have answered a call."""
     if request.param == "gloo":
         with start_group(2, device="cpu", backend="gloo") as group:
             yield from _with_model(group)
@@ -112,7 +112,7 @@ def read(data: bytes, fds: list[int]) -> None:
     [(16, "<Q", 1 << 20), (24, "<I", 1 << 30), (24, "<I", 2), (24, "<I", 0), (28, "<I", 250), (28, "<I", 0)],
 )
 def test_sizes_are_bounded_before_memory_is_set_aside(offset, form, value):
-    """Bytes, number of objects outside the pickle, number of descriptors."""
+    """The bounded sizes are bytes, the number of objects outside the pickle, and the number of descriptors."""
     packed = pack(
         FrameKind.RESULT, 1, encode({"result": torch.ones(3)}) if form == "<Q" or offset == 24 else _with_file()
     )
@@ -132,7 +132,7 @@ def _with_file() -> Encoded:
 @pytest.mark.parametrize("value", [-1, -2, 0, 1, 1 << 40, 1 << 62])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_sizes_within_a_message_are_checked(place, value):
-    """Sizes of the pickle, of a tensor, of a file."""
+    """The checked sizes are those of the pickle, of a tensor, and of a file."""
     packed = pack(FrameKind.RESULT, 1, encode([torch.ones(3), FileDescriptor(0)]))
     data = bytearray(packed.data)
     if struct.unpack_from("<q", data, FIXED_PART.size + 8 * place)[0] == value:
@@ -145,7 +145,7 @@ def test_sizes_within_a_message_are_checked(place, value):
 
 
 def test_tests_named_in_security_md_exist():
-    """`…` in a name stands for any letters."""
+    """In SECURITY.md, `…` in the name of a test matches any letters."""
     words = re.findall(r"`([^`\n]+)`", (PACKAGE.parent / "SECURITY.md").read_text())
     tests = "\n".join(path.read_text() for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
     for word in words:
@@ -192,7 +192,8 @@ def test_library_never_trusts_remote_code():
 
 
 def test_workers_import_no_code_of_a_configuration(groups, tmp_path, monkeypatch):
-    """`auto_map` lets a checkpoint bring code. The parent has not imported it, so no worker does."""
+    """With `auto_map` a checkpoint can bring its own code. The parent has not imported that code, so no worker imports
+    it."""
     (tmp_path / "modeling_trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     model = gpt2()

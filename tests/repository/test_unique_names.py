@@ -1,4 +1,4 @@
-"""The check of names in `make quality` finds every name defined in two places, and none in the package."""
+"""Tests that the check of names finds every name that is defined twice, and no such name in the package."""
 
 from __future__ import annotations
 

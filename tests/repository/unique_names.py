@@ -1,4 +1,4 @@
-"""A part of `make quality`: no class and no file of the package shares its name with another."""
+"""Checks for `make quality` that no two classes and no two files of the package have the same name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def mistakes(package: Path) -> list[str]:
-    """Return a line for each name of a class or a Python file that stands in two files beneath `package`."""
+    """Return a line for each class name that is defined in two files, and for each file name that two files have,
+    beneath `package`."""
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(package.rglob("*.py")):
         file = str(path.relative_to(package))

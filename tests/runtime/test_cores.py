@@ -1,4 +1,4 @@
-"""The CPUs of ranks, on machines described by files."""
+"""Tests the choice of the ranks' CPUs, on machines that are described by files."""
 
 from __future__ import annotations
 

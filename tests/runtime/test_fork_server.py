@@ -1,4 +1,4 @@
-"""Ranks forked from one warm process equal fresh processes."""
+"""Tests that ranks forked from one warm process equal fresh processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parents(group: WorkerGroup) -> set[int]:
 
 
 def state_of_process(rank: int) -> dict[str, Any]:
-    """Return properties in which two processes may differ."""
+    """Return properties of this process that may differ between a fork and a fresh process."""
     import gc
     import locale
     import threading
@@ -132,7 +132,7 @@ def test_ranks_share_one_server_and_leave_nothing():
 
 @pytest.fixture
 def another_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test replace the server of all other tests by one that starts sooner."""
+    """Let a test replace the fork server of all other tests by a fork server that starts faster."""
     monkeypatch.setattr(forks, "_newest", forks._newest)
     monkeypatch.setattr(preload, "IMPORTS", "torch")
 
@@ -193,7 +193,7 @@ def test_groups_of_models_ask_for_all_imports():
 
 
 def test_changed_inheritance_takes_a_fresh_server(another_server, monkeypatch, tmp_path):
-    """Changes read only later take no fresh server."""
+    """The library starts no new fork server for a change that forks read only after their start."""
     first, before = server().pid, forks._inheritance()
     monkeypatch.setenv("NO_LIBRARY_READS_THIS", "1")
     assert server().pid == first

@@ -1,4 +1,4 @@
-"""After Ctrl-C or another raising signal handler at any moment of a request, the next answer is right."""
+"""Tests that the next answer is right after Ctrl-C, or another raising signal handler, at any moment of a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zoo.decoders import gpt2
 
 
 def test_interrupt_at_any_step_keeps_the_group(groups):
-    """An interrupt between two bytecodes of the package, as signals come; a sample of all bytecodes."""
+    """The test interrupts between two bytecodes of the package, like a signal, for a sample of all bytecodes."""
     group, missed = groups(2), []
     # A call polls for its answer: the later the answer comes, the more steps the call has.
     steps = min(10**6 - _strike_at(10**6, lambda: group.call("held_caches")) for _ in range(9))
@@ -33,7 +33,8 @@ def test_interrupt_at_any_step_keeps_the_group(groups):
 
 
 def _strike_at(step: int, call: Callable[[], Any]) -> int:
-    """Raise SIGINT in this thread before one bytecode of a call; return how many bytecodes were missing."""
+    """Raise SIGINT in this thread before bytecode number `step` of a call. Returns how many bytecodes the call had too
+    few."""
     left, mine = step, f"{os.sep}parallelformers_ng{os.sep}"
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -62,7 +63,7 @@ def test_a_short_storm_of_interrupts(groups):
 
 
 def test_finalizer_of_a_handle_loses_no_interrupt(groups):
-    """An exception in a finalizer is printed and dropped."""
+    """Python prints and drops an exception in a finalizer, so an interrupt in a finalizer could be lost."""
     model = parallelize(gpt2(), workers=groups(2))
     steps = []
 

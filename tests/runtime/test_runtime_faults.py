@@ -1,4 +1,4 @@
-"""Faults of the worker group: each becomes its typed error, in time, and nothing is left over."""
+"""Tests faults of the worker group: each fault becomes a typed error in time, and no process or file is left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker group in normal use, without deaths."""
+"""Tests the worker group in normal use, without dead workers."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_waiting_for_a_turn_ends_at_deadline(group):
     thread = threading.Thread(target=group.call, args=("sleep", 1.5))
     thread.start()
     time.sleep(0.5)
-    with pytest.raises(TimeoutError, match="did not get its turn"):
+    with pytest.raises(TimeoutError, match="did not start within"):
         group.call("echo", 1, deadline=time.monotonic() + 0.1)
     thread.join()
     assert group.call("echo", 1) == 1
@@ -293,7 +293,7 @@ def test_groups_start_from_anywhere_without_a_main_guard(way, tmp_path):
 
 @pytest.mark.parametrize("keeps_group", [False, True])
 def test_output_of_workers_reaches_the_user(keeps_group):
-    """This holds also if the program still has the group at its end."""
+    """The output also reaches the user if the program still has the group at its end."""
     script = (
         "from parallelformers_ng.runtime.group import WorkerGroup\n"
         "group = WorkerGroup(2, target='tests.helpers.runtime_target:Target', threads=1)\n"

@@ -1,4 +1,4 @@
-"""A server's treatment of tokens, messages and schemas, without ranks."""
+"""Tests how a server handles tokens, messages and schemas, without ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_text_ends_before_the_first_stop_string(stops):
         stopper = Stopper(stops)
         shown = "".join(map(stopper.add, pieces(text, sizes))) + stopper.add("", last=True)
         whole = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-        # A short stop string may end before a longer one that contains it, and begin later.
+        # A short stop string can end before a longer stop string that contains the short stop string.
         assert text.startswith(shown)
         assert shown == text[:whole] or any(text[len(shown) :].startswith(stop) for stop in stops)
         assert stopper.stopped == any(stop in text for stop in stops)
@@ -130,7 +130,7 @@ def test_tool_with_invalid_schema_is_harmless(properties):
     [
         ({"role": "poet", "content": "x"}, "no such role"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "not valid JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}]}, "too deeply"),
     ],
 )
@@ -172,7 +172,10 @@ def test_constrained_answers_meet_their_schema():
         {"$ref": "http://127.0.0.1/schema.json"},
         {"$ref": "#/$defs/none"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
-        {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},  # takes each rank a second
+        {
+            "type": "object",
+            "properties": {f"p{number}": {} for number in range(3000)},
+        },  # reading the grammar takes one second on each rank
         {"anyOf": [{"type": "object", "required": [f"a{number}"]} for number in range(3000)]},
         {"enum": [f"x{number}" for number in range(8000)]},
         {"enum": ["x" * (128 << 10)]},
@@ -230,7 +233,7 @@ def test_answers_are_counted_while_waiting_and_written():
         answer.has(20)
         assert (metrics.running, metrics.waiting) == (1, 0)
         assert metrics.rate > 0
-    with pytest.raises(KeyError), metrics.answering():  # an answer that ends without a token
+    with pytest.raises(KeyError), metrics.answering():  # this answer ends without a token
         raise KeyError
     assert metrics.in_flight == 0
     assert b'vllm:generation_tokens_total{model_name="tiny"} 20.0' in metrics.page()
@@ -267,7 +270,7 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
         ('model = "a"\nport = 70000', "65535"),
         ('model = "a"\nrows = 0', "at least 1"),
         ("port = 1", "no model"),
-        ("port = ", "no TOML"),
+        ("port = ", "not valid TOML"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path, text, why):
@@ -287,7 +290,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_long_chains_of_rules_do_not_crash(chain):
-    """The rules would overflow an ordinary stack. The process is separate, since a failure would end it."""
+    """The test runs in a separate process, because a stack overflow would end the process."""
     code = f"""
 import torch
 from tests.serving.test_answers import SCHEMAS, ApiError, Constraint, GrammarError

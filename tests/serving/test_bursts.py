@@ -1,4 +1,4 @@
-"""Bursts of requests: the limits decide how many are served and how many refused."""
+"""Tests that the limits decide how many requests of a burst are served and how many are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ LIMITS = [(1, 1), (2, 2), (1, 7), (16, 16), (16, 48)]
 
 
 async def burst(running: Running, count: int, body: dict[str, Any], ready: Any) -> list[int]:
-    """Send requests at once, let them be answered once `ready` returns, and count the answers by status."""
+    """Send concurrent requests and return the number of answers with status 200 and with status 503.
+
+    Args:
+        running: server to test.
+        count: number of requests.
+        body: JSON body of each request.
+        ready: function that releases the answers; its argument is a function that returns the number of complete
+            requests.
+    """
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=running.url, timeout=60, trust_env=False, limits=limits) as client:
         tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(count)]
@@ -45,7 +53,9 @@ def test_limits_decide_how_many_are_served(rows, waiting, count):
 
         assert asyncio.run(burst(running, count, {"prompt": "x"}, ready)) == [served, count - served]
         running.until(lambda: running.app.in_flight == 0)
-        assert asyncio.run(burst(running, served, {"prompt": "x"}, lambda done: None)) == [served, 0], "places return"
+        assert asyncio.run(burst(running, served, {"prompt": "x"}, lambda done: None)) == [served, 0], (
+            "places are free again"
+        )
 
 
 @pytest.mark.parametrize(("count", "choices"), [(9, 3), (40, 4)])
@@ -63,7 +73,7 @@ def test_answers_are_counted_and_not_requests(count, choices):
 
 @pytest.mark.parametrize(("count", "limits"), [(7, (2, 2)), (40, (4, 8))])
 def test_ranks_serve_as_many_as_limits_say(groups, count, limits):
-    """With real ranks, the queue refuses no request that the server has accepted, whatever ends meanwhile."""
+    """The queue of real ranks accepts every request that the server has accepted."""
     options = {"rows": limits[0], "waiting": limits[1]}
     batching = BatchingOptions(**{**options, "waiting": 2 * sum(limits)})
     with (
@@ -79,7 +89,7 @@ def test_ranks_serve_as_many_as_limits_say(groups, count, limits):
             "max_tokens": 50,
             "temperature": 0,
             "stop": "E",
-        }  # a stop string ends calls while they run
+        }  # a stop string ends running calls
         with ThreadPoolExecutor(sum(limits)) as pool, running.client() as http:
             answers = list(
                 pool.map(lambda _: http.post("/v1/completions", json=body).status_code, range(2 * sum(limits)))
@@ -89,10 +99,10 @@ def test_ranks_serve_as_many_as_limits_say(groups, count, limits):
 
 @pytest.mark.parametrize(("rows", "waiting", "count"), [(2, 2, 7), (1, 3, 20), (4, 1, 6)])
 def test_batch_takes_as_many_calls_as_allowed(groups, rows, waiting, count):
-    """Calls that come before the first round wait for no row."""
+    """Calls that arrive before the first round do not count as waiting."""
     expected, refused, group = max(0, count - rows - waiting), [0], groups(1)
     with parallelize(decoder("Llama"), workers=group, batching={"rows": rows, "waiting": waiting}) as model:
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # runs the proof that calls may share
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1)  # runs the proof that calls may share batches
         with paused(group) as let_go, ThreadPoolExecutor(count) as pool:
 
             def ask(_: int) -> torch.Tensor | None:
@@ -118,5 +128,5 @@ def test_errors_name_the_flag(groups):
     told = api_error(error.value)
     assert (told.status, told.code) == (400, "context_length_exceeded")
     assert str(told).endswith(
-        "9 tokens, and 4 are allowed; ask for fewer, or start the server with a larger --cache-tokens"
+        "9 tokens, and 4 are allowed; send a smaller request, or start the server with a larger --cache-tokens"
     )

@@ -1,4 +1,4 @@
-"""`parallelformers-ng serve` as a user runs it: a process of its own, signals, a key in the environment."""
+"""Tests the command `parallelformers-ng serve` in a separate process, with signals and with a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.server import save_served_model
 
 @contextmanager
 def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """Yield a server that is ready, a client of it, and its first line."""
+    """Yield the process of a ready server, a client, and the server's first log line."""
     run = [
         sys.executable,
         "-m",
@@ -59,7 +59,7 @@ def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subpr
 def is_ready(client: httpx.Client) -> bool:
     try:
         return client.get("/ready").status_code == 200
-    except httpx.ConnectError:  # the port is bound, and is about to listen
+    except httpx.ConnectError:  # the port is bound but does not listen yet
         return False
 
 
@@ -69,7 +69,7 @@ def test_server_completes_running_requests_after_sigterm(tmp_path):
     (tmp_path / "server.toml").write_text("rows = 4\nmax_tokens = 300\n")
     flags = ("--config", str(tmp_path / "server.toml"), "--served-model-name", "tiny")
     with command(folder, *flags, PARALLELFORMERS_API_KEY="the key") as (process, client, line):
-        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key, .*cpu:0, cpu:1; 4 rows", line)
+        assert re.search(r"serving tiny on http://127\.0\.0\.1:\d+ with a key; .*cpu:0, cpu:1; 4 rows", line)
         assert client.get("/v1/models", headers={"Authorization": "x"}).status_code == 401
         workers = workers_of(process.pid)
         with ThreadPoolExecutor(8) as pool:
@@ -106,12 +106,12 @@ def test_second_ctrl_c_ends_the_server_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["serve"], "no model is named"),
+        (["serve"], "no model is set"),
         (["serve", "x", "--port", "99999"], "port is 99999"),
         (["serve", "x", "--rows", "0"], "rows is 0"),
         (["serve", "x", "--strategy", "circle"], "strategy is 'circle'"),
         (["serve", "x", "--ratio", "1", "0"], "ratio is [1.0, 0.0]"),
-        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; it takes DEVICE=SIZE"),
+        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; write DEVICE=SIZE"),
         (["serve", "--config", "no/such/file.toml"], "no/such/file.toml"),
         (["serve", "no/such/model", "--port", "0"], "no/such/model"),
     ],
@@ -124,7 +124,7 @@ def test_unservable_models_are_named(arguments, why, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_gguf_file_is_served():
-    """The tokens equal those of transformers, which reads the same file."""
+    """The tokens equal the tokens of transformers from the same file."""
     model, tokenizer = smollm2()
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     want = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :])
@@ -143,15 +143,15 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["no/such/model"], "there is no folder no/such/model"),
-        (["{empty}"], "has no config.json"),
-        (["{model}", "--port", "{taken}"], "is in use; --port takes another"),
+        (["no/such/model"], "the folder no/such/model does not exist"),
+        (["{empty}"], "it has no config.json"),
+        (["{model}", "--port", "{taken}"], "is in use; set --port to another port"),
         (["{model}", "--port", "many"], "invalid int value: 'many'"),
         (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
     ],
 )
 def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
-    """A separate process shows by its imports that torch was not loaded."""
+    """The test runs a separate process, and checks that the process has not imported torch."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
 
 
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):
-    """Ctrl-C comes during the import of torch."""
+    """The test sends SIGINT during the import of torch."""
     (tmp_path / "torch.py").write_text(
         "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(60)"
     )

@@ -1,4 +1,4 @@
-"""Embeddings of trained weights, compared with sentence-transformers: by folder, and by name in an offline cache."""
+"""Compares embeddings of trained weights with sentence-transformers, from a folder and from an offline cache."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_trans
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of sentence-transformers.
+    """Configuration of a sentence-transformers model.
 
     Attributes:
-        pooling: configuration of its Pooling module.
-        following: names of its other modules.
-        settings: configuration of its Transformer module.
-        prompts: configuration of the whole model.
+        pooling: configuration of the Pooling module.
+        following: names of the modules after the Pooling module.
+        settings: configuration of the Transformer module.
+        prompts: configuration of the prompts.
     """
 
     pooling: dict[str, Any]
@@ -69,7 +69,7 @@ WIDTH = 384
 
 
 def write(folder: Path, variant: Variant, package: str = OLD) -> None:
-    """Write MiniLM with other modules. Its weights are links."""
+    """Write MiniLM with the modules of a variant; the weights are symbolic links."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in minilm_folder().glob("*"):
         if file.is_file() and file.name not in ("modules.json", "sentence_bert_config.json"):
@@ -104,7 +104,7 @@ def write(folder: Path, variant: Variant, package: str = OLD) -> None:
 
 
 def write_decoder(folder: Path) -> None:
-    """Write a decoder pooled at its last token, like Qwen3-Embedding. Its checkpoint has a head."""
+    """Write a decoder with last-token pooling, like Qwen3-Embedding; the checkpoint has a language-model head."""
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = 256
     save_served_model(folder, tokenizer)
@@ -149,7 +149,7 @@ def model(groups: Callable[..., Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a cache of an unreachable hub; return the folder of a model's snapshot."""
+    """Create a cache of an unreachable hub, and return the folder of a model's snapshot."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return snapshot(tmp_path, "main")
@@ -182,13 +182,13 @@ def test_a_decoder_is_pooled_at_its_last_token(folders, wanted):
 
 @pytest.mark.parametrize("name", ["cls", "max"])
 def test_cached_model_is_pooled_like_its_folder(name, cache, wanted, model):
-    write(cache, VARIANTS[name], NEW + ".any")  # newer releases write longer module paths
+    write(cache, VARIANTS[name], NEW + ".any")  # newer releases of sentence-transformers write longer module paths
     got = embedded(model, kind_of(NAME).pooling)
     assert torch.allclose(got, wanted[name], atol=1e-5)
 
 
 def test_cached_model_is_served_like_its_folder(cache, wanted, groups, monkeypatch):
-    """The command's whole path: kind, class, tokenizer, weights. The checkpoint claims to have a head."""
+    """The test loads a model by name like the command. The configuration names a class with a head."""
     write(cache, VARIANTS["cls"])
     config = json.loads((cache / "config.json").read_text())
     (cache / "config.json").unlink()
@@ -204,8 +204,8 @@ def test_cached_model_is_served_like_its_folder(cache, wanted, groups, monkeypat
 
 def test_a_cache_that_does_not_tell_is_refused(cache):
     write(cache, VARIANTS["cls"])
-    (cache / "modules.json").unlink()  # a cache filled by transformers lacks this file
-    with pytest.raises(UnsupportedModelError, match="does not tell whether org/tiny has modules"):
+    (cache / "modules.json").unlink()  # transformers does not download this file into the cache
+    with pytest.raises(UnsupportedModelError, match=r"no record of modules\.json of org/tiny"):
         read_pooling(NAME)
     none = cache.parent.parent / ".no_exist" / cache.name
     none.mkdir(parents=True)
@@ -219,15 +219,15 @@ def test_texts_longer_than_sentence_transformers_reads_are_refused(folders, mode
         assert http.post("/v1/embeddings", json={"input": "x " * 18}).status_code == 200
         refused = http.post("/v1/embeddings", json={"input": "x " * 19})
     assert refused.status_code == 400
-    assert "21 tokens, and may have 20" in refused.json()["error"]["message"]
+    assert "21 tokens; the limit is 20" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("variant", "why"),
     [
         (Variant(older("cls_token"), ("CNN",)), "modules Transformer, Pooling, CNN"),
-        (Variant({"pooling_mode_sum": True}), "pools by 'pooling_mode_sum'"),
-        (Variant({"pooling_mode": "sum"}), "pools by 'sum'"),
+        (Variant({"pooling_mode_sum": True}), "pooling mode 'pooling_mode_sum'"),
+        (Variant({"pooling_mode": "sum"}), "pooling mode 'sum'"),
         (Variant(older("cls_token"), (), {"transformer_task": "fill-mask"}), "transformer_task to 'fill-mask'"),
         (
             Variant(
@@ -236,7 +236,7 @@ def test_texts_longer_than_sentence_transformers_reads_are_refused(folders, mode
                 None,
                 {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
             ),
-            "without its prompt 'query: '",
+            "excludes its prompt 'query: '",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The example servers as users run them: separate processes, a real port, many clients at once."""
+"""Tests the example servers in separate processes, with a real port and many concurrent clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.saved_model import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 4
-LONG = 600  # takes a second even on a fast machine
+LONG = 600  # number of tokens whose generation takes a second even on a fast machine
 PROMPTS = [f"w{first} w{first * 7 % 130} w{second}" for first in range(1, 26) for second in (3, 44)]
 
 FLASK = [sys.executable, "examples/flask_app.py", "--port", "0"]
@@ -64,7 +64,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path) -> dict[str, str]:
-    """Return a map from prompt to the text of one process."""
+    """Return a map from each prompt to the text that one process generates."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     texts = {}
@@ -78,7 +78,7 @@ def expected(model_folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serving(command: list[str], folder: Path, log: Path, new_tokens: int = NEW_TOKENS) -> Iterator[Server]:
-    """Start a server on a free port and wait until it answers."""
+    """Start a server on a free port, and wait until the server answers."""
     environment = {
         **os.environ,
         "MODEL": str(folder),
@@ -92,7 +92,7 @@ def serving(command: list[str], folder: Path, log: Path, new_tokens: int = NEW_T
     try:
         url = wait_for_text(log, r"http://127\.0\.0\.1:\d+", process)[0]
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-            assert client.get("/health").status_code == 200  # gunicorn listens before it loads the model
+            assert client.get("/health").status_code == 200  # gunicorn listens before the model is loaded
             yield Server(process, client, log)
     finally:
         if process.poll() is None:
@@ -155,11 +155,11 @@ def test_flask_survives_a_killed_worker_until_sigterm(model_folder: Path, tmp_pa
         assert (failed.status_code, failed.json()) == (503, {"error": "WorkerDiedError"})
 
         assert server.client.get("/health").json()["memory_allocated"].keys() == {"cpu:0", "cpu:1"}
-        family = server.family()  # the new workers
+        family = server.family()  # the family now contains the new workers
         running = pool.submit(server.generate, "w1")
         wait_until_busy(family[2])
         server.process.send_signal(signal.SIGTERM)
-        assert len(running.result()["outputs"].split()) > 100  # the whole text, up to the model's own end
+        assert len(running.result()["outputs"].split()) > 100  # the whole text, up to the end token of the model
         server.wait_until_gone(family)
 
 
@@ -180,8 +180,8 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
         whole = server.generate(prompt, **query)["outputs"]
         family = server.family()
 
-        # A client leaves after the first piece; the server reports the number of tokens chosen by then. So the
-        # first piece arrived before the last token was chosen, and the request was stopped.
+        # A client disconnects after the first piece. The server then stops the request and logs the number of generated
+        # tokens, which is below LONG if the first piece arrived before the last token.
         with server.client.stream("GET", f"/stream_text/{prompt}", params={"max_new_tokens": LONG}) as stream:
             first = next(stream.iter_text())
         assert first.strip()
@@ -189,7 +189,7 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
         stopped = wait_for_text(server.log, rf"client left; stopped after (\d+) of {LONG} tokens", server.process)
         assert 1 <= int(stopped[1]) < LONG
 
-        # Several clients stream at once; streams that have begun are finished after SIGTERM.
+        # Several clients stream concurrently; the server completes running streams after SIGTERM.
         with ThreadPoolExecutor(4) as pool:
             begun = threading.Event()
             texts = [pool.submit(read_stream, server, prompt, query, begun) for _ in range(4)]
@@ -204,7 +204,7 @@ def test_fastapi_streams(model_folder: Path, tmp_path: Path) -> None:
 
 
 def read_stream(server: Server, prompt: str, query: dict[str, int], begun: threading.Event) -> str:
-    """Return the whole text of a stream; `begun` is set at its first piece."""
+    """Return the whole text of a stream, and set `begun` at the first piece."""
     text = ""
     with server.client.stream("GET", f"/stream_text/{prompt}", params=query) as stream:
         for piece in stream.iter_text():

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's and vLLM's requests acts, is refused in words, or is harmless and ignored."""
+"""Tests that each field of OpenAI's and vLLM's requests is supported, refused with a message, or ignored."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ VLLM = {
     RERANK: f"{_POOLING} query documents top_n",
     TOKENIZE: f"{_TEMPLATE} model prompt messages add_special_tokens return_token_strs tools media_io_kwargs",
 }
-"""Further fields: those of vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
-`entrypoints/serve/tokenize/protocol.py` of November 2026; those of release 0.11 that begin with `guided_`."""
+"""Fields of vLLM's requests, from vLLM's `entrypoints/openai/*/protocol.py`, `entrypoints/pooling/*/protocol.py` and
+`entrypoints/serve/tokenize/protocol.py` of November 2026, and the `guided_` fields of release 0.11."""
 OURS = {
-    TOKENIZE: {"documents", "reasoning_effort"},  # as for chats, whose prompts this route shows
+    TOKENIZE: {"documents", "reasoning_effort"},  # fields of chats, because this route returns the tokens of chats
     RERANK: {"return_documents"},  # fields of Jina and Cohere
-    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # as for chats
+    RESPONSES: {"min_p", "presence_penalty", "frequency_penalty", "stop_token_ids", "min_tokens"},  # fields of chats
 }
 OPENAI = {
     CHAT: (chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming),
@@ -141,7 +141,7 @@ def fields_of(table: dict[str, Any]) -> list[tuple[str, str]]:
 def test_field_that_would_change_the_answer_is_refused(http, route, name):
     refused = http.post(route, json={**BODIES[route], name: ASKING.get(name, {"x": "y"})})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    assert f"{name} does not act here: " in refused.json()["error"]["message"]
+    assert f"{name} is not supported: " in refused.json()["error"]["message"]
     for harmless in (None, *REFUSED[name].harmless):
         assert http.post(route, json={**BODIES[route], name: harmless}).status_code == 200
 
@@ -205,18 +205,18 @@ def test_null_within_a_field_is_left_out(http):
     [
         ({"structured_outputs": {}}, "has 0"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "has 2"),
-        ({"structured_outputs": {"json_object": True, "json": {}}}, "takes one of"),
+        ({"structured_outputs": {"json_object": True, "json": {}}}, "needs exactly one of"),
         ({"structured_outputs": {"choise": ["b"]}}, "choise"),
         ({"structured_outputs": {"choice": []}}, "at least 1"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
-        ({"structured_outputs": {"json": "no JSON"}}, "no JSON object"),
+        ({"structured_outputs": {"json": "no JSON"}}, "not a JSON object"),
         ({"structured_outputs": {"regex": "("}}, "regex"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "nothing"),
         ({"structured_outputs": {"grammar": "x" * 200_000}}, "characters"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format and guided_regex"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"response_format": {"type": "json_schema"}}, "no json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "no field json_schema"),
         ({"stop_token_ids": [9999]}, "260 tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": list(range(17))}, "limit is 16"),
@@ -234,8 +234,8 @@ def test_values_that_cannot_act_are_refused(http, route, fields, why):
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"top_logprobs": 2}, "logprobs=true"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+        ({"top_logprobs": 2}, "logprobs: true"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "remove one of the two fields"),
         ({"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "function_call"),

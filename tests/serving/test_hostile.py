@@ -1,4 +1,4 @@
-"""Hostile requests to two ranks: each is refused, no worker ends, and other clients get their answers."""
+"""Tests that hostile requests are refused, end no worker, and do not change the answers to other clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_memory_of_large_bodies_is_given_back(groups, monkeypatch):
 def test_large_bodies_are_read_one_by_one(monkeypatch):
     monkeypatch.setattr("parallelformers_ng.serving.guard.LARGE_BYTES_A_SECOND", 100_000)
     statuses, waits = asyncio.run(_statuses_and_waits(200, [b"x" * 200_000] * 3, monkeypatch))
-    assert statuses == [200, 200, 503]  # the last one would wait longer than clients may
+    assert statuses == [200, 200, 503]  # the third body would wait longer than `client_timeout`
     assert waits == [0.0, 2.0]
 
 
@@ -59,7 +59,7 @@ async def _statuses_and_waits(status, bodies, monkeypatch, headers=()):
     """Send requests to a guard one after another, with a stopped clock.
 
     Returns:
-        Status of each answer, and seconds that each was delayed.
+        Status of each answer, and the delays in seconds.
     """
     statuses, waits = [], []
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds to a server whose model says a fixed text."""
+"""Tests requests to a server whose model generates a fixed text."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ REFUSED = [
     ("POST", "/v1/completions", {"prompt": "x" * 60_000}, 400, "60000 characters"),
     ("POST", "/v1/completions", {"prompt": [1, 2, 99999]}, 400, "99999"),
     ("POST", "/v1/completions", {"prompt": [1, -2]}, 400, "prompt"),
-    ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "tokens"),
+    ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "tokenizer"),
     ("POST", "/v1/completions", {"prompt": "x", "n": 17}, 400, "limit is 16"),
     ("POST", "/v1/completions", {"prompt": ["x"] * 17}, 400, "limit is 16"),
     ("POST", "/v1/completions", {"prompt": "x", "stop": ["a"] * 17}, 400, "limit is 16"),
@@ -123,10 +123,10 @@ REFUSED = [
     ("POST", "/v1/chat/completions", {"messages": [{"role": "poet", "content": "x"}]}, 400, "no such role"),
     ("POST", "/v1/chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     ("POST", "/v1/embeddings", {"input": "x"}, 400, "no embeddings"),
-    ("POST", "/tokenize", {}, 400, "prompt or messages"),
-    ("GET", "/v1/completions", None, 405, "takes no GET"),
-    ("DELETE", "/health", None, 405, "takes no DELETE"),
-    ("GET", "/no/such/thing", None, 404, "nothing at"),
+    ("POST", "/tokenize", {}, 400, "prompt and messages"),
+    ("GET", "/v1/completions", None, 405, "does not accept GET"),
+    ("DELETE", "/health", None, 405, "does not accept DELETE"),
+    ("GET", "/no/such/thing", None, 404, "no route has the path"),
     ("GET", "/v1/models/other", None, 404, "other"),
 ]
 
@@ -230,7 +230,7 @@ def test_pages_of_other_origins_need_permission(http):
 
 
 def test_forms_of_other_pages_are_refused(http):
-    """A page may send text to any server; JSON needs permission, and no page has it."""
+    """Browsers send forms and plain text to any server without a preflight, so the server must refuse these types."""
     body = json.dumps({"prompt": "x"})
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         assert http.post("/v1/completions", content=body, headers={"Content-Type": kind}).status_code == 400
@@ -296,7 +296,7 @@ def test_running_requests_complete_after_sigterm_others_are_refused():
         assert all("so." in future.result().text or "DONE" in future.result().text for future in futures)
         running.thread.join(20)
         assert not running.thread.is_alive()
-        assert "8 requests are in flight" in running.said[0]
+        assert "8 running requests" in running.said[0]
 
 
 def test_a_second_signal_ends_the_server_at_once():

@@ -1,4 +1,4 @@
-"""The kinds as which models are served, and refusals before weights are read: folders with only a config."""
+"""Tests the kinds of served models and the refused models, with folders that contain only a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallelformers_ng.serving.run import warm_up
 
 
 def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) -> str:
-    """Write the configuration of a model class; return the folder."""
+    """Write the configuration of a model class, and return the folder."""
     config = config or getattr(tf, name).config_class()
     config.architectures = [name]
     config.save_pretrained(folder)
@@ -31,7 +31,7 @@ def written(folder: Path, name: str, config: tf.PreTrainedConfig | None = None) 
         ("Gemma3ForCausalLM", "text"),
         ("LlavaForConditionalGeneration", "text, with pictures in chats"),
         ("Qwen2AudioForConditionalGeneration", "text; sound in requests is refused"),
-        ("WhisperForConditionalGeneration", "text of sound"),
+        ("WhisperForConditionalGeneration", "transcripts of sound"),
         ("BertModel", "embeddings pooled by mean"),
         ("T5EncoderModel", "embeddings pooled by mean"),
         ("LlamaModel", "embeddings pooled by mean"),
@@ -56,7 +56,7 @@ def test_other_models_are_refused_at_the_start(name, tmp_path, capsys):
         config = tf.MusicgenConfig(**dict(zip(("text_encoder", "audio_encoder", "decoder"), parts, strict=True)))
     folder = written(tmp_path, name, config)
     assert commands.main(["serve", folder, "--port", "0", "--device", "cpu"]) == 2
-    assert f"is a {name}, which is not served" in capsys.readouterr().err
+    assert f"is a {name}, which the server cannot serve" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "Qwen3ForSequenceClassification"])
@@ -64,7 +64,7 @@ def test_classifiers_with_one_label_score(name, tmp_path):
     config = getattr(tf, name).config_class(num_labels=1)
     assert str(kind_of(written(tmp_path / "one", name, config))) == "scores of pairs of texts"
     config.sentence_transformers = {"activation_fn": "a_module.of_its_own"}
-    with pytest.raises(UnsupportedModelError, match="go through a_module"):
+    with pytest.raises(UnsupportedModelError, match="activation function a_module"):
         kind_of(written(tmp_path / "own", name, config))
 
 
@@ -76,5 +76,5 @@ def test_model_failing_with_a_token_is_refused():
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    with pytest.raises(UnsupportedModelError, match="Odd gives no vectors of tokens"):
+    with pytest.raises(UnsupportedModelError, match="Odd returns neither token vectors"):
         warm_up(Odd())

@@ -1,4 +1,4 @@
-"""Adapters by the model name of a request: each answer is PEFT's own, alone and among other adapters."""
+"""Tests adapters by name: each answer equals PEFT's answer, alone and in a batch with other adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = "Hello, my name is"
 
 
 def save_adapter(base: Path, folder: Path, seed: int, targets: list[str]) -> Path:
-    """Save a random adapter for the model of a folder; return the adapter's folder."""
+    """Save a random adapter for the model in a folder, and return the folder of the adapter."""
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     randomise(model, seed=seed).save_pretrained(folder)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, str]:
-    """Return the answers of transformers and PEFT in this process, by adapter."""
+    """Return the answers of transformers and PEFT in one process, by adapter name."""
     model: Any = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
     texts = {"base": greedy(model)}
     for name, directory in (("org/sql-v1.5", "sql"), ("chat", "chat")):
@@ -131,7 +131,7 @@ def test_adapters_are_listed_unknown_names_refused(running):
 
 
 def test_lora_modules_flag_loads_adapters(folder, expected):
-    """This holds also for an adapter's folder as the model."""
+    """The folder of the model is itself an adapter."""
     words = {"served_model_name": "org/sql-v1.5", "lora_modules": [f"chat={folder / 'chat'}"]}
     model, tokenizer = load(ServeOptions(str(folder / "sql"), 2, device="cpu", **words))
     with model, serving(model, tokenizer, model=str(folder / "sql"), **words) as running:
@@ -142,9 +142,9 @@ def test_lora_modules_flag_loads_adapters(folder, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chat"], "lora_modules has 'chat'; it takes NAME=PATH"),
-        (["chat=a", "chat=b"], "lora_modules names 'chat', and another model has that name"),
-        (["tiny=a"], "lora_modules names 'tiny', and another model has that name"),
+        (["chat"], "lora_modules has 'chat'; write NAME=PATH"),
+        (["chat=a", "chat=b"], "lora_modules has the name 'chat', which another model has"),
+        (["tiny=a"], "lora_modules has the name 'tiny', which another model has"),
     ],
 )
 def test_wrong_words_are_refused(words, message):
@@ -161,7 +161,7 @@ def test_an_adapter_of_another_model_is_refused(groups, folder, tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path / "wider")
     save_adapter(tmp_path / "wider", tmp_path / "wide", 5, ["q_proj"])
     for name, message in (
-        ("strange", "tensors are missing or have no place"),
+        ("strange", "tensors are missing or not part of the model"),
         ("wide", "size mismatch"),
         ("absent", "absent"),
     ):
@@ -170,7 +170,7 @@ def test_an_adapter_of_another_model_is_refused(groups, folder, tmp_path):
 
 
 def test_loaded_model_takes_no_adapters(groups, folder):
-    with pytest.raises(ParallelError, match="put them into the LlamaForCausalLM with peft"):
+    with pytest.raises(ParallelError, match="add adapters to this LlamaForCausalLM with peft"):
         parallelize(
             LlamaForCausalLM.from_pretrained(folder / "base"), workers=groups(2), adapters={"a": folder / "sql"}
         )
@@ -181,4 +181,4 @@ def test_model_without_text_takes_no_adapters(tmp_path, capsys):
 
     flags = ["--port", "0", "--device", "cpu", "--lora-modules", "a=b"]
     assert commands.main(["serve", written(tmp_path, "BertModel"), *flags]) == 2
-    assert "lora_modules is for models that write text" in capsys.readouterr().err
+    assert "lora_modules is only for models that write text" in capsys.readouterr().err

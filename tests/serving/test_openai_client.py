@@ -1,4 +1,4 @@
-"""OpenAI's official client with a tiny model on two ranks."""
+"""Tests OpenAI's official client with a tiny model on two ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 
 def generated(whole: Any, prompt: str, seed: int | None = None, **settings: Any) -> list[int]:
-    """Return the tokens of one process."""
+    """Return the tokens that one process generates."""
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     if seed is not None:
         torch.manual_seed(seed)
@@ -236,7 +236,7 @@ def test_embeddings_are_those_of_one_process(groups, encoder):
         floats = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
         with pytest.raises(openai.BadRequestError, match="token ids"):
             client.embeddings.create(model="tiny", input=[[1, 2, 3]])
-        with pytest.raises(openai.BadRequestError, match="may have 64"):
+        with pytest.raises(openai.BadRequestError, match="limit is 64"):
             client.embeddings.create(model="tiny", input="x" * 65)
         with pytest.raises(openai.BadRequestError, match="generates no text"):
             client.completions.create(model="tiny", prompt="Hello")

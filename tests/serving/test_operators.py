@@ -1,4 +1,4 @@
-"""The operator's view: log lines, request ids, panels of vLLM's dashboard, probes without a key."""
+"""Tests log lines, request ids, metrics for vLLM's dashboard, and probes without a key."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PANELS = {
 
 @contextmanager
 def logged(log_format: str) -> Iterator[io.StringIO]:
-    """Yield a buffer with the log lines of the block, in the server's format."""
+    """Yield a buffer that receives the log lines of the block, in the server's format."""
     out, level = io.StringIO(), logs.log.level
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.formatter(log_format))
@@ -61,7 +61,7 @@ def logged(log_format: str) -> Iterator[io.StringIO]:
 
 
 def values(client: httpx.Client, path: str = "/metrics") -> dict[str, float]:
-    """Return the sum of each series' samples, by name."""
+    """Return the sum of the samples of each metric, by name."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get(path).text):
         for sample in family.samples:
@@ -85,12 +85,12 @@ def test_each_request_has_a_line_and_an_id():
     written = out.getvalue().splitlines()
     when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
     assert re.fullmatch(
-        rf"{when} INFO \[abc-1\] POST '/v1/completions' 200: 15 prompt tokens, 5 tokens, first after [\d.]+ s,"
-        r" all after [\d.]+ s",
+        rf"{when} INFO \[abc-1\] POST '/v1/completions' 200: 15 prompt tokens, 5 answer tokens,"
+        r" first token after [\d.]+ s, end after [\d.]+ s",
         written[0],
     )
     assert len(written) == 5
-    assert "404: 0 prompt tokens, 0 tokens, first after - s" in written[-1]
+    assert "404: 0 prompt tokens, 0 answer tokens, first token after - s" in written[-1]
     assert SECRET not in out.getvalue()
 
 

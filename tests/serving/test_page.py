@@ -1,4 +1,4 @@
-"""The server's page as users see it: in Chromium, on desktop and phone, by keyboard, in light and dark."""
+"""Tests the server's page in Chromium, on desktop and phone, with the keyboard, and in light and dark mode."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=WIDTHS)
 def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
-    """Yield a page that must log nothing to the console and fetch nothing from elsewhere."""
+    """Yield a page that must log no errors to the console and must not send requests to other servers."""
     wrong: list[str] = []
     page = browser.new_page(viewport={"width": request.param, "height": 844})
     page.set_default_timeout(PROMPTLY * 1000)
@@ -111,7 +111,7 @@ def violations(axe: Any, page: Any) -> list[Any]:
 
 
 def answered(page: Any, says: str) -> Any:
-    """Return the answer to one message, from a model with this fixed text."""
+    """Return the page element with the answer of a model that generates a fixed text."""
     model = ScriptedModel(TOKENIZER, says)
     model.config.max_position_embeddings = 8192
     with serving(model, TOKENIZER) as running:
@@ -130,7 +130,7 @@ def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
 def test_message_is_answered_with_ranks_and_plan_shown(running, page):
     page.goto(running.url)
     shows(page, "h1", "tiny")
-    page.get_by_label("Tokens at most").fill("12")
+    page.get_by_label("Maximum tokens").fill("12")
     send(page, "Hello")
     shows(page, "#outcome", "12 tokens in")
     shows(page, "#ranks", "1 (cpu:1)")
@@ -183,7 +183,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         page.goto(running.url)
         shows(page, "#state", "Ready")
         page.keyboard.press("Tab")
-        page.keyboard.press("Enter")  # follows the link to the message
+        page.keyboard.press("Enter")  # follows the link that skips to the message
         page.keyboard.type("Hello")
         page.keyboard.press("Enter")
         running.until(lambda: model.calls)
@@ -193,7 +193,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
         shows(page, "#outcome", "Stopped.")
         assert page.evaluate("document.activeElement.id") == "prompt"
         assert page.get_by_label("Your message").input_value() == "Hello", (
-            "the message has no answer, and can be sent again"
+            "a message without an answer returns to the input field"
         )
         reached = set()
         for _ in range(40):
@@ -201,7 +201,7 @@ def test_the_page_is_used_by_keyboard_alone(page):
             reached.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
         assert reached >= {
             "new", "log", "prompt", "go", "system", "temperature", "top_p", "seed", "max_tokens", "stops",
-            "curl", "copy-curl", "Picture and table", "What the API takes",
+            "curl", "copy-curl", "Picture and table", "Routes and fields of the API",
         }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_answer_streams_and_escape_stops_it(page):
         shows(page, "#outcome", "Stopped.")
         running.until(lambda: model.cancelled == 1)
         model.release(running)
-        page.get_by_label("Tokens at most").fill("23")
+        page.get_by_label("Maximum tokens").fill("23")
         page.get_by_role("button", name="Send").click()
         shows(page, "#outcome", "23 tokens in")
         assert page.inner_text(".turn.assistant .body") == "It says so. It says so."
@@ -267,7 +267,7 @@ def test_markdown_becomes_elements(page):
         ["https://example.org/x", "_blank", "noopener noreferrer nofollow"],
         ["https://example.org/", "_blank", "noopener noreferrer nofollow"],
     ]
-    assert "its page (example.org)" in answer.inner_text(), "a link shows its address"
+    assert "its page (example.org)" in answer.inner_text(), "a link shows its host"
 
 
 def test_a_hostile_answer_is_text(page):
@@ -304,7 +304,7 @@ def test_unclosed_marks_do_not_block_the_page(browser, hostile):
 
 
 def test_content_policy_blocks_everything_foreign(browser):
-    """The policy holds even if an element got into the page, as it does here."""
+    """The test inserts foreign elements into the page; the content policy must block their requests."""
     page = browser.new_page()
     with serving(ScriptedModel(TOKENIZER), TOKENIZER) as running, socket.create_server(("127.0.0.1", 0)) as elsewhere:
         page.goto(running.url)
@@ -324,7 +324,7 @@ def test_content_policy_blocks_everything_foreign(browser):
         )
         elsewhere.settimeout(1)
         with contextlib.suppress(TimeoutError):
-            while True:  # Chromium connects for the frame before it checks the policy, and sends nothing
+            while True:  # Chromium connects for the frame before it checks the policy, but sends no data
                 assert elsewhere.accept()[0].recv(100) == b""
         assert page.evaluate("window.hit") is None
     page.close()
@@ -339,7 +339,7 @@ def test_answer_is_copied_and_writes_right_to_left(browser):
     assert page.evaluate("navigator.clipboard.readText()") == "שלום **עולם**"
     assert answer.locator("p").evaluate("p => getComputedStyle(p).direction") == "rtl"
     assert page.locator("#prompt").get_attribute("dir") == "auto"
-    page.evaluate("delete Navigator.prototype.clipboard")  # missing over plain HTTP from another machine
+    page.evaluate("delete Navigator.prototype.clipboard")  # plain HTTP from another machine has no clipboard API
     page.get_by_label("Your message").fill("")
     page.locator("#copy-curl").click()
     shows(page, "#copy-curl", "Copied")
@@ -356,7 +356,7 @@ def test_curl_line_and_documents_link_are_right(page):
         body = json.loads(line.partition("-d '")[2].removesuffix("'").replace("'\\''", "'"))
         assert line.startswith(f"curl {running.url}/v1/chat/completions ")
         assert running.client().post("/v1/chat/completions", json=body).status_code == 200
-        page.get_by_role("link", name="What the API takes").click()
+        page.get_by_role("link", name="Routes and fields of the API").click()
         shows(page, "h2", "POST /v1/chat/completions")
         shows(page, "tr", "frequency_penalty")
 
@@ -370,7 +370,7 @@ def test_page_is_accessible(running, page, scheme):
     shows(page, "#plan-text", "LlamaForCausalLM")
     shows(page, "#ranks", "cpu:0")
     page.locator("summary").first.click()
-    page.get_by_label("Tokens at most").fill("4")
+    page.get_by_label("Maximum tokens").fill("4")
     send(page, MARKDOWN)
     shows(page, "#outcome", "tokens in")
     page.evaluate(
@@ -388,7 +388,7 @@ def test_errors_are_shown(page):
     with serving(ScriptedModel(TOKENIZER), TOKENIZER, max_prompt_tokens=30) as running:
         page.goto(running.url)
         send(page, "Hello, this is too long")
-        shows(page, "#outcome.wrong", "may have 30")
+        shows(page, "#outcome.wrong", "limit is 30")
         assert page.locator(".turn").count() == 0
         assert page.get_by_label("Your message").input_value() == "Hello, this is too long"
 

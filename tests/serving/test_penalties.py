@@ -1,4 +1,4 @@
-"""Penalties and token biases equal one process with OpenAI's formula, alone and among 16 rows."""
+"""Compares penalties and token biases with OpenAI's formula in one process, alone and in a batch of 16 rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 class Counted(LogitsProcessor):
-    """A processor with OpenAI's formula, token by token: mu[j] - c[j] * alpha_frequency - float(c[j] > 0) *
-    alpha_presence."""
+    """Logits processor with OpenAI's formula: mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence."""
 
     def __init__(self, start: int, presence: float, frequency: float) -> None:
         self.start, self.presence, self.frequency = start, presence, frequency
@@ -51,7 +50,7 @@ class Counted(LogitsProcessor):
 
 
 def reference(start: int, fields: dict[str, Any]) -> LogitsProcessorList:
-    """Return processors in vLLM's order, transformers' own if they exist."""
+    """Return logits processors for the fields of a request in vLLM's order, from transformers if possible."""
     processors = LogitsProcessorList()
     if bias := fields.get("logit_bias"):
         processors.append(SequenceBiasLogitsProcessor([[[int(token)], float(value)] for token, value in bias.items()]))
@@ -136,7 +135,7 @@ def test_models_own_penalty_is_applied_too(groups):
 
 @pytest.mark.parametrize("batching", [True, False])
 def test_decoder_answers_begin_with_their_first_token(groups, batching):
-    """A constraint and penalties read the answer alone, which does not begin at the prompt's end."""
+    """The answer of an encoder-decoder model begins after one start token, not after the prompt."""
     config = T5Config(
         vocab_size=len(TOKENIZER), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
         eos_token_id=TOKENIZER.eos_token_id, pad_token_id=TOKENIZER.pad_token_id, decoder_start_token_id=0,

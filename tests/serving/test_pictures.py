@@ -1,4 +1,4 @@
-"""Pictures in chats: answers equal transformers' with the same processor; hostile pictures are refused undecoded."""
+"""Tests that answers about pictures equal transformers' answers, and that hostile pictures are refused undecoded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return a function with the answers of transformers in this process."""
+    """Return a function that answers chats with transformers in one process."""
     processor = tf.AutoProcessor.from_pretrained(folder)
     model = tf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -162,7 +162,7 @@ def test_only_files_of_the_media_folder_are_read(running, whole):
     for name in ("a%20b.png", "inner/good.png", "inner/../a%20b.png"):
         assert ask(running, [shown(f"file://{media}/{name}"), words("What?")]) == want
     for address in (
-        f"file://{media}/inner/link.png",  # a link to a place outside the folder
+        f"file://{media}/inner/link.png",  # a symbolic link to a file outside the folder
         f"file://{media}/../secret.png",
         f"file://{media}/..%2fsecret.png",
         "file:///etc/passwd",
@@ -171,7 +171,7 @@ def test_only_files_of_the_media_folder_are_read(running, whole):
         f"file://{media}/a%00b.png",
         f"file://{media}",
     ):
-        assert "no such file" in ask(running, [shown(address)], status=400)
+        assert "does not exist in the folder" in ask(running, [shown(address)], status=400)
 
 
 def bomb(width: int, height: int) -> str:
@@ -190,19 +190,19 @@ def bomb(width: int, height: int) -> str:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([shown("http://127.0.0.1:1/a.png")], "the server fetches nothing"),
-        ([shown("HTTPS://example.org/a.png")], "the server fetches nothing"),
-        ([shown("/etc/passwd")], "the server fetches nothing"),
-        ([shown("data:image/png,abc")], "takes base64"),
-        ([shown("data:image/png;base64,#")], "no base64"),
-        ([shown("data:image/png;base64,QUJD")], "cannot be read"),
-        ([shown("data:image/png;base64,")], "cannot be read"),
+        ([shown("http://127.0.0.1:1/a.png")], "the server does not download pictures"),
+        ([shown("HTTPS://example.org/a.png")], "the server does not download pictures"),
+        ([shown("/etc/passwd")], "the server does not download pictures"),
+        ([shown("data:image/png,abc")], "not in base64"),
+        ([shown("data:image/png;base64,#")], "not valid base64"),
+        ([shown("data:image/png;base64,QUJD")], "is damaged"),
+        ([shown("data:image/png;base64,")], "is damaged"),
         ([shown(bomb(60_000, 60_000))], "more than 20000 pixels"),
-        ([shown(bomb(1, 15_000))], "a picture is 1 by 15000; it may have 200 to 1"),
-        ([shown(bomb(150, 100))], "cannot be read"),  # some of its pixels are missing
+        ([shown(bomb(1, 15_000))], "a picture has 1 by 15000 pixels; the limit of the ratio is 200 to 1"),
+        ([shown(bomb(150, 100))], "is damaged"),  # the file lacks some pixels
         ([shown(data_url(picture(100, 150))), shown(data_url(picture(100, 150)))], "more than 20000 pixels"),
-        ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures, and may have 3"),
-        ([shown(data_url(picture(), "TIFF"))], "cannot be read as PNG"),
+        ([shown(data_url(picture(4, 4)))] * 4, "has 4 pictures; the limit is 3"),
+        ([shown(data_url(picture(), "TIFF"))], "not in a known format (PNG"),
         ([words("<image>"), shown(data_url(picture()))], "refuses the pictures"),
         ([{"type": "input_audio", "input_audio": {}}], "reads text and pictures"),
         ([{"type": "image_url", "image_url": None}], "reads text and pictures"),
@@ -245,7 +245,7 @@ def test_model_without_processor_is_served_as_text(groups, folder, tmp_path, cap
     options = ServeOptions(str(tmp_path), 2, device="cpu", dtype="float32")
     kind = kind_of(options.model)
     model, tokenizer = load(options, kind)
-    assert "pictures in requests are refused" in caplog.text
+    assert "the server refuses pictures in requests" in caplog.text
     with model, serving(model, tokenizer, kind) as running:
         assert "the model reads text" in ask(running, [shown(data_url(picture()))], status=400)
         assert ask(running, "Hello")

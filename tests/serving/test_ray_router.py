@@ -1,4 +1,4 @@
-"""The choice of Ray Serve among several replicas."""
+"""Tests how the router of Ray Serve chooses a replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(number: int) -> SimpleNamespace:
 
 @pytest.fixture
 def router() -> FewestRequests:
-    new_router = FewestRequests.__new__(FewestRequests)  # Serve's constructor would start tasks
+    new_router = FewestRequests.__new__(FewestRequests)  # the constructor of Ray Serve's router would start tasks
     new_router.initialize_state()
     return new_router
 
@@ -65,4 +65,4 @@ def test_early_answer_leaves_no_count_behind(router: FewestRequests) -> None:
     replica = choice_of(router, pending)
     router.on_request_completed(replica, "0")
     router.on_request_routed(pending, replica, None)
-    assert not router._asked
+    assert not router._open_requests

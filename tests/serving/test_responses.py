@@ -1,4 +1,4 @@
-"""`/v1/responses` with OpenAI's own client: text, tools, schemas, streams; nothing is stored."""
+"""Tests `/v1/responses` with OpenAI's own client: text, tools, schemas and streams."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def answer_of(running: Any, stream: bool, **fields: Any) -> Response:
 
 
 def strictly(running: Any, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, each valid by OpenAI's types; deltas add up to the final texts."""
+    """Return the events of a stream, after a check of OpenAI's types and the sum of the deltas."""
     text = running.client().post(ROUTE, json={"input": "Hello", "stream": True, **fields}).text
     events = []
     for block in text.strip().split("\n\n"):
@@ -166,7 +166,7 @@ def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_settings_of_a_response_act(running, stream):
-    """A tiny model on two ranks answers as in a chat with the same settings."""
+    """The response of a tiny model on two ranks equals its chat answer with the same settings."""
     fields = {"temperature": 0, "max_output_tokens": 9}
     body = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 9}
     chat = running.client().post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
@@ -199,12 +199,12 @@ def test_log_probabilities_are_told_if_they_are_included(running):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id does not act here: nothing is stored"),
-    ({"conversation": "conv_1"}, "nothing is stored"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: the server stores no conversations"),
+    ({"conversation": "conv_1"}, "the server stores no conversations"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ({"input": []}, "may have 1 to"),
+    ({"input": []}, "send 1 to"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "the model reads text"),
     ({"input": [{"role": "user"}]}, "input.0 has no content"),
@@ -213,7 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "reasoning", "summary": []}]}, "no message"),
     ({"input": [{"type": "function_call", "name": 5}]}, "function.name"),
     ({"input": [{"role": "poet", "content": "x"}]}, "no such role"),
-    ({"tools": [{"type": "web_search"}]}, "no tool of type 'web_search'"),
+    ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search'"),
     ({"tools": [{"type": "function"}]}, "function.name"),
     ({"tool_choice": "required"}, "no tools"),
     ({"tool_choice": {"type": "function", "name": "fly"}, "tools": [TOOL]}, "'fly'"),
@@ -255,7 +255,7 @@ def test_an_error_within_a_stream_is_an_event():
         events = strictly(running)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["status"] == "failed"
-    assert "did not complete in its time" in events[-1]["response"]["error"]["message"]
+    assert "reached its time limit" in events[-1]["response"]["error"]["message"]
 
 
 def test_nothing_is_stored():

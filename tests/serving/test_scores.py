@@ -1,4 +1,4 @@
-"""Scores of text pairs by tiny classifiers, compared with transformers; the tokens of `/detokenize`."""
+"""Compares scores of text pairs with transformers, and tests `/detokenize`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def served(request: pytest.FixtureRequest, groups: Callable[[int], Any]) -> Iterator[tuple[list[float], httpx.Client]]:
-    """Yield the logits of the pairs, computed singly, and a client."""
+    """Yield the logits of the text pairs, each computed alone, and a client."""
     whole = MODELS[request.param]()
     with torch.no_grad():
         logits = [whole(**TOKENIZER(QUERY, text, return_tensors="pt")).logits[0, 0] for text in DOCUMENTS]
@@ -99,13 +99,13 @@ def test_documents_are_ranked(served, route):
 @pytest.mark.parametrize(
     ("route", "body", "why"),
     [
-        ("/v1/score", {"text_1": "a"}, "0 of text_2"),
-        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "2 of text_1"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 first texts do not fit 1"),
+        ("/v1/score", {"text_1": "a"}, "0 of the fields text_2"),
+        ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "2 of the fields text_1"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 first texts and 1 second texts"),
         ("/v1/score", {"text_1": [], "text_2": []}, "0 pairs"),
-        ("/v1/score", {"text_1": "x" * 600, "text_2": "y"}, "tokens, and may have"),
+        ("/v1/score", {"text_1": "x" * 600, "text_2": "y"}, "tokens; the limit is"),
         ("/v1/rerank", {"query": "a", "documents": []}, "0 pairs"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"] * 300}, "300 pairs, and may have 1 to 256"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 300}, "300 pairs of texts; send 1 to 256"),
         ("/v1/rerank", {"query": "a", "documents": [5]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
@@ -124,7 +124,7 @@ def test_half_a_character_is_refused(served):
     body = b'{"text_1": "\\ud800", "text_2": "y"}'
     refused = served[1].post("/v1/score", content=body, headers={"content-type": "application/json"})
     assert refused.status_code == 400
-    assert "cannot be made tokens" in refused.json()["error"]["message"]
+    assert "the tokenizer cannot read a text" in refused.json()["error"]["message"]
 
 
 def test_a_model_of_text_does_not_score():

@@ -1,4 +1,4 @@
-"""`/v1/audio/transcriptions`: the text equals transformers' with the same processor; hostile files are refused."""
+"""Tests that transcripts equal transformers' transcripts, and that hostile sound files are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Running]:
     kind = kind_of(str(folder))
-    assert str(kind) == "text of sound"
+    assert str(kind) == "transcripts of sound"
     processor = _tokenizer(str(folder), None, kind)
     with (
         parallelize(folder, workers=groups(2), dtype="float32", batching=True) as model,
@@ -47,7 +47,7 @@ def running(groups: Callable[[int], WorkerGroup], folder: Path) -> Iterator[Runn
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Callable[..., str]:
-    """Return a function with transformers' transcription in this process."""
+    """Return a function that transcribes with transformers in one process."""
     processor = tf.WhisperProcessor.from_pretrained(folder)
     model = tf.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -120,7 +120,7 @@ def test_a_seed_repeats_a_sampled_answer(running):
 
 
 def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
-    """Return a WAV header that claims a long file."""
+    """Return a WAV header with a large length and without samples."""
     size = frames * 2 * channels
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, channels, rate, rate * 2 * channels & 0xFFFFFFFF, 2 * channels, 16)
     return b"RIFF" + struct.pack("<I", min(36 + size, 0xFFFFFFFF)) + b"WAVE" + form + b"data" + struct.pack("<I", size)
@@ -136,12 +136,12 @@ def wave_head(frames: int, rate: int = RATE, channels: int = 1) -> bytes:
         (sound_file(tone(30), kind="FLAC", subtype=None), "longer than 6 s"),
         (sound_file(tone(30), kind="MP3", subtype=None), "longer than 6 s"),
         (sound_file(tone(0.0)), "no sound"),
-        (sound_file(np.full(16000, np.nan, "float32")), "no numbers"),
+        (sound_file(np.full(16000, np.nan, "float32")), "not a number"),
         (sound_file(tone(1, 500), 500), "1000 to 192000 Hz"),
         (sound_file(np.zeros((1000, 9), "float32")), "9 channels"),
         (wave_head(1 << 30), "no sound"),  # libsndfile uses the number of bytes present
     ],
-    ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes would put a time into the test's id
+    ids=lambda value: "file" if isinstance(value, bytes) else value,  # bytes may contain a time, which changes the id
 )
 def test_invalid_sound_is_refused(running, data, message):
     assert message in ask(running, data, status=400)
@@ -159,9 +159,9 @@ def test_a_long_file_is_not_decoded(running, monkeypatch):
         ({"response_format": "srt"}, "response_format"),
         ({"temperature": "-1"}, "temperature"),
         ({"stream": "true"}, "stream"),
-        ({"timestamp_granularities[]": "word"}, "does not act here"),
-        ({"prompt": "<|startoftranscript|>"}, "the prompt cannot be made tokens"),
-        ({"model": "other"}, "there is no model 'other'"),
+        ({"timestamp_granularities[]": "word"}, "is not supported"),
+        ({"prompt": "<|startoftranscript|>"}, "the tokenizer cannot read the prompt"),
+        ({"model": "other"}, "the server has no model 'other'"),
     ],
 )
 def test_fields_that_do_not_act_are_refused(running, fields, message):
@@ -195,7 +195,7 @@ def test_unsupported_formats_and_models_are_refused(running):
         assert client.get("/status").json()["generates"] is False
     tokenizer = tiny_tokenizer()
     with serving(ScriptedModel(tokenizer), tokenizer) as other:
-        assert "reads no sound" in ask(other, sound_file(tone(1)), status=400)
+        assert "does not transcribe sound" in ask(other, sound_file(tone(1)), status=400)
 
 
 def test_command_loads_model_with_its_processor(folder, tmp_path):
@@ -206,5 +206,5 @@ def test_command_loads_model_with_its_processor(folder, tmp_path):
         warm_up(model)
     save_served_model(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(UnsupportedModelError, match="is not served"):
+    with pytest.raises(UnsupportedModelError, match="the server cannot serve"):
         load(ServeOptions(str(tmp_path), 2, device="cpu"), kind_of(str(tmp_path)))

@@ -1,4 +1,4 @@
-"""Bytes of tokens, compared with the bytes of their text."""
+"""Compares the bytes of tokens with the bytes of the tokens' text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "Ünïcode, 中文 and 🙂🙃 — wörds  \n<|end|>x"
 
 
 def with_byte_fallback() -> PreTrainedTokenizerFast:
-    """Return a tokenizer in the style of Llama 2: spaces as ▁, unknown characters as bytes."""
+    """Return a tokenizer like Llama 2's, which writes spaces as ▁ and unknown characters as bytes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Ucode,andwrsx▁"]
     tokenizer = Tokenizer(
         models.BPE(

@@ -1,4 +1,4 @@
-"""Tools of a chat: forced calls, calls without a mark, and models whose template has no tools."""
+"""Tests tools in chats: forced calls, calls without a marker, and chat templates without tools."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FORCED = {
 
 @pytest.fixture(scope="module")
 def running(groups: Callable[[int], WorkerGroup]) -> Iterator[Running]:
-    tokenizer = tiny_tokenizer()  # its prompts leave room for calls with one token per byte
+    tokenizer = tiny_tokenizer()  # short prompts leave room for calls with one token per byte
     tokenizer.chat_template = TEMPLATE.replace("(tools | tojson)", "(tools | map(attribute='function.name') | join)")
     with (
         parallelize(tiny_model(tokenizer), workers=groups(2), batching=True) as model,
@@ -95,7 +95,7 @@ def test_a_model_that_must_call_calls(running, name, stream, several):
 
 
 def test_calls_are_forced_among_rows_that_are_not(http):
-    """Each of 16 answers equals the answer to the same request alone."""
+    """Each of 16 concurrent answers equals the answer to the same request alone."""
 
     def ask(number: int) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": f"Number {number}"}], "seed": 5, "max_tokens": 120}
@@ -142,7 +142,7 @@ def test_choices_that_cannot_act_are_refused(http, fields, why):
     assert why in refused.json()["error"]["message"]
 
 
-# The parts of Llama 3.1's template for tools and calls.
+# Excerpt of Llama 3.1's chat template, with tools and calls.
 LLAMA = """\
 {%- for message in messages %}
 {%- if 'tool_calls' in message %}

@@ -1,4 +1,4 @@
-"""Fields of vLLM's requests that act, on a tiny model on two ranks: alone, and among rows without such fields."""
+"""Tests supported fields of vLLM's requests on two ranks, alone and in a batch with requests without these fields."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_answers_are_kept_to_their_constraint(http, route, name):
 
 
 def test_constraints_leave_other_rows_unchanged(http, tiny_whole):
-    """Every other row has a constraint; the rows without one have the tokens of one process."""
+    """Every second row has a constraint; the rows without a constraint have the tokens of one process."""
 
     def ask(number: int) -> str:
         fields = list(CONSTRAINTS.values())[number // 2][0] if number % 2 else {"temperature": 0}

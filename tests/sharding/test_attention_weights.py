@@ -1,4 +1,4 @@
-"""Requested attention weights have all heads, however they are requested; without a request nothing is exchanged."""
+"""Tests that requested attention weights have all heads, and that unrequested attention weights cause no exchange."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_weights_of_all_heads(
 
 
 class Rollout(BertModel):
-    """A model that uses the weights itself: attention rollout over all heads and layers."""
+    """A model that uses attention weights itself: attention rollout over all heads and layers."""
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = super().forward(input_ids, output_attentions=True, **kwargs)
@@ -175,7 +175,8 @@ def encode(model: Any) -> None:
     ids=["llama", "t5", "bert", "deberta", "longformer"],
 )
 def test_unrequested_weights_are_not_exchanged(make: Callable[[], Any], use: Callable[[Any], Any]) -> None:
-    """Eager attention returns weights unrequested; other weights are dropped before anything reads them."""
+    """Eager attention returns weights also without a request. Unrequested weights are dropped before any code reads
+    them."""
     model = eager(make())
 
     def without(share: Any) -> None:
@@ -209,7 +210,7 @@ def test_weights_within_unknown_objects_are_refused(groups: Groups) -> None:
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
     with parallelize(build(Hidden, config, attention="eager"), workers=groups(2)) as model:
-        with pytest.raises(ParallelError, match="A rank has only its own heads"):
+        with pytest.raises(ParallelError, match="from which ranks cannot gather all heads"):
             model(token_ids())
         assert model.get_input_embeddings()(token_ids()).shape == (2, 7, 32)  # the ranks continue
 

@@ -1,4 +1,4 @@
-"""A cast equals `from_pretrained(dtype=…)`: data types, values, and types noted in modules."""
+"""Tests that a cast equals `from_pretrained(dtype=…)`: data types, values, and types that modules store."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_weights_of_a_model_on_meta_are_cast(groups: Callable[[int], WorkerGroup
 
 
 def test_types_noted_in_modules_are_cast(groups: Callable[[int], WorkerGroup], tmp_path: Path) -> None:
-    """PaliGemma notes its text model's type when it is built."""
+    """PaliGemma stores its text model's data type when the model is built."""
     text = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
     vision = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8, "projection_dim": 32}
     config = tf.PaliGemmaConfig(text_config={"model_type": "gemma", **text}, vision_config=vision, image_token_index=5)
@@ -130,7 +130,7 @@ def test_types_noted_in_modules_are_cast(groups: Callable[[int], WorkerGroup], t
 
 
 class Scaled(nn.Linear):
-    """A user's own layer, with a buffer in checkpoints, and one that is not."""
+    """A user's own layer, with a buffer that is in checkpoints and a buffer that is not."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)

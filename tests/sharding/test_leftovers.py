@@ -1,4 +1,4 @@
-"""Large layers that no policy cuts are cut in ways that are right in any model, or reported."""
+"""Tests that large layers without a rule are sharded in a way that is right in any model, or are reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.zoo.build import randomise
 
 
 class Attention(nn.Module):
-    """An attention whose heads one replicated layer mixes, each by itself: its input differs between ranks."""
+    """An attention in which a replicated layer processes each head separately, so the layer's input differs between
+    ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class AttentionPolicy(Policy):
 
 
 class Model(nn.Module):
-    """A model with layers of every kind beside blocks that a policy cuts."""
+    """A model with layers of every kind, and with blocks that a policy shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ def test_leftover_cuts_equal_the_whole_model(world_size: int) -> None:
 
 
 def test_recurrent_layers_are_cut_if_little_is_replicated() -> None:
-    """A decoder may read the whole layer for every token."""
+    """A small recurrent layer stays whole, because a decoder may read the whole layer for every token."""
 
     def cut_share(width: int) -> float:
         parts = nn.ModuleDict({"large": nn.Linear(512, 512), "memory": nn.LSTM(width, width)})
@@ -138,7 +139,7 @@ def test_small_layers_stay_whole() -> None:
 
 
 def test_all_weights_of_large_modules_are_cuttable() -> None:
-    """A custom stack of experts counts as one bare parameter; convolutions do not count."""
+    """A custom stack of experts counts as one parameter without a layer; convolutions do not count."""
     shard_plan = build_plan(model(), 2, Selection((), "", False, leftovers=False))
     assert {"bare", "attention.in_proj_weight", "memory.weight_ih_l0"} <= shard_plan.cuttable
     assert not {"image.weight", "called.bias"} & shard_plan.cuttable
@@ -182,7 +183,7 @@ def test_uneven_shares_equal_the_whole_model(heads: int, world_size: int) -> Non
 
 
 def test_model_without_forward_is_stored_in_parts(groups: Any) -> None:
-    """Its methods run as on the whole model."""
+    """Methods of a model without a forward give the same results as on the whole model."""
     from parallelformers_ng import parallelize
 
     config = tf.GlmImageVQVAEConfig(embed_dim=32, latent_channels=32, num_embeddings=50)
@@ -198,7 +199,7 @@ def test_model_without_forward_is_stored_in_parts(groups: Any) -> None:
 
 
 class Scaled(tf.GPT2LMHeadModel):
-    """A model with a long vector, which is not cut."""
+    """A model with a long vector, which is not sharded."""
 
     def __init__(self, config: tf.GPT2Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Cuts of models with peft's adapters, compared with peft in one process. The ranks are threads."""
+"""Compares sharded models with peft's adapters with peft in one process. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def outputs(model: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(model: Any, case: Case, ranks: int, fit: FitOptions | None = None, **options: Any) -> Any:
-    """Compare a model cut over `ranks` ranks with the whole one, and check that its adapters have an effect."""
+    """Compare a model sharded over `ranks` ranks with the whole model, and check that the adapters have an effect."""
     inner = model.get_base_model()
     with model.disable_adapter():
         without, _ = outputs(inner, case)
@@ -156,7 +156,8 @@ def test_dora(name: str, ranks: int, fit: FitOptions | None) -> None:
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, None), (4, 2)])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
 def test_stages(name: str, ranks: int, tensor: int | None) -> None:
-    """Stages of one rank, or of two that cut the layers: an adapter is where its layer is."""
+    """An adapter is in the stage of its layer, in stages of one rank and in stages of two ranks that shard the
+    layers."""
     fit = FitOptions(strategy="tensor+pipeline" if tensor else "pipeline", tensor=tensor)
     plan = check(adapted(FAMILIES[name].make()), FAMILIES[name], ranks, fit)
     added = [tensor for name, tensor in plan.tensors.items() if "lora_" in name]
@@ -195,7 +196,7 @@ def test_parts_beside_trained_copies_are_in_all_stages(ranks: int, tensor: int |
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_on_a_quantized_base(name: str) -> None:
-    """The layers are int8; adapters are not, nor are experts with adapters."""
+    """The layers are int8. Adapters, and experts with adapters, are not quantized."""
     model = adapted(FAMILIES[name].make())
     inner = model.get_base_model()
     plan = make_plan(inner, 2, None, None, FitOptions(), QuantizeOptions("int8"))
@@ -216,7 +217,7 @@ def test_on_a_quantized_base(name: str) -> None:
     "target", ["q_proj", "o_proj", "gate_proj", "down_proj", "input_layernorm", "norm", "self_attn"]
 )
 def test_decode_kernels_include_every_adapter(target: str) -> None:
-    """All layers without adapters are computed in C, also beside layers with adapters."""
+    """C computes all layers without adapters, also in a model with adapters in other layers."""
     copies = [target] if "norm" in target or target == "self_attn" else None
     model = adapted(decoder("Llama"), r=4, target_modules=["up_proj"] if copies else [target], modules_to_save=copies)
     inner = model.get_base_model()
@@ -267,7 +268,7 @@ def test_a_merged_adapter_is_refused() -> None:
 def test_adapter_bypassed_by_modelling_code_is_refused() -> None:
     """WavLM passes the weights of its projections to torch, so adapters do nothing even in one process."""
     model = adapted(FAMILIES["wavlm"].make(), target_modules=["k_proj"]).get_base_model()
-    with pytest.raises(UnsupportedModelError, match="reads its weight"):
+    with pytest.raises(UnsupportedModelError, match="reads the weight of"):
         make_plan(model, 2, None, None, FitOptions())
 
 

@@ -1,4 +1,4 @@
-"""Models with peft's adapters on workers: each call computes with its adapter."""
+"""Tests models with peft's adapters on workers: each call computes with its own adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def one_row() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def long() -> dict[str, torch.Tensor]:
-    """Return the tokens of one row with `LONG`, for each adapter."""
+    """Return the tokens of one row with the options `LONG`, for each adapter."""
     alone, tokens = four_adapters(), {}
     for name in NAMES:
         alone.set_adapter(name)
@@ -74,7 +74,7 @@ def test_a_call_names_its_adapter(model, whole) -> None:
         names = ["__base__" if name == "none" else name] * 2
         assert torch.equal(model.generate(**text_inputs(), **GREEDY, adapter_names=names), whole[name])
     assert torch.equal(model.generate(**text_inputs(), **GREEDY), whole["adapter2"])
-    with pytest.raises(ParallelError, match="call once for each"):
+    with pytest.raises(ParallelError, match="make a call per adapter"):
         model(**text_inputs(), adapter_names=["default", "adapter2"])
     with pytest.raises(ValueError, match="non-existing"):
         model(**text_inputs(), adapter_names=["adapter9", "adapter9"])
@@ -145,7 +145,7 @@ def test_adapters_are_switched_a_thousand_times(groups, long) -> None:
 
 
 def test_overlapping_calls_keep_their_adapters(groups, long) -> None:
-    """Calls of all adapters are running before the first one ends."""
+    """Calls of all adapters are running before the first call ends."""
 
     async def together(model: Any) -> list[torch.Tensor]:
         calls = (model.agenerate(**one_row(), **LONG, adapter_names=[name]) for name in (*NAMES, *NAMES))
@@ -193,7 +193,7 @@ def test_stages(groups, whole, long, tmp_path: Path, ranks: int, fit: dict[str, 
 
 
 class _Switches(StoppingCriteria):
-    """A criterion that keeps the loop in this process and sets another adapter at the first token."""
+    """A criterion that makes the generation loop run in this process, and sets another adapter at the first token."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.lock = model, threading.Lock()
@@ -211,7 +211,7 @@ def test_local_loop_keeps_its_adapter(model, whole) -> None:
 
 
 def of_values() -> Any:
-    """Return a model with two adapters of keys and values, so that their caches differ."""
+    """Return a model with two adapters of the key and value layers, so that the adapters' caches differ."""
     configs = [peft.LoraConfig(r=8, lora_alpha=64, target_modules=["k_proj", "v_proj"]) for _ in range(2)]
     return adapted(decoder("Llama"), *configs)
 

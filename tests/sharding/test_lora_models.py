@@ -1,4 +1,4 @@
-"""Models with peft's adapters on workers: saving, giving back, quantization and refusals."""
+"""Tests models with peft's adapters on workers: saving, `deparallelize`, quantization and errors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_sharded_directory_is_refused(model, tmp_path: Path) -> None:
 
 
 def test_a_directory_with_an_adapter(groups, tmp_path: Path) -> None:
-    """The ranks read its base like any path."""
+    """The ranks read the adapter's base model like a model from any path."""
     base = decoder("Llama")
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")

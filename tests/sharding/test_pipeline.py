@@ -1,4 +1,4 @@
-"""Models computed in stages: each rank has some of the layers, and all ranks get every result."""
+"""Tests pipelines: each rank has some of the layers, and all ranks get every result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_result_of_any_structure_reaches_all_ranks() -> None:
 
 
 def test_exception_of_one_rank_ends_the_call(groups: Groups) -> None:
-    """A layer before the last one of its stage raises, while the others wait for the last layer's result."""
+    """A layer before the last layer of its stage raises, while all other ranks wait for the last layer's result."""
     model = deep_llama()
     parallelize(model, workers=groups(2), fit=PIPELINE)
     for _ in range(2):
@@ -100,7 +100,7 @@ SHAPES = (
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_rank_equals_the_whole_model(name: str, width: int) -> None:
-    """Two stages of one rank each, or of two ranks that cut the layers."""
+    """The pipelines have two stages of one rank each, or of two ranks that shard the layers."""
     case = case_of(name)
     model, inputs = case.make(), case.inputs()
     prompt = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
@@ -250,14 +250,17 @@ def test_blocks_are_merged_where_that_is_proven() -> None:
 def test_impossible_pipelines_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="MobileBertForMaskedLM cannot be computed in stages"):
         plan(case_of("mobilebert").make(), 2, fit=PIPELINE)
-    with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 7"):
+    with pytest.raises(PlacementError, match="9 stages need 9 parts, but the model has only 7"):
         plan(deep_llama(), 9, fit=PIPELINE)
     for more, words in (
         ({"fit": {"strategy": "circle"}}, "strategy is 'circle'; it takes one of 'tensor', 'pipeline', 'tensor"),
-        ({"fit": {"tensor": 2}}, "strategy='tensor\\+pipeline' takes tensor=, the ranks of each stage, and no other"),
+        ({"fit": {"tensor": 2}}, "only strategy='tensor\\+pipeline' takes tensor=, the ranks of each stage"),
         ({"fit": {"strategy": "tensor+pipeline"}}, "tensor is None and strategy 'tensor\\+pipeline'"),
-        ({"fit": BOTH}, "tensor is 2, and 2 ranks make no stages of 2 each; give a multiple of it"),
-        ({"fit": {**BOTH, "tensor": 1}}, "it takes 2 ranks at least. One is strategy='pipeline'"),
+        (
+            {"fit": BOTH},
+            "tensor is 2, and 2 ranks make no stages of 2 ranks; num_gpus must be a multiple of 2, at least 4",
+        ),
+        ({"fit": {**BOTH, "tensor": 1}}, "it takes at least 2 ranks. For 1 rank, pass strategy='pipeline'"),
         ({"fit": PIPELINE, "decode": "compile"}, "decode is for strategy='tensor'"),
         ({"fit": {**PIPELINE, "cache": "int8"}}, "cache is for strategy='tensor'"),
         ({"fit": {**PIPELINE, "ratio": (1, 2, 3)}}, "ratio has 3 numbers, and there are 2 stages"),
@@ -308,7 +311,7 @@ def test_bias_of_heads_reaches_later_stages(shares: tuple[float, float], merged:
 def test_auto_explains_its_choice_in_a_line() -> None:
     even = plan(deep_llama(), 2, fit={"strategy": "auto"})
     assert even.strategy == "tensor"
-    assert "strategy: tensor, as 9" in str(even)
+    assert "strategy: tensor, because 9" in str(even)
     model = deep_llama()
     whole = build_plan(model, 2, UNCUT)
     staged = in_stages(build_plan(model, 1, UNCUT), model, [0.5, 0.5])
@@ -316,9 +319,11 @@ def test_auto_explains_its_choice_in_a_line() -> None:
     def refuse() -> Any:
         raise UnsupportedModelError("no policy knows it")
 
-    assert "strategy: pipeline, as its fullest rank has" in str(better(lambda: whole, lambda: staged))
-    assert "strategy: pipeline, as its layers cannot be cut: no policy" in str(better(refuse, lambda: staged))
-    assert "strategy: tensor, as stages cannot be: no policy" in str(better(lambda: whole, refuse))
+    assert "strategy: pipeline, because its fullest rank has" in str(better(lambda: whole, lambda: staged))
+    assert "strategy: pipeline, because the layers cannot be sharded: no policy" in str(better(refuse, lambda: staged))
+    assert "strategy: tensor, because the model cannot be divided into stages: no policy" in str(
+        better(lambda: whole, refuse)
+    )
     with pytest.raises(UnsupportedModelError):
         better(refuse, refuse)
 

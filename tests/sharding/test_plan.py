@@ -1,4 +1,4 @@
-"""The plan: its arithmetic, its bytes, and its errors."""
+"""Tests the plan: its arithmetic, its bytes, and its errors."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class WithoutHeads(Policy):
         (NotThere, r"NotThere: block 'GPT2Block' is not in LlamaForCausalLM \(its blocks: LlamaDecoderLayer\)"),
         (WrongKind, r"rule 'input_layernorm' on model.layers.0.input_layernorm: a LlamaRMSNorm cannot be cut by rows"),
         (WrongAttribute, r"LlamaAttention has no attribute 'num_head'"),
-        (WithoutHeads, r"is counted in heads, but no rule above it says Heads"),
+        (WithoutHeads, r"is counted in heads, but no rule above it is Heads"),
         (int, r"takes Policy classes, alone or in a list"),
     ],
 )
@@ -203,10 +203,10 @@ class Foreign(nn.Module):
         ({"device": "cpu"}, ParallelError, "takes no device: pass workers={'device': …}"),
         ({"group": None}, ParallelError, "takes no group: pass workers=group"),
         ({"compile": True}, ParallelError, "takes no compile: pass decode='compile'"),
-        ({"master_port": 29500}, ParallelError, "takes no master_port: the ranks meet over files"),
+        ({"master_port": 29500}, ParallelError, "takes no master_port: the ranks connect through files"),
         ({"daemon": True}, ParallelError, "takes no daemon"),
-        ({"device_map": "auto"}, ParallelError, "takes no device_map: the model is cut here"),
-        ({"revision": "main"}, ParallelError, "revision='main' is for loading, and the model given is loaded already"),
+        ({"device_map": "auto"}, ParallelError, "takes no device_map: parallelize divides the model"),
+        ({"revision": "main"}, ParallelError, "revision='main' is for loading, and the model is loaded already"),
         ({"num_labels": 3}, ParallelError, "no argument 'num_labels'"),
         ({"verbos": "simple"}, ParallelError, "no argument 'verbos' .did you mean 'verbose'"),
         ({"model_class": PreTrainedModel}, ParallelError, "model_class is for loading a path"),

@@ -1,4 +1,4 @@
-"""Mistakes in a policy are reported: impossible rules on reading, wrong rules by a proof on a twin."""
+"""Tests that mistakes in a policy are reported: impossible rules when the policy is read, wrong rules by the proof."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_rule(path: str, rule: Any) -> dict[str, Any]:
 MISTAKES = [
     (with_rule("attn", Heads("num_heads", scaled="embed_dim")), r"scaled is 'embed_dim'.* tuple.*\('embed_dim',\)"),
     (with_rule("attn", Heads("num_heads", scaled=["embed_dim"])), r"scaled is \['embed_dim'\].* tuple"),
-    (with_rule("attn", Heads(4)), r"rule 'attn': query is 4; Heads takes there a name"),
+    (with_rule("attn", Heads(4)), r"rule 'attn': query is 4; Heads takes a name"),
     (with_rule("attn", Heads("num_heads", layer="xlnet_attn")), r"layer is 'xlnet_attn'.*a subclass of HeadParallel"),
     (with_rule("attn", Heads("num_heads", weights=1.5)), r"weights is 1\.5"),
     (with_rule("attn", Heads("num_heads", more_weights=((2, "1"),))), r"more_weights is \(\(2, '1'\),\)"),
@@ -51,7 +51,7 @@ MISTAKES = [
     (with_rule("attn.c_attn", "Column"), r"rule 'attn.c_attn' is 'Column'; it takes one of Column, Experts"),
     (with_rule("attn.c_attn", None), r"rule 'attn.c_attn' is None"),
     (with_rule("attn.c_attn", Column("keys")), r"unit is 'keys'.*did you mean 'key'"),
-    (with_rule("attn.c_attn", Column(fused="three")), r"fused is 'three'; Column takes there a number or a tuple"),
+    (with_rule("attn.c_attn", Column(fused="three")), r"fused is 'three'; Column takes a number or a tuple"),
     (with_rule("attn.c_attn", Column(fused=True)), r"fused is True"),
     (with_rule("attn.c_attn", Column(fused=0)), r"fused is 0; it takes the number of parts, 1 or more"),
     (with_rule("attn.c_attn", Column(fused=())), r"fused is \(\)"),
@@ -59,15 +59,15 @@ MISTAKES = [
     (with_rule("attn.c_attn", Column(fused=("query", "keys"))), r"fused is .*did you mean 'key'"),
     (with_rule("attn.c_attn", Column("key", fused=("query", "key"))), r"unit is 'key', and fused names a unit"),
     (with_rule("attn.c_attn", Column(fused=3, interleaved=("query", "key"))), r"fused and interleaved are both set"),
-    (with_rule("attn.c_attn", Column(fused=(Part("query", 1.5),))), r"fused: width is 1\.5; Part takes there"),
+    (with_rule("attn.c_attn", Column(fused=(Part("query", 1.5),))), r"fused: width is 1\.5; Part takes a number"),
     (with_rule("attn.c_attn", Column(fused=3, heads="atn")), r"heads is 'atn'.*did you mean 'attn'"),
-    (with_rule("attn.c_attn", Column(fused=3, gather="yes")), r"gather is 'yes'; Column takes there True or False"),
-    (with_rule("attn.c_attn", Column(gather=True, widths=("embed_dim",))), r"gather puts them together"),
-    (with_rule("mlp.c_fc", Column(gather_inputs=True)), r"no rule above it says Heads"),
+    (with_rule("attn.c_attn", Column(fused=3, gather="yes")), r"gather is 'yes'; Column takes True or False"),
+    (with_rule("attn.c_attn", Column(gather=True, widths=("embed_dim",))), r"gather and widths are both set"),
+    (with_rule("mlp.c_fc", Column(gather_inputs=True)), r"no rule above it is Heads"),
     (with_rule("mlp", Gather("c_fcc")), r"no layer 'c_fcc'"),
-    (with_rule("attn.q_norm", HeadNorms("column")), r"unit is 'column'; HeadNorms takes there 'query' or 'key'"),
-    (with_rule("ln_1.weight", Slice("0")), r"dim is '0'; Slice takes there a number"),
-    (with_rule("attn", Renewed("self")), r"no rule 'attn.self' says Heads"),
+    (with_rule("attn.q_norm", HeadNorms("column")), r"unit is 'column'; HeadNorms takes 'query' or 'key'"),
+    (with_rule("ln_1.weight", Slice("0")), r"dim is '0'; Slice takes a number"),
+    (with_rule("attn", Renewed("self")), r"the plan has no Heads\(…\) at 'attn.self'"),
     ({"plan": list(RIGHT.items())}, r"plan is \[.*it takes a dictionary"),
     ({"plan": {1: Column()}}, r"plan is \{1: "),
     ({"plan": {}, "plans": RIGHT}, r"plans is set in Mine.*did you mean 'plan'"),
@@ -112,13 +112,14 @@ class Mine(Policy):
 
 
 class Forgotten(Mine):
-    """A policy without `fused=3`: each rank takes a stretch of the joint q, k and v for its own three parts."""
+    """A policy without `fused=3`: each rank takes one slice of the joint q, k and v, and uses the slice as its own q, k
+    and v."""
 
     plan = {**RIGHT, "attn.c_attn": Column()}
 
 
 class Doubled(Mine):
-    """A policy that sums a sum again."""
+    """A policy that sums a result twice."""
 
     plan = {**RIGHT, "attn.c_proj": Row(reduce=False), "mlp.c_fc": Column()}
 
@@ -126,7 +127,9 @@ class Doubled(Mine):
 @pytest.mark.parametrize("wrong", [Forgotten, Doubled])
 def test_policy_with_wrong_numbers_is_refused(wrong: type[Policy], groups: Callable[[int], WorkerGroup]) -> None:
     model = gpt2()
-    with pytest.raises(PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other values than whole.*prove=False"):
+    with pytest.raises(
+        PolicyError, match=rf"{wrong.__name__} on 2 ranks: .*other outputs sharded than whole.*prove=False"
+    ):
         parallelize(model, workers=groups(2), custom_policies=wrong)
     with torch.no_grad():  # the model is unchanged
         want = model(torch.arange(5)[None]).logits

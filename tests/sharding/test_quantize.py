@@ -1,4 +1,4 @@
-"""`quantize=`: weights in few bits on the ranks, through processes, files and back."""
+"""Tests `quantize=`: quantized weights on the ranks, in saved files, and after `deparallelize`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def llama(**options: Any) -> Any:
 
 
 def rounded(model: Any, names: Any, scheme: str = "int8", group: int | None = None) -> Any:
-    """Return a copy with quantized and dequantized weights; test_quantize_parity compares those with torchao."""
+    """Return a copy of the model with weights quantized and dequantized again; test_quantize_parity compares such
+    weights with torchao."""
     other = copy.deepcopy(model)
     for name in names:
         weight = other.get_parameter(name)
@@ -182,7 +183,7 @@ def test_ranks_use_the_memory_of_their_shards(tmp_path: Path) -> None:
 def test_slice_of_numbers_equals_that_of_whole(
     dim: int, scheme: str, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for every source of the weight, and for any number of values in memory at once."""
+    """The slices are equal for every source of the weight, and for any number of values in memory at once."""
     monkeypatch.setattr(encoded, "_NUMBERS", 40)
     stored = torch.randn(3, 20, 14, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     lazy = LazyTensor(FetchedLeaf((3, 20, 14), torch.bfloat16, lambda: stored))
@@ -215,12 +216,12 @@ def test_ranks_have_whole_groups_or_are_reported() -> None:
     assert not shard_plan.misfits
 
     shard_plan = plan(model, 3, quantize={"scheme": "int4", "group": 4})
-    assert shard_plan.misfits["model.layers.1.mlp.down_proj.weight"] == "74 inputs are no multiple of 4"
+    assert shard_plan.misfits["model.layers.1.mlp.down_proj.weight"] == "its 74 inputs are not a multiple of 4"
     assert "model.layers.1.mlp.down_proj.weight" in shard_plan.high_precision
-    assert "not quantized: model.layers.*.mlp.down_proj.weight, for 74 inputs are no multiple of 4" in str(shard_plan)
+    assert "not quantized: model.layers.*.mlp.down_proj.weight (its 74 inputs are not a multiple" in str(shard_plan)
     shard_plan = plan(model, 2, quantize={"scheme": "int4", "group": 16})
     assert (
-        "parts of its 48 inputs that are no multiple of 16"
+        "ranks cut its 48 inputs at places that are not a multiple of 16"
         in shard_plan.misfits["model.layers.0.self_attn.o_proj.weight"]
     )
     assert shard_plan.as_dict()["misfits"] == shard_plan.misfits
@@ -237,5 +238,5 @@ def test_configs_of_torchao_are_taken_or_refused() -> None:
         quantization.IntxWeightOnlyConfig(torch.int3, quantization.PerGroup(8)),
         quantization.Int8DynamicActivationInt8WeightConfig(),
     ):
-        with pytest.raises(ParallelError, match=f"{type(config).__name__}.*do not compute with"):
+        with pytest.raises(ParallelError, match=f"{type(config).__name__}.*cannot compute with"):
             plan(llama(), 2, quantize=config)

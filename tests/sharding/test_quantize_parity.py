@@ -1,4 +1,4 @@
-"""Quantized ranks compared with torchao in one process: integers bit for bit, outputs, greedy tokens. The ranks are
+"""Compares quantized ranks with torchao in one process: integers bit for bit, outputs, greedy tokens. The ranks are
 threads."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIGS = {
 
 
 def torchaos(weight: torch.Tensor, dim: int, config: Any) -> Any:
-    """Return the weight as torchao stores it, inputs last."""
+    """Return the weight in torchao's form, with the inputs as the last dimension."""
     rows = weight.detach().transpose(dim, -1)
     layer = torch.nn.Linear(rows.shape[-1], rows[..., 0].numel(), bias=False, dtype=rows.dtype)
     layer.weight.data = rows.reshape(layer.weight.shape).contiguous()
@@ -71,7 +71,7 @@ def test_numbers_and_scales_are_torchaos_bit_for_bit(
 
 @pytest.mark.parametrize("scheme", CONFIGS)
 def test_a_row_of_zeros_is_zeros(scheme: str) -> None:
-    """torchao's own floats of zero rows are not zero."""
+    """In torchao, the fp8 numbers of a row of zeros are not zero."""
     encoding = Encoding(scheme, -1, GROUP)
     weight = torch.zeros(2, GROUP, dtype=torch.bfloat16)
     assert torch.equal(encoding.decode(*encoding.encode(weight), torch.bfloat16), weight)

@@ -1,4 +1,4 @@
-"""Ranks with unequal parts of every layer, by a ratio."""
+"""Tests ranks with unequal shares of every layer, by `ratio`."""
 
 from __future__ import annotations
 

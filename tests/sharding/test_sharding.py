@@ -1,4 +1,4 @@
-"""Cuts are proven without processes: the ranks are threads, and transformers is the reference."""
+"""Compares sharded models with transformers, without worker processes: the ranks are threads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_rank_generates_the_same_tokens(case: Case, world_size: int) -> No
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_everything_large_is_cut(case: Case) -> None:
-    """Except position tables and narrow layers: in models this small they are unusually large."""
+    """Position embeddings and narrow layers are exceptions, because they are unusually large in such small models."""
     model = case.make()
     plan = build_plan(model, 2, select(model))
     tables = ("position", "wpe", "rel_embeddings", *NARROW)
@@ -84,7 +84,7 @@ def test_setting_that_a_policy_cannot_handle_is_refused() -> None:
 
 
 def test_interleaved_groups_are_cut_by_query_heads() -> None:
-    """Two groups of q q k v, heads two columns wide, on three ranks: 2, 1 and 1 query heads."""
+    """The layer has two groups of q q k v with heads two columns wide; three ranks get 2, 1 and 1 query heads."""
     ranges = cut_interleaved(16, ("query", "key", "key"), share_heads(4, 2, 3))
     assert ranges == [((0, 8),), ((8, 10), (12, 16)), ((10, 16),)]
 
@@ -95,7 +95,7 @@ def test_replicated_columns_are_counted_once() -> None:
 
 
 def test_parts_with_different_head_widths_are_cut() -> None:
-    """Four query heads of width three and two key heads of width two, then one column per query head."""
+    """The layer has four query heads of width three, two key heads of width two, and one column per query head."""
     ranges = cut_width(20, ("query", "key", "query"), share_heads(4, 2, 2), 2, (3, 2, 1))
     assert ranges == [((0, 6), (12, 14), (16, 18)), ((6, 12), (14, 16), (18, 20))]
     with pytest.raises(PolicyError, match="12 \\+ 4 \\+ 4 wide, not 21"):
@@ -103,7 +103,7 @@ def test_parts_with_different_head_widths_are_cut() -> None:
 
 
 def test_interleaved_parts_with_different_widths_are_cut() -> None:
-    """Two groups of k k, q q, of widths three and one, on two ranks."""
+    """The layer has two groups of k k and q q, of widths three and one, on two ranks."""
     ranges = cut_interleaved(10, ("key", "query"), share_heads(4, 2, 2), (3, 1))
     assert ranges == [((0, 5),), ((5, 10),)]
 

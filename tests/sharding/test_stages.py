@@ -1,4 +1,4 @@
-"""Models divided into stages of consecutive layers, and device maps made of the stages."""
+"""Tests the division of models into stages of consecutive layers, and device maps made from stages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_tensor_is_in_one_unit(case: Any) -> None:
 
 
 def test_stages_are_optimal() -> None:
-    """The stages are compared with every other division of a few parts into runs."""
+    """The stages are compared with every other division of a few parts into consecutive parts."""
     draw = random.Random(0)
     for _ in range(200):
         count, stages = draw.randint(3, 8), draw.randint(1, 3)
@@ -114,7 +114,7 @@ def test_a_device_map_is_taken_by_from_pretrained(tmp_path: Path) -> None:
 
 
 def test_caches_are_counted() -> None:
-    """Keys and values outweigh the embedding, so more layers fit beside it."""
+    """Keys and values take more bytes than the embedding, so more layers fit on the device with the embedding."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
     config = tf.LlamaConfig(num_hidden_layers=8, tie_word_embeddings=True, **sizes)
     plain = list(balanced_device_map(config, 2).values()).count(0)
@@ -125,7 +125,7 @@ def test_caches_are_counted() -> None:
 
 def test_impossible_device_maps_are_refused() -> None:
     config = tf.LlamaConfig(num_hidden_layers=2)
-    with pytest.raises(PlacementError, match="9 stages need as many parts, and the model has 6"):
+    with pytest.raises(PlacementError, match="9 stages need 9 parts, but the model has only 6"):
         balanced_device_map(config, 9)
     with pytest.raises(PlacementError, match="device_ids names 3"):
         balanced_device_map(config, 2, device_ids=[0, 1, 2])

@@ -1,4 +1,4 @@
-"""The reference of these tests: the results of the plain model."""
+"""Compares models with their reference: the results of the plain model."""
 
 from __future__ import annotations
 

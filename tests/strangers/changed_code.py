@@ -1,4 +1,5 @@
-"""Changes of a model's code as programs make them: of modules, and of imported classes and functions."""
+"""Defines changes of a model's code as programs make them: changes of modules, and of imported classes and
+functions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.zoo.decoders import decoder, gpt2
 
 
 class BitLinear(nn.Linear):
-    """BitNet's layer: scales of the whole weight, and of all activations of a token."""
+    """A layer of BitNet, which scales by the whole weight, and by all activations of a token."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         scale, steps = self.weight.abs().mean(), 127 / input.abs().amax(-1, keepdim=True).clamp_min(1e-5)
@@ -28,7 +29,7 @@ class BitLinear(nn.Linear):
 
 
 class Clamped(nn.Linear):
-    """A layer with a bound that the sum of two ranks exceeds, although neither part does."""
+    """A layer with an upper bound that the sum of two ranks exceeds, although neither rank's partial sum exceeds it."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).clamp(-0.05, 0.05)
@@ -85,7 +86,7 @@ def sparse_feed_forward(model: Any) -> None:
 
 
 class GatedAttention(nn.Module):
-    """An attention in which all queries of a token decide how much it counts."""
+    """An attention with a gate for each token, computed from all queries of the token."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""An error in a batch's bookkeeping reaches all waiting calls, and neither the group nor later calls."""
+"""Tests that an error in a batch's bookkeeping reaches all waiting calls, but does not affect the group or later
+calls."""
 
 from __future__ import annotations
 

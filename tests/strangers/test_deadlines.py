@@ -1,4 +1,4 @@
-"""A call past its deadline raises its own error: nothing is sent, and nothing has changed."""
+"""Tests that a call after its deadline raises the right error, sends nothing and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model that is dropped or rebound without `deparallelize()` leaves nothing in the caller's process."""
+"""Tests that a model deleted or rebound without `deparallelize()` leaves no memory and no file in the caller's
+process."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_a_model_that_is_rebound_leaves_nothing_open(way: str, tmp_path: Path) -
 
 
 def test_weights_are_freed_with_the_last_reference() -> None:
-    """They are freed without a pass of the garbage collector."""
+    """The weights are freed without a run of the garbage collector."""
     used(gpt2(), Path())
     gc.collect()
     files = open_files()

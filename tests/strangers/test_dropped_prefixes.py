@@ -1,4 +1,4 @@
-"""Every change that reaches the ranks drops the state that they keep of earlier calls."""
+"""Tests that every change that reaches the ranks drops the ranks' cached state of earlier calls."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_sequence_begun_before_a_change_is_dropped(groups) -> None:
 
 @pytest.mark.parametrize("place", ["model.norm", "model"])
 def test_attributes_set_by_hooks_affect_later_calls(groups, place: str) -> None:
-    """A hook changes an attribute after the beginning of a prompt has been kept."""
+    """A hook changes an attribute after the beginning of a prompt has been cached."""
     whole, cut = decoder("Llama"), parallelize(decoder("Llama"), workers=groups(2), batching=True)
     ids = prompt(20)
     assert_agree(cut, whole, ids)

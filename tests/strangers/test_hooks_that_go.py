@@ -1,4 +1,4 @@
-"""Removed hooks leave no trace, and hooks of a failed call have the notes of the rank that raised."""
+"""Tests that removed hooks have no effect, and that hooks of a failed call have the notes of the rank that raised."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def hooked(rank: int) -> tuple[Any, Notes]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_notes_come_from_the_rank_that_raised(groups, rank: int) -> None:
-    """In one process the second hook is not called after the first has raised."""
+    """The reference is one process, in which the second hook is not called after the first hook has raised."""
     whole, (cut, notes) = decoder("Llama"), hooked(rank)
     parallelize(cut, workers=groups(2), batching=False)
     with torch.no_grad():

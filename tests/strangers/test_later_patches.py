@@ -1,4 +1,5 @@
-"""Code that a program changes after `parallelize`: the next call uses it, or refuses it by name."""
+"""Tests code that a program changes after `parallelize`: the next call uses the code, or raises an error that names
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_later_patches_take_effect_and_can_be_undone(groups, name: str) -> None:
 
 
 def test_proof_of_later_patch_leaves_weights_alone(groups, monkeypatch) -> None:
-    """The small copy of the proof has the code of the running model, and no state of it."""
+    """The proof's twin has the code of the running model, but none of the running model's state."""
     whole, cut = decoder("Llama"), decoder("Llama")
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", doubled)
     parallelize(cut, workers=groups(2))
@@ -103,7 +104,7 @@ def test_attributes_of_replicated_layers_may_change(groups, monkeypatch) -> None
 def causal_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, **others: Any
 ) -> tuple[torch.Tensor, None]:
-    """Compute an attention without a mask: right for one prompt, wrong for the padded rows of a batch."""
+    """Compute an attention without a mask, which is right for one prompt and wrong for the padded rows of a batch."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])

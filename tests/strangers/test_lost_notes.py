@@ -1,4 +1,5 @@
-"""Functions given to `generate` that write to globals cause one warning; other notes return."""
+"""Tests that functions given to `generate` cause one warning if they write to globals, and that all other changes
+return."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_lost_notes_are_said_once(groups, caplog: pytest.LogCaptureFixture, batc
         cut.generate(prompt(5), **options, logits_processor=[processor])
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
-    assert "what appends writes to the global notes stays on the workers" in told[0]
-    assert "what Noting writes to the global counts stays on the workers" in told[1]
+    assert "values that appends writes to the global notes stay on the workers" in told[0]
+    assert "values that Noting writes to the global counts stay on the workers" in told[1]
     assert processor.seen == 4
     cut.deparallelize()

@@ -1,4 +1,5 @@
-"""Available memory is the smallest limit along the path of control groups, on machines described by files."""
+"""Tests that available memory is the smallest limit along the path of control groups, on machines described by
+files."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_version_1(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_path_outside_the_containers_view_is_handled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 1 without a namespace uses the host's name of the group; its files are at the top."""
+    """Control groups of version 1 without a namespace use the host's name of the group; the group's files are at the
+    top."""
     monkeypatch.setattr(control_groups, "own_groups", lambda: [("memory", "/docker/box")])
     group(root / "memory", 1, 100 * MIB, 40 * MIB)
     assert available_memory() == 60 * MIB

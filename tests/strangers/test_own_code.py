@@ -1,4 +1,4 @@
-"""Models with code that is not the libraries' own are cut, kept whole or refused; numbers equal the plain model's."""
+"""Tests that models with foreign code are sharded, replicated or refused, and that results equal the plain model's."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_modes_of_the_programs_are_refused(groups, mode: type) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     with parallelize(cut, workers=groups(2)):
         for call in (cut, cut.generate):
-            with mode(), pytest.raises(ParallelError, match=f"made within {mode.__name__}"):
+            with mode(), pytest.raises(ParallelError, match=f"the mode {mode.__name__} is active"):
                 call(prompt())
         with torch.device("cpu"):
             assert_agree(cut, whole, prompt())

@@ -1,4 +1,4 @@
-"""Configurations that need care to make a small copy; failures of a proof are reported in words."""
+"""Tests small copies of unusual configurations, and the messages of failed proofs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_speech_with_attention_weights_asked_for(groups, heads: int) -> None:
 
 
 def test_transformers_of_timm_are_made_shallow() -> None:
-    """Their size is part of a name. PE-Audio-Video has one, with 320M parameters."""
+    """The size of a timm transformer is part of its name. PE-Audio-Video has a timm transformer of 320M parameters."""
     config = PretrainedConfig()
     config.architecture, config.model_args = "vit_pe_core_large_patch14_336", {"drop_path_rate": 0.0}
     assert shrink(config).model_args == {"drop_path_rate": 0.0, "depth": 2}

@@ -1,4 +1,4 @@
-"""Programs in unusual processes are served, or refused in words at the start."""
+"""Tests that programs in unusual processes work, or get a clear error at the start."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_missing_proc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("modules", [["socket"], ["threading", "select"]])
 def test_patches_of_gevent_are_named(monkeypatch: pytest.MonkeyPatch, modules: list[str]) -> None:
-    """A stand-in for `gevent.monkey` with only `is_module_patched`."""
+    """The test replaces `gevent.monkey` by a stand-in with only `is_module_patched`."""
     monkeypatch.setitem(sys.modules, "gevent.monkey", Patched(modules))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedPlatformError, match=f"has replaced {', '.join(modules)} of"):
         placement.check_platform()

@@ -1,4 +1,4 @@
-"""A runner that reports the state its process keeps."""
+"""Provides a runner that reports the state that its process keeps."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from parallelformers_ng.worker.runner import ModelRunner
 
 class WatchedRunner(ModelRunner):
     def kept_steps(self) -> int:
-        """Return the number of remembered steps, with the configuration and tensors they refer to."""
+        """Return the number of recorded steps, and the configuration and tensors that these steps refer to."""
         return len(Step._latest)

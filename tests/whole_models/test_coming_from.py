@@ -1,4 +1,4 @@
-"""Every row of `docs/coming_from_others.md` has a check; a row without a check, or a check without a row, fails."""
+"""Checks every row of `docs/coming_from_others.md`; a row without a check, or a check without a row, fails."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def training_is_refused(tools: Tools) -> None:
 
 
 def quantizes(tools: Tools, scheme: str, bits: int) -> None:
-    """Check quantization of weights, and loading of such a checkpoint. Other formats: `test_formats.py`."""
+    """Check quantization of weights, and loading of a quantized checkpoint. `test_formats.py` tests other formats."""
     with tools.parallel(quantize=scheme) as model:
         assert model.shard_plan.bytes_whole < plan(llama(), 2).bytes_whole
     said = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True}

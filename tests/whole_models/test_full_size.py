@@ -1,4 +1,4 @@
-"""Cuts proven on tiny models apply at full size: real default configurations, planned on `meta`."""
+"""Tests that rules proven on tiny models apply at full size: real default configurations are planned on `meta`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_real_configurations_are_cut_evenly(model_type: str) -> None:
     ],
 )
 def test_twin_shows_every_kind_of_layer(cls: type, config: tf.PreTrainedConfig, kind: str) -> None:
-    """In some models every fourth layer has experts, or all but the first two: two layers would show none."""
+    """In some models every fourth layer has experts, or every layer after the first two. A twin of two layers would
+    have none."""
     twin = make_twin(cls, config).model
     layers = [m for m in twin.modules() if type(m).__name__ == kind]
     assert {any("experts" in name for name, _ in layer.named_modules()) for layer in layers} == {True, False}

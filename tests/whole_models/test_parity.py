@@ -1,4 +1,5 @@
-"""A parallelized model equals transformers in one process: forward, greedy tokens, and the model after its end."""
+"""Tests that a parallelized model equals transformers in one process: forward, greedy tokens, and the restored
+model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with trained weights say the same cut and whole."""
+"""Tests that models with trained weights generate the same text sharded and whole."""
 
 from __future__ import annotations
 

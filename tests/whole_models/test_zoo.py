@@ -1,4 +1,4 @@
-"""A slice of the zoo (`make zoo` runs all of it): model types of every kind, cut as `parallelize` cuts them."""
+"""Tests a part of the zoo (`make zoo` runs the whole): model types of every kind, sharded as `parallelize` does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_model_type_on_four_ranks_equals_whole(model_type: str) -> None:
     "model_type", ["llama", "t5", "opt", "speech_to_text", pytest.param("qwen2_moe", marks=pytest.mark.slow)]
 )
 def test_model_type_in_unproven_sizes_equals_whole(model_type: str) -> None:
-    """Six heads on three and five ranks, odd widths, one more layer."""
+    """The models have six heads on three and five ranks, odd widths, and one more layer than the twin."""
     for verdict in judge(model_type, (3, 5), varied=True):
         assert verdict["status"] == "equal", verdict
         assert verdict["share"] >= 0.8, verdict

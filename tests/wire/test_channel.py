@@ -1,4 +1,4 @@
-"""Frames on the control channel: their tensors and descriptors, seals, and waits that end."""
+"""Tests frames on the control channel: tensors, descriptors, seals, and deadlines of waits."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_idle_channel_sleeps_after_spinning(ends):
 
 
 def test_frame_in_parts_is_assembled(ends):
-    """Its descriptor arrives too, whatever part is there at the first poll."""
+    """The frame's descriptor arrives, too, for any part of the frame that is readable at the first poll."""
     file = os.memfd_create("test")
     os.write(file, b"content")
     packed = pack(FrameKind.EVENT, 1, encode([FileDescriptor(file), "x" * 500, torch.arange(9)]))

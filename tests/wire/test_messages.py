@@ -1,4 +1,4 @@
-"""Messages: every value arrives as it was, or is refused with its place named."""
+"""Tests messages: every value arrives unchanged, or raises an error that names its place."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_unpicklable_values_are_named_with_place():
 
 
 def test_functions_of_the_script_cross_by_value():
-    """Plain pickle stores their names only, and the receiver has another `__main__`."""
+    """Plain pickle stores only the names of such functions, and the receiver has another `__main__`."""
     seven = types.FunctionType((lambda: 7).__code__, {"__name__": "__main__"})
     seven.__module__ = "__main__"
     sys.modules["__main__"].seven = seven

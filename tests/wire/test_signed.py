@@ -1,4 +1,4 @@
-"""Connections between hosts: peers prove the key, and records are read only if signed."""
+"""Tests connections between hosts: peers prove that they know the key, and only signed records are read."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_frame_in_parts_survives_ended_waits(ends):
 def test_a_changed_record_is_not_read(ends, place):
     data = bytearray(bytes_sent(ends, "the value"))
     data[place] ^= 1
-    with pytest.raises(ProtocolError, match="not what the other host sent"):
+    with pytest.raises(ProtocolError, match="has a wrong signature"):
         fed(data, ends[1]).recv(time.monotonic() + PROMPTLY)
 
 
@@ -151,7 +151,7 @@ def test_caller_with_another_key_is_dropped(listener):
 
 
 def test_listener_with_another_key_is_refused():
-    """A listener that accepts anybody is detected as well."""
+    """The caller also detects a listener that accepts any key."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def pretend():
@@ -169,7 +169,7 @@ def test_listener_with_another_key_is_refused():
 
 
 def test_strangers_do_not_block_peers(listener):
-    """Strangers that say nothing, close, or send too few or wrong bytes."""
+    """The strangers send nothing, close the connection, or send too few or wrong bytes."""
     strangers = [socket.create_connection(listener.address) for _ in range(20)]
     for number, stranger in enumerate(strangers):
         if number % 3 == 1:
@@ -185,7 +185,8 @@ def test_strangers_do_not_block_peers(listener):
 
 
 def test_late_answer_is_heard_by_next_accept(listener, monkeypatch):
-    """Example: the agent of a node waits for the next group while the program computes for long."""
+    """An answer is late, for example, if a node's agent waits for the next group while the program computes for
+    long."""
     early = []
     connection = socket.create_connection(listener.address)
     with pytest.raises(RequestTimeoutError):  # the stranger is greeted, but has not answered yet

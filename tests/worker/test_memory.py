@@ -1,4 +1,4 @@
-"""Memory of each rank: bytes by device, and the tables for users."""
+"""Tests the memory report of each rank: bytes by device, and the tables for users."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_weight_bytes_are_known_without_reading_the_process(monkeypatch: pytest.
 
 @pytest.mark.parametrize("silent", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetMemoryInfo"])
 def test_devices_without_nvml_data_give_empty_totals(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of a device, or one closed by missing rights, causes no error."""
+    """A slice of a device, or a device that the user may not read, causes no error."""
 
     def refuse(*_: Any) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)

@@ -1,7 +1,7 @@
-"""Tiny models with every parameter random, and inputs for them. No downloads.
+"""Builds tiny models with random parameters, and their inputs, without downloads.
 
-Biases of zero and norms of one hide mistakes (a bias added on each rank, a norm applied twice), so after the
-constructor every floating-point parameter and persistent buffer is drawn anew.
+Biases of zero and norms of one hide mistakes: a bias added on each rank, a norm applied twice. So after the constructor
+every floating-point parameter and persistent buffer gets new random values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tiny models of the zoo, and the inputs of most of them."""
+"""Describes the tiny models of the zoo, and makes inputs for most of these models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 131  # a prime: no world size divides it
 
 @dataclass(frozen=True)
 class Case:
-    """One tiny model.
+    """A tiny model of the zoo.
 
     Attributes:
         name: name in test ids.

@@ -1,4 +1,4 @@
-"""All model types of the installed transformers, each with its most complete class."""
+"""Lists all model types of the installed transformers, each with its most complete class."""
 
 from __future__ import annotations
 

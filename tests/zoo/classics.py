@@ -1,4 +1,4 @@
-"""The encoders of 2018 to 2022 that are not in `encoders.py`."""
+"""Makes tiny encoders of 2018 to 2022 that are not in `encoders.py`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def squeezebert(**groups: int) -> PreTrainedModel:
 
 
 def box_inputs() -> dict[str, Any]:
-    """Return words with a box `x0, y0, x1, y1` each."""
+    """Return words; each word has a box `x0, y0, x1, y1`."""
     boxes = torch.randint(0, 30, (2, 7, 4), generator=torch.Generator().manual_seed(6)).sort(-1).values
     return {**text_inputs(), "bbox": boxes}
 
 
 def region_inputs() -> dict[str, Any]:
-    """Return words, and three regions of an image with twenty features and a box each."""
+    """Return words, and three regions of an image; each region has twenty features and a box."""
     generator = torch.Generator().manual_seed(7)
     return {
         **text_inputs(),
@@ -59,13 +59,13 @@ def visual_inputs() -> dict[str, Any]:
 
 
 def table_inputs() -> dict[str, Any]:
-    """Return tokens with seven types each: segment, column, row and ranks."""
+    """Return tokens; each token has seven types: segment, column, row and ranks."""
     types = torch.randint(0, 2, (2, 7, 7), generator=torch.Generator().manual_seed(8))
     return {**text_inputs(), "token_type_ids": types}
 
 
 def entity_inputs() -> dict[str, Any]:
-    """Return words, and two entities that span some of them."""
+    """Return words, and two entities that span some of the words."""
     spans = torch.full((2, 2, 7), -1)
     spans[:, 0, :2] = torch.tensor([1, 2])
     spans[:, 1, :1] = 4
@@ -83,7 +83,7 @@ def long_inputs(length: int = 40) -> dict[str, Any]:
 
 
 def global_inputs() -> dict[str, Any]:
-    """Return rows whose first token attends to everything; in the second row two more tokens do."""
+    """Return rows whose first token has global attention; in the second row two more tokens have global attention."""
     inputs = long_inputs(11)
     attends = torch.zeros(2, 11, dtype=torch.long)
     attends[:, 0] = 1

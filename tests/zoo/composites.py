@@ -1,4 +1,5 @@
-"""Encoder-decoders that are not in `seq2seq.py`, decoders of 2018 to 2020, and models composed of others."""
+"""Makes tiny encoder-decoders that are not in `seq2seq.py`, decoders of 2018 to 2020, and models composed of other
+models."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def funnel_inputs() -> dict[str, Any]:
 
 
 def reformer(head: str = "ModelWithLMHead", heads: int = 6, **options: Any) -> PreTrainedModel:
-    """Return a model whose layers attend to chunks and to buckets in turn."""
+    """Return a model whose layers attend, in turn, to chunks and to hash buckets."""
     settings = {
         "attn_layers": ["local", "lsh"], "hash_seed": 3, "is_decoder": True, "lsh_attn_chunk_length": 8,
         "local_attn_chunk_length": 4, "num_buckets": 4, "num_hashes": 2, **options,

@@ -1,4 +1,4 @@
-"""Text decoders."""
+"""Makes tiny text decoders."""
 
 from __future__ import annotations
 

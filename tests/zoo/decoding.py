@@ -1,4 +1,4 @@
-"""Generation in several ways: greedy, with beams, and sampled with a seed."""
+"""Generates in several ways: greedy, with beams, and sampled with a seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(twin: Twin, model: Any, decodings: set[str] | None = None) -> dict[
     """Return the tokens of `model` by way of decoding.
 
     Args:
-        twin: twin whose inputs are the prompts.
+        twin: twin that provides the prompts.
         model: the twin's model, or a rank's share of it.
         decodings: names of the ways; None tries all, and keeps the ways in which `model` generates.
     """
@@ -54,8 +54,8 @@ def _decode(model: Any, inputs: dict[str, Any], way: dict[str, Any]) -> Any:
 
 @contextmanager
 def draws_of_each_thread() -> Iterator[None]:
-    """Let each thread sample from its own generator within the block: ranks are threads here, and torch has one
-    generator for all."""
+    """Let each thread sample from its own generator within the block, because ranks are threads, and torch has one
+    generator for all threads."""
     multinomial = torch.multinomial
 
     def draw(input: torch.Tensor, num_samples: int, replacement: bool = False) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Text encoders, some of which can also be decoders."""
+"""Makes tiny text encoders; some of these models can also be decoders."""
 
 from __future__ import annotations
 

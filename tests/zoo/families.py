@@ -1,4 +1,4 @@
-"""The tiny models of the written policies, of all modalities."""
+"""Lists the tiny models of all written policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of model types' real default configurations, on `meta`, without weights."""
+"""Plans model types' real default configurations, on `meta`, without weights."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def measure(model_type: str, world_sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def build(model_type: str) -> PreTrainedModel:
-    """Return the model of a type's default configuration on `meta`; if that cannot be built, with the necessary
-    settings."""
+    """Return the model of a type's default configuration on `meta`. If transformers cannot build that model, the
+    configuration gets the necessary settings."""
     try:
         return empty_model(model_type)
     except Exception as error:  # any modelling code may run here

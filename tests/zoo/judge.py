@@ -85,7 +85,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
 
 
 def _twin(model_type: str, varied: bool) -> Twin:
-    """Return a twin of the type's first class that can be built; some classes need missing packages."""
+    """Return a twin of the first class of the type that can be built, because some classes need missing packages."""
     config = configuration(model_type, CONFIG_MAPPING_NAMES[model_type])
     problems = []
     for name in classes_of(model_type):

@@ -1,4 +1,4 @@
-"""Newer models of images, sound or series."""
+"""Makes tiny newer models of images, sound or time series."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that some default configurations need to be built, and the default configurations of all other types."""
+"""Makes default configurations, with the settings that some of them need to be built."""
 
 from __future__ import annotations
 

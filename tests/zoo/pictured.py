@@ -1,4 +1,4 @@
-"""Text decoders that share weights between parts, or read images with another decoder."""
+"""Makes tiny text decoders that share weights between parts, or read images with another decoder."""
 
 from __future__ import annotations
 

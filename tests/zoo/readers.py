@@ -1,4 +1,4 @@
-"""Text decoders that read images."""
+"""Makes tiny text decoders that read images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def image_text_inputs(count: int, rows: int = 2, size: int = 16, **more: Any) ->
 
 
 def patch_inputs(channels: int, temporal: int = 2, patch: int = 4) -> dict[str, Any]:
-    """Return one image of four by four patches per row, laid out flat; four patches make a token."""
+    """Return one image per row, as a flat list of four by four patches; four patches make a token."""
     inputs = image_text_inputs(4)
     flat = torch.randn(32, channels * temporal * patch * patch, generator=torch.Generator().manual_seed(3))
     kinds = (inputs["input_ids"] == IMAGE_TOKEN).long()
@@ -114,7 +114,7 @@ def idefics_1() -> PreTrainedModel:
 
 
 def idefics_1_inputs() -> dict[str, Any]:
-    """Return rows that attend to one image from their third token on."""
+    """Return rows in which the third token and all later tokens attend to an image."""
     seen = torch.zeros(2, 7, 1, dtype=torch.long)
     seen[:, 2:] = 1
     return {**several_images(0), "input_ids": token_ids(), "attention_mask": torch.ones(2, 7, dtype=torch.long),

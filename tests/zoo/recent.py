@@ -1,4 +1,4 @@
-"""Newer text decoders: latent attention, delta nets, routed experts beside shared ones."""
+"""Makes tiny newer text decoders: latent attention, delta nets, routed experts with shared experts."""
 
 from __future__ import annotations
 

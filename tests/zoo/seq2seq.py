@@ -1,4 +1,4 @@
-"""Text encoder-decoders."""
+"""Makes tiny text encoder-decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks whether calls of a model type share a batch: by `batching/batch_proof.py`, then on another twin."""
+"""Checks whether calls of a model type share a batch, first by `batching/batch_proof.py`, then on another twin."""
 
 from __future__ import annotations
 

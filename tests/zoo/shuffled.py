@@ -1,4 +1,4 @@
-"""A model whose attention packs its heads in an order that no rule knows."""
+"""Makes a model whose attention packs its heads in an order that no rule knows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
 class ShuffledAttention(nn.Module):
-    """An attention in which each query head reads the keys of the next one."""
+    """An attention in which each query head reads the keys of the next head."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Text decoders with state-space or other recurrent layers, alone or among attention layers."""
+"""Makes tiny text decoders with state-space or other recurrent layers, with or without attention layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HYBRID = {
 
 
 def recurrent(family: str, layers: int = 2, **options: Any) -> PreTrainedModel:
-    """Return a decoder of `family` ("Mamba", "Jamba", …), 48 wide."""
+    """Return a decoder of `family` ("Mamba", "Jamba", …) with a hidden size of 48."""
     settings = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": layers, **SPECIAL_IDS, **options}
     cls = getattr(tf, f"{family}ForCausalLM")
     config = getattr(tf, f"{family}Config")(**settings)
@@ -46,7 +46,7 @@ def nemotron_h() -> PreTrainedModel:
 
 
 def zamba2(**options: Any) -> PreTrainedModel:
-    """Return a model with two attention blocks that alternate in three layers."""
+    """Return a model of three layers in which two shared attention blocks alternate."""
     return recurrent(
         "Zamba2", 5, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "hybrid"], num_mem_blocks=2,
         n_mamba_heads=6, mamba_headdim=16, mamba_ngroups=1, mamba_d_state=8, chunk_size=4, intermediate_size=74,

@@ -1,7 +1,6 @@
-"""Models of other sizes than a proof's twins: six heads on three key/value heads, odd widths, one more layer, other
-seeds.
+"""Makes models of other sizes than a proof's twins: six heads on three key/value heads, odd widths, one more layer.
 
-Results proven on a twin must hold for these models, too.
+The seeds differ, too. Results proven on a twin must hold for models of these sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ def _variations(config: PreTrainedConfig, shapes: Shapes) -> Iterator[PreTrained
 
 
 def _vary_heads(config: PreTrainedConfig) -> bool:
-    """Set six query heads, on three key/value heads if they were shared; adapt dependent widths everywhere."""
+    """Set six query heads, and three key/value heads if query heads share key/value heads; adapt all dependent
+    widths."""
     parts = list(parts_of(config))
     widths: dict[int, int] = {}
     changed = False

@@ -1,4 +1,4 @@
-"""Models of images and sound, alone or beside text."""
+"""Makes tiny models of images and sound, with or without text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spectrogram_inputs() -> dict[str, Any]:
 
 
 def sound_inputs() -> dict[str, Any]:
-    """Return two rows of samples, the second shorter."""
+    """Return two rows of samples; the second row is shorter."""
     mask = torch.ones(2, 400, dtype=torch.long)
     mask[1, 300:] = 0
     return {"input_values": torch.randn(2, 400, generator=torch.Generator().manual_seed(5)), "attention_mask": mask}
@@ -44,7 +44,7 @@ def vit() -> PreTrainedModel:
 
 
 def clip(family: str = "CLIP", vision_heads: int = 5, **options: Any) -> PreTrainedModel:
-    """Return a model with two towers; `options` go to their joint configuration."""
+    """Return a model with two towers; `options` are passed to the joint configuration."""
     special_ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     text = {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 16, **special_ids}
     vision = {**IMAGES, **TOWER, "hidden_size": 8 * vision_heads, "num_attention_heads": vision_heads}

@@ -1,7 +1,7 @@
-"""A process that judges the model types named on standard input, one per line, and answers with one line of JSON each.
+"""Judges the model types that it reads from standard input, one per line, and prints one line of JSON for each type.
 
-With `full`, it plans their default configurations instead; with `shares`, it checks whether their calls share a batch.
-The process is separate, so that a crash or a hang costs one model type only.
+With `full`, the program plans default configurations instead; with `shares`, it checks whether calls share a batch. The
+program runs in a separate process, so that a crash or a hang costs only one model type.
 """
 
 from __future__ import annotations

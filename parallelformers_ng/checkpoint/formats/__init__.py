@@ -1,1 +1,1 @@
-"""Checkpoints that are quantized already: what their names and numbers mean, library by library."""
+"""Reads quantized checkpoints: one module for the tensor names and number formats of each library."""

@@ -1,5 +1,5 @@
-"""The format of bitsandbytes: 8-bit integers with the largest number of each row, or 4-bit codes with the largest
-number of each block. Blocks run on over rows."""
+"""Reads the formats of bitsandbytes: 8-bit integers with the largest absolute weight of each row, and 4-bit codes with
+the largest absolute weight of each block. A block may continue from one row to the next."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parallelformers_ng.sharding.encoding import Encoding
 
 _STATE = ".quant_state.bitsandbytes__"
 _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-"""Data types that 4-bit codes are stored as, whatever they mean."""
+"""Possible data types of the tensors with 4-bit codes; only the bytes matter."""
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
-    """Read `weight` with `SCB`, or `weight` with `weight.absmax` and a description of its codes."""
+    """Return name → node of the weights: 8-bit weights with `SCB`, and 4-bit weights with `weight.absmax`."""
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
         weights[f"{path}.weight"] = _in_8_bits(stored, path)
@@ -40,7 +40,7 @@ def _in_8_bits(stored: StoredTensors, path: str) -> Node:
     largest: Any = LazyTensor(stored.take(f"{path}.SCB", name, FLOATS, values.shape[:1]))
     layout = stored.maybe(f"{path}.weight_format", (torch.uint8,), ())
     if layout is not None and (number := int(read(layout, {}))) != 0:
-        raise stored.unread(f"has {name} in the order of a GPU's kernels ({number})")
+        raise stored.unread(f"stores {name} in a layout for GPU kernels (weight_format {number}, not 0)")
     scales = largest.to(torch.float32).unsqueeze(1) / 127
     if name not in stored.transposed:
         return Decoded(values.shape, stored.dtype, Encoding("int8", -1, values.shape[1]), (values, scales.node))
@@ -50,19 +50,23 @@ def _in_8_bits(stored: StoredTensors, path: str) -> Node:
 
 
 def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
-    said = _state(stored, f"{name}{_STATE}{kind}", name)
+    description = _state(stored, f"{name}{_STATE}{kind}", name)
     try:
-        shape, block = tuple(map(int, said["shape"])), int(said["blocksize"])
-        nested = (int(said["nested_blocksize"]), float(said["nested_offset"])) if "nested_blocksize" in said else None
+        shape, block = tuple(map(int, description["shape"])), int(description["blocksize"])
+        nested = (
+            (int(description["nested_blocksize"]), float(description["nested_offset"]))
+            if "nested_blocksize" in description
+            else None
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise stored.damaged(f"{name}{_STATE}{kind} is {said}, without a {error}") from error
-    if len(shape) != 2 or block < 1 or said.get("quant_type") != kind or (nested and nested[0] < 1):
-        raise stored.damaged(f"{name}{_STATE}{kind} says {said}")
+        raise stored.damaged(f"{name}{_STATE}{kind} is {description}; it has no valid {error}") from error
+    if len(shape) != 2 or block < 1 or description.get("quant_type") != kind or (nested and nested[0] < 1):
+        raise stored.damaged(f"{name}{_STATE}{kind} is {description}, which is invalid")
     count = shape[0] * shape[1]
     packed: Any = LazyTensor(stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1)))
     words = packed.flatten() if packed.dtype is torch.uint8 else packed.flatten().view(torch.uint8)
     if words.shape[0] != -(-count // 2):
-        raise stored.damaged(f"{name} has {words.shape[0]} bytes, and {list(shape)} in 4 bits needs {-(-count // 2)}")
+        raise stored.damaged(f"{name} has {words.shape[0]} bytes; {list(shape)} in 4 bits needs {-(-count // 2)} bytes")
     blocks = -(-count // block)
     if nested is None:
         scales = stored.take(f"{name}.absmax", name, FLOATS, (blocks,))
@@ -74,7 +78,7 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
         scales = Scaled((blocks,), torch.float32, levels, large, (nested[0],), offset=nested[1])
     table = _table(stored, f"{name}.quant_map", name, 16)
     numbers = Unpacked((count,), torch.float32, words.node, 4, 0, (1, 0), table)
-    stored.reasons[name] = f"it is codes of {kind}"
+    stored.reasons[name] = f"it is stored as {kind} codes"
     weight = Flat(shape, stored.dtype, Scaled((count,), torch.float32, numbers, scales, (block,)))
     turned: Any = LazyTensor(weight)
     return turned.transpose(0, 1).node if name in stored.transposed else weight
@@ -83,14 +87,14 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
 def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
     text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
     try:
-        said = json.loads(text)
+        description = json.loads(text)
     except ValueError as error:
         raise stored.damaged(f"{key} cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise stored.damaged(f"{key} is {said}; it takes a table")
-    return said
+    if not isinstance(description, dict):
+        raise stored.damaged(f"{key} is {description}, not a JSON object")
+    return description
 
 
 def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:
-    """Return the value of each code."""
+    """Return the table of code values, float32 `[size]`."""
     return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

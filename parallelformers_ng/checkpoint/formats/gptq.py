@@ -1,4 +1,7 @@
-"""GPTQ and AWQ: `qweight`, `qzeros` and `scales` of a layer, inputs first, integers packed in words of 32 bits."""
+"""Reads the formats of GPTQ and AWQ: tensors `qweight`, `qzeros` and `scales` per layer, with the inputs first.
+
+Several integers are packed in each word of 32 bits.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,25 @@ from parallelformers_ng.checkpoint.nodes import Node
 
 _WORDS = (torch.int32,)
 _TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of each of eight outputs of AWQ."""
+"""Position in a word of each of eight consecutive outputs in AWQ's format."""
 
 
 def gptq(stored: StoredTensors) -> dict[str, Node]:
-    """Integers are packed along inputs, zero points along outputs, and `g_idx` has the group of each input.
+    """Return name → node of the GPTQ weights.
 
-    A zero point is stored less 1, but for `checkpoint_format` gptq_v2 (github.com/ModelCloud/GPTQModel).
+    Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
+    stored zero point is the real zero point minus 1, except in format gptq_v2 (github.com/ModelCloud/GPTQModel).
     """
-    said = stored.quantization
-    kind = said.get("checkpoint_format") or said.get("format") or "gptq"
-    if kind not in ("gptq", "gptq_v2") or said.get("is_marlin_format") or said.get("pack_dtype", "int32") != "int32":
-        raise stored.unread(f"is in GPTQ's format {kind}, and gptq and gptq_v2 in words of 32 bits can be read; it")
-    if said.get("dynamic"):
-        raise stored.unread("says other bits for some layers (dynamic)")
+    settings = stored.quantization
+    kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if (
+        kind not in ("gptq", "gptq_v2")
+        or settings.get("is_marlin_format")
+        or settings.get("pack_dtype", "int32") != "int32"
+    ):
+        raise stored.unread(f"has GPTQ's format {kind}; only gptq and gptq_v2 with int32 words can be read")
+    if settings.get("dynamic"):
+        raise stored.unread("has different settings for some layers (dynamic)")
     bits = _bits(stored, (2, 4, 8))
     table, points_of = _levels(bits), _levels(bits).roll(-1 if kind == "gptq" else 0)
     places, weights = in_order(torch.int32, bits), {}
@@ -50,10 +58,13 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def awq(stored: StoredTensors) -> dict[str, Node]:
-    """Integers and zero points are packed along outputs, eight in a word, in an order of their own (AutoAWQ's gemm)."""
+    """Return name → node of the AWQ weights in AutoAWQ's gemm format.
+
+    Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`.
+    """
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":
-        raise stored.unread(f"is in AWQ's format {kind}, and gemm can be read; it")
+        raise stored.unread(f"has AWQ's format {kind}; only gemm can be read")
     bits, weights = _bits(stored, (4,)), {}
     table = _levels(bits)
     for path in stored.ending_with(".qweight"):
@@ -70,28 +81,30 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _levels(bits: int) -> torch.Tensor:
-    """Table of numbers of so many bits: the number less half of their count. Zero points are stored so, and most
-    become 0."""
+    """Return the value of each code of `bits` bits: the code minus 2^(bits − 1), int8.
+
+    Zero points use the same table, so the usual zero point becomes 0.
+    """
     return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 
 def _bits(stored: StoredTensors, known: tuple[int, ...]) -> int:
     bits = stored.quantization.get("bits", stored.quantization.get("w_bit"))
     if bits not in known:
-        raise stored.unread(f"says bits={bits}, and {', '.join(map(str, known))} can be read; it")
+        raise stored.unread(f"has bits={bits}; only {', '.join(map(str, known))} can be read")
     return bits
 
 
 def _group(stored: StoredTensors, inputs: int) -> int:
-    """Return how many inputs share a scale; -1 stands for all."""
+    """Return the number of inputs that share a scale; a configured size of -1 means all `inputs`."""
     size = stored.quantization.get("group_size", stored.quantization.get("q_group_size", 128))
     if not isinstance(size, int) or size < -1 or size == 0:
-        raise stored.damaged(f"its configuration says group_size is {size}; it takes a number, or -1 for all inputs")
+        raise stored.damaged(f"group_size in its configuration is {size}; it must be at least 1, or -1 for all inputs")
     return inputs if size == -1 else size
 
 
 def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
-    """Return the name of a weight, its words, the words of its zero points, and its scales."""
+    """Return the name of a layer's weight, and the nodes of its words, its zero points and its scales."""
     name = f"{path}.weight"
     if name in stored.state:
         raise stored.damaged(f"it has both {name} and {path}.qweight")
@@ -101,6 +114,6 @@ def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
 
 
 def _turned(stored: StoredTensors, name: str, node: Node) -> Node:
-    """Outputs first, as linear layers have them."""
+    """Transpose a weight to outputs first, the order of linear layers; weights of `Conv1D` stay inputs first."""
     weight: Any = LazyTensor(node)
     return node if name in stored.transposed else weight.transpose(0, 1).node

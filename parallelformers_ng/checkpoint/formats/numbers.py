@@ -1,6 +1,6 @@
-"""Weights as libraries store them, in high precision again: each part of one from the parts that it takes.
+"""Nodes that compute parts of weights in high precision from the quantized numbers of other libraries.
 
-w = (q − z) · s + c        q: numbers of a few bits, z and s: one for each block of them, c: a constant
+w = (q − z) · s + c        q: numbers of a few bits, z and s: zero point and scale of a block, c: a constant
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
 _NUMBERS = 1 << 21
-"""Numbers of a weight that are computed at a time."""
+"""Largest number of elements of a weight that are computed at the same time."""
 
 Blocks = int | Tensor
-"""Which block numbers along one dimension belong to: so many in a row to each, or of each number the block."""
+"""Blocks along one dimension: the size of each block, or a tensor with the block number of each index."""
 
 
 @dataclass(eq=False)
 class ByLines(Computed):
-    """A tensor that is computed some lines of its first dimension at a time."""
+    """A tensor that is computed a few rows (indices of its first dimension) at a time."""
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         shape = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(self.shape)]
@@ -42,19 +42,18 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """Return a part that has one range along the first dimension, in any data type that has its numbers."""
+        """Return a part with one range along the first dimension, in any data type that is exact for its values."""
 
 
 @dataclass(eq=False)
 class Scaled(ByLines):
-    """Numbers in blocks.
+    """A weight in high precision: w = (values − zeros) · scales + offset, with one scale per block.
 
     Attributes:
-        values: q.
-        scales: s, as many along each dimension as there are blocks.
-        blocks: for each dimension.
-        zeros: z, as many as scales; None for 0.
-        offset: c.
+        values: quantized numbers, in the shape of the weight.
+        scales: one scale per block along each dimension.
+        blocks: blocks along each dimension.
+        zeros: zero points, in the shape of the scales; None for 0.
     """
 
     values: Node
@@ -75,9 +74,9 @@ class Scaled(ByLines):
         return numbers + self.offset if self.offset else numbers
 
     def _spread(self, node: Node, cut: Cut, rank: int | None) -> Tensor:
-        """Return the shared figure for each number of a cut; one if all share one."""
+        """Return the scale or zero point of each number of a part, or a tensor that broadcasts to the part."""
         below: Cut = {}
-        taken: list[tuple[int, Tensor]] = []
+        block_indices: list[tuple[int, Tensor]] = []
         for dim, (size, block) in enumerate(zip(self.shape, self.blocks, strict=True)):
             ranges = cut.get(dim, ((0, size),))
             if isinstance(block, int) and block == 1:
@@ -87,19 +86,19 @@ class Scaled(ByLines):
                 group = numbers // block if isinstance(block, int) else block[numbers]
                 first = int(group.min())
                 below[dim] = ((first, int(group.max()) + 1),)
-                taken.append((dim, group - first))
+                block_indices.append((dim, group - first))
         part = read(node, below, rank).float()
-        for dim, index in taken:
+        for dim, index in block_indices:
             part = part.index_select(dim, index)
         return part
 
 
 @dataclass(eq=False)
 class Flat(ByLines):
-    """A matrix whose numbers lie one after another, row by row.
+    """A matrix that is stored row by row in one dimension.
 
     Attributes:
-        numbers: them, in one dimension.
+        numbers: elements of the matrix, `[rows · columns]`.
     """
 
     numbers: Node
@@ -117,14 +116,14 @@ class Flat(ByLines):
 
 @dataclass(eq=False)
 class Unpacked(Computed):
-    """Numbers that lie in words, several in each, side by side along one dimension.
+    """Numbers that are packed in words, several consecutive numbers along one dimension in each word.
 
     Attributes:
         words: stored words.
         bits: bits of a number.
-        dim: along which words hold several.
-        places: positions of the numbers within a word, lowest bits first.
-        table: value of each number; None for the number itself.
+        dim: dimension of consecutive numbers in a word.
+        places: position in the word of each consecutive number; position 0 is the lowest bits.
+        table: value of each code; None if the code is the value.
     """
 
     words: Node
@@ -153,11 +152,11 @@ class Unpacked(Computed):
 
 @dataclass(eq=False)
 class Pairs(ByLines):
-    """Integers from -8 to 7, two in a byte along one dimension, as `Encoding` has them.
+    """4-bit integers that are packed two in a byte along one dimension, in the int4 format of `Encoding`.
 
     Attributes:
-        values: them.
-        dim: along which they lie in pairs.
+        values: integers from -8 to 7, not packed.
+        dim: dimension along which two integers share a byte.
         name: name of the weight, for errors.
     """
 
@@ -175,7 +174,7 @@ class Pairs(ByLines):
         values = read(self.values, wide, rank).to(torch.int8)
         if values.numel() and not -8 <= int(values.min()) <= int(values.max()) <= 7:
             raise CheckpointError(
-                f"{self.name} is damaged: it has {int(values.min())} to {int(values.max())}, more than 4 bits hold"
+                f"{self.name} is damaged: its values are {int(values.min())} to {int(values.max())}, not -8 to 7"
             )
         first, second = values.unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)
         return (first & 15 | second << 4).view(torch.uint8)
@@ -183,12 +182,12 @@ class Pairs(ByLines):
 
 @dataclass(eq=False)
 class Repeated(Computed):
-    """A tensor whose lines along one dimension are each there several times.
+    """A tensor that repeats each index of another tensor along one dimension.
 
     Attributes:
-        each: them.
-        dim: the dimension of the groups.
-        times: how often; the last ones less often where `shape` says so.
+        each: the other tensor.
+        dim: dimension along which indices are repeated.
+        times: number of repetitions of an index; the last index has fewer if `shape` ends earlier.
     """
 
     each: Node
@@ -207,7 +206,7 @@ class Repeated(Computed):
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """Return the positions of numbers in a word, the first in the lowest bits."""
+    """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
 
 

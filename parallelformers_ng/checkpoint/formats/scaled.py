@@ -1,4 +1,4 @@
-"""8-bit floats of DeepSeek, 4-bit floats of gpt-oss, and what compressed-tensors writes: numbers in blocks."""
+"""Reads formats with one scale per block: DeepSeek's 8-bit floats, gpt-oss's 4-bit floats, and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 
 _POWERS = torch.float8_e8m0fnu
-"""Powers of two: 8 bits of exponent and no other."""
+"""Data type of powers of two: 8 bits of exponent, no sign and no mantissa."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])
 
 
 def fp8(stored: StoredTensors) -> dict[str, Node]:
-    """DeepSeek's: `weight` in 8-bit floats, `weight_scale_inv` with a scale for each block."""
-    said = stored.quantization.get("weight_block_size")
-    if said is not None and not (len(said) == 2 and all(isinstance(size, int) and size > 0 for size in said)):
-        raise stored.damaged(f"its configuration says weight_block_size is {said}; it takes two numbers, above 0")
+    """Return name → node of the weights in DeepSeek's format.
+
+    `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block.
+    """
+    block_size = stored.quantization.get("weight_block_size")
+    if block_size is not None and not (
+        len(block_size) == 2 and all(isinstance(size, int) and size > 0 for size in block_size)
+    ):
+        raise stored.damaged(
+            f"weight_block_size in its configuration is {block_size}; it must be two integers, each at least 1"
+        )
     weights = {}
     for name in stored.ending_with("_scale_inv"):
         scales = stored.take(f"{name}_scale_inv", name, (*FLOATS, _POWERS))
         values = stored.take(name, f"{name}_scale_inv", FP8)
         one = max(scales.shape, default=1) == 1
-        blocks = None if said is None or one else ((1,) * (len(values.shape) - 2) + tuple(said))
+        blocks = None if block_size is None or one else ((1,) * (len(values.shape) - 2) + tuple(block_size))
         weights[name] = stored.scaled(name, values, scales, blocks)
         stored.drop(f"{name.removesuffix('.weight')}.activation_scale", f"{name}_activation_scale")
     stored.refuse_without_scales(FP8, "_scale_inv")
@@ -37,7 +44,10 @@ def fp8(stored: StoredTensors) -> dict[str, Node]:
 
 
 def mxfp4(stored: StoredTensors) -> dict[str, Node]:
-    """gpt-oss's: `…_blocks`, two numbers in a byte and 32 in a block, `…_scales` with the exponent of each."""
+    """Return name → node of the weights in gpt-oss's format.
+
+    `…_blocks` has two 4-bit floats in each byte and 32 floats in each block. `…_scales` has the exponent of each block.
+    """
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
         values = stored.take(f"{name}_blocks", name, (torch.uint8,))
@@ -47,7 +57,7 @@ def mxfp4(stored: StoredTensors) -> dict[str, Node]:
         exponents: Any = LazyTensor(scales).view(_POWERS)
         dim, shape = len(words.shape) - 1, (*words.shape[:-1], words.shape[-1] * 2)
         codes = Unpacked(shape, torch.float32, words.node, 4, dim, (0, 1), _E2M1)
-        stored.reasons[name] = "it is 4-bit floats"
+        stored.reasons[name] = "it is stored as 4-bit floats"
         weight: Any = LazyTensor(Scaled(shape, stored.dtype, codes, exponents.node, (*(1,) * dim, 32)))
         weights[name] = weight.transpose(-1, -2).node
     stored.refuse_left(["_scales"])
@@ -58,8 +68,11 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 
 
 def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
-    """`weight` in 8 bits or `weight_packed` in fewer, with `weight_scale`, and for some `weight_zero_point` and
-    `weight_g_idx`, the group of each input."""
+    """Return name → node of the weights in compressed-tensors' formats.
+
+    A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
+    `weight_g_idx`, the group of each input.
+    """
     groups = _groups(stored)
     weights = {}
     for path in stored.ending_with(".weight_scale"):
@@ -90,34 +103,40 @@ _OF_ACTIVATIONS = tuple(
 
 
 def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
-    """Return the configuration of the weights for each group of layers."""
-    said = stored.quantization
-    if any((said.get("transform_config") or {}).get("config_groups") or {}):
-        raise stored.unread("has a transform_config, by which activations are transformed, too")
-    if (said.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise stored.unread(f"is sparse ({said['sparsity_config']['format']})")
-    groups = list((said.get("config_groups") or {}).values())
+    """Return the weight settings of each group of layers in the configuration."""
+    settings = stored.quantization
+    if any((settings.get("transform_config") or {}).get("config_groups") or {}):
+        raise stored.unread("has a transform_config, which also transforms activations")
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise stored.unread(f"is sparse ({settings['sparsity_config']['format']})")
+    groups = list((settings.get("config_groups") or {}).values())
     for group in groups:
-        kind = group.get("format") or said.get("format")
+        kind = group.get("format") or settings.get("format")
         if kind not in _FORMATS:
-            raise stored.unread(f"is in compressed-tensors' format {kind}, and {', '.join(_FORMATS)} can be read; it")
+            raise stored.unread(f"has compressed-tensors' format {kind}; only {', '.join(_FORMATS)} can be read")
     weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
     if not weights:
-        raise stored.damaged("its configuration has no config_groups that say how weights are quantized")
+        raise stored.damaged("its configuration has no config_groups with settings of weights")
     return weights
 
 
 def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]]) -> tuple[Node, Node | None, int]:
-    """Integers and zero points in words, each stored larger by half of what there are; and the bits of one."""
+    """Return a packed weight's integers, its zero points (None without zero points), and its bits per integer.
+
+    A packed code of b bits is the integer plus 2^(b − 1).
+    """
     words = stored.take(f"{name}_packed", name, (torch.int32,), (None, None))
     shape = tuple(read(stored.take(f"{name}_shape", name, INTEGERS, (2,)), {}).tolist())
-    said = {int(group.get("num_bits") or 0) for group in groups}
-    fitting = [bits for bits in (2, 4, 8) if bits in said and words.shape == (shape[0], -(-shape[1] * bits // 32))]
+    bit_widths = {int(group.get("num_bits") or 0) for group in groups}
+    fitting = [
+        bits for bits in (2, 4, 8) if bits in bit_widths and words.shape == (shape[0], -(-shape[1] * bits // 32))
+    ]
     if not fitting:
-        if not said & {2, 4, 8}:
-            raise stored.unread(f"packs {name} in {', '.join(map(str, said))} bits, and 2, 4 or 8 can be read; it")
+        if not bit_widths & {2, 4, 8}:
+            raise stored.unread(f"packs {name} in {', '.join(map(str, bit_widths))} bits; only 2, 4 or 8 can be read")
         raise stored.damaged(
-            f"{name}_packed is {list(words.shape)}, and {name}_shape says {list(shape)}, in {sorted(said)} bits"
+            f"the shape of {name}_packed is {list(words.shape)}, which does not fit {name}_shape {list(shape)} in"
+            f" {sorted(bit_widths)} bits"
         )
     bits = fitting[0]
     places, table = in_order(words.dtype, bits), torch.arange(1 << bits, dtype=torch.int16) - (1 << bits - 1)
@@ -132,7 +151,7 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
 def _blocks(
     stored: StoredTensors, name: str, shape: Sequence[int], scales: Sequence[int], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Blocks, ...]:
-    """Return the size of the blocks of a weight, from the number of its scales."""
+    """Return the block sizes of a weight, from the first group of layers whose block sizes fit the number of scales."""
     last, rest = shape[-1], (1,) * (len(shape) - 1)
     for group in groups:
         strategy, size = group.get("strategy"), group.get("group_size")
@@ -150,5 +169,5 @@ def _blocks(
         if one or [-(-n // block) for n, block in zip(shape, blocks, strict=True)] == list(scales):
             return blocks
     raise stored.damaged(
-        f"the scales of {name} {list(shape)} are {list(scales)}, and no group of the configuration has such"
+        f"the shape of the scales of {name} {list(shape)} is {list(scales)}, which fits no group of the configuration"
     )

@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint. Each is taken away once it is understood; leftovers are refused."""
+"""Tensors of a quantized checkpoint, checked one by one. A format reader takes each tensor; leftovers are an error."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class StoredTensors:
-    """The stored tensors, by name.
+    """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
     Args:
-        state: all of it.
-        quantization: the configuration of the quantization.
-        where: the checkpoint, for errors.
-        dtype: the data type of weights in high precision.
-        plain: builds the model that the weights are for, on `meta`, or has it.
-        header: text about tensors, name → text; None: the text in the files.
-        dequantize: whether ranks may hold in high precision what no kernel reads.
+        state: name → tensor, for all stored tensors.
+        quantization: quantization configuration of the checkpoint.
+        where: name of the checkpoint, for errors.
+        dtype: data type of weights in high precision.
+        plain: function that returns the model for the weights.
+        header: name → text about tensors; None for the text in the files.
+        dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Attributes:
-        reasons: why weights are not held as they are stored, by name.
+        reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class StoredTensors:
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of weights that libraries store transposed: those of `Conv1D`, which multiplies from the other side.
-        They may be saved with or without the name of the part without the head."""
+        """Names of the weights of `Conv1D` layers, which have inputs first.
+
+        The set has each name with and without the prefix of the base model, because checkpoints use either.
+        """
         model = self._plain()
         prefix = f"{model.base_model_prefix}."
         kinds = {path: getattr(module, "source_cls", type(module)) for path, module in model.named_modules()}
@@ -70,39 +72,40 @@ class StoredTensors:
         return frozenset(names | {name.removeprefix(prefix) for name in names} | {prefix + name for name in names})
 
     def ending_with(self, ending: str) -> list[str]:
-        """Return the names with that ending, without it."""
+        """Return the names of tensors that end with `ending`, with that ending removed."""
         return [name.removesuffix(ending) for name in self.state if name.endswith(ending)]
 
     def take(
         self, name: str, of: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None
     ) -> Node:
-        """Return the tensor of a name, without which the weight `of` cannot be read.
+        """Remove a required tensor from `state`, and return its node.
 
         Args:
-            dtypes: data types that it may have.
-            shape: required shape, None for any number.
+            of: name of the weight that needs the tensor, for the error.
+            dtypes: allowed data types.
+            shape: required shape, with None for any size; None for any shape.
 
         Raises:
-            CheckpointError: it is not there, or is something else.
+            CheckpointError: the tensor is missing, or has a wrong data type or shape.
         """
         if name not in self.state:
-            raise self.damaged(f"{name} is missing, without which {of} cannot be read")
+            raise self.damaged(f"{name} is missing; {of} cannot be read without it")
         node = self.state.pop(name).node
         if node.dtype not in dtypes:
-            raise self.damaged(f"{name} is {node.dtype}; it takes {' or '.join(map(str, dtypes))}")
+            raise self.damaged(f"{name} is {node.dtype}; it must be {' or '.join(map(str, dtypes))}")
         if shape is not None:
             self.check(name, node, shape)
         return node
 
     def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
-        """`take` of what need not be there."""
+        """Remove an optional tensor from `state`, and return its node; None without such a tensor."""
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
     def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
-        """Raise for another shape."""
+        """Raise CheckpointError if a tensor does not have the shape `shape`, with None for any size."""
         if len(node.shape) != len(shape) or any(s not in (None, n) for n, s in zip(node.shape, shape, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            raise self.damaged(f"{name} is {list(node.shape)}, and what it belongs to needs [{wanted}]")
+            raise self.damaged(f"the shape of {name} is {list(node.shape)}; it must be [{wanted}]")
 
     def drop(self, *names: str) -> None:
         for name in names:
@@ -112,19 +115,20 @@ class StoredTensors:
         return CheckpointError(f"{self.where} is damaged: {what}")
 
     def unread(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.where} {what}, which cannot be read")
+        """Return the error for an unsupported format; `what` is the reason, after the word "it"."""
+        return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
-        """Raise for numbers of these types that had no scales."""
+        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing."""
         for name, tensor in self.state.items():
             if tensor.dtype in kinds and tensor.ndim > 1:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
 
     def refuse_left(self, endings: Iterable[str]) -> None:
-        """Raise for what belongs to a weight that is not there."""
+        """Raise CheckpointError if `state` still has a name with one of `endings`: the tensor's weight is missing."""
         for name in self.state:
             if name.endswith(tuple(endings)):
-                raise self.damaged(f"{name} belongs to no weight that is quantized so")
+                raise self.damaged(f"{name} belongs to no quantized weight")
 
     def scaled(
         self,
@@ -136,19 +140,20 @@ class StoredTensors:
         inputs: int = -1,
         bits: int = 8,
     ) -> Node:
-        """Return a weight of which numbers share scales and zero points: as it is stored where `quantize=` has a scheme
-        of that kind, else in high precision.
+        """Return the node of a weight with one scale per block.
+
+        The node is quantized if `quantize=` has a scheme of the same format, and in high precision otherwise.
 
         Args:
-            values: the numbers, in the shape of the weight.
-            scales: one for each block along each dimension, or one in all.
-            blocks: for each dimension; None as the number of scales says: one for all, or one for each.
-            zeros: zero points, one for each scale.
-            inputs: the dimension that counts inputs, from the last one.
-            bits: bits of the integers.
+            values: quantized numbers, in the shape of the weight.
+            scales: scales; along each dimension, one scale per block. A single scale may have any shape.
+            blocks: blocks along each dimension; None if a dimension has one scale for all indices or one per index.
+            zeros: zero points, in the shape of the scales; None for 0.
+            inputs: dimension of the inputs, negative: -1 is the last dimension.
+            bits: bits of an integer.
 
         Raises:
-            CheckpointError: there are not as many scales as that makes.
+            CheckpointError: the number of scales or zero points does not fit the blocks.
         """
         shape = values.shape
         if len(scales.shape) != len(shape) and max(scales.shape, default=1) == 1:
@@ -162,11 +167,11 @@ class StoredTensors:
         ]
         if scales.shape != tuple(counts) or len(blocks) != len(shape):
             raise self.damaged(
-                f"the scales of {name} {list(shape)} are {list(scales.shape)}, and its blocks need {counts}"
+                f"the shape of the scales of {name} {list(shape)} is {list(scales.shape)}; its blocks need {counts}"
             )
         if zeros is not None and zeros.shape != scales.shape:
             raise self.damaged(
-                f"the zero points of {name} are {list(zeros.shape)}, and its scales {list(scales.shape)}"
+                f"the shape of the zero points of {name} is {list(zeros.shape)}; its scales need {list(scales.shape)}"
             )
         sizes = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
         zeros = self._without_zeros(zeros)
@@ -177,14 +182,16 @@ class StoredTensors:
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._as_it_is(name, values, scales, sizes, encoding)
+                return self._in_stored_format(name, values, scales, sizes, encoding)
         self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
-    def _as_it_is(self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding) -> Decoded:
-        """Return a weight made of its numbers and scales, one scale a line."""
+    def _in_stored_format(
+        self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
+    ) -> Decoded:
+        """Return the node of a quantized weight. Scales of larger blocks are repeated to one scale per line."""
         shape, dim = values.shape, encoding.dim % len(values.shape)
-        # widened: those of fewer bits are exact in them
+        # the cast is exact: the new data type contains all values of the stored one
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
         scales = wide.node
         for other, block in enumerate(blocks):
@@ -199,18 +206,27 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, scales))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """Return the group of each input, of which there are so many."""
+        """Return the group of each input, int64 `[inputs]`.
+
+        Args:
+            count: number of groups.
+
+        Raises:
+            CheckpointError: a group number is out of range.
+        """
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
-            raise self.damaged(f"{name} names groups {int(groups.min())} to {int(groups.max())}, and there are {count}")
+            raise self.damaged(
+                f"{name} has group numbers {int(groups.min())} to {int(groups.max())}; they must be 0 to {count - 1}"
+            )
         return groups
 
     def _without_zeros(self, zeros: Node | None) -> Node | None:
-        """Zero points, None if all of them are 0."""
+        """Return the zero points; None if all zero points are 0."""
         return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
-        """Return the text about tensors."""
+        """Return name → text, for all text in the headers of the checkpoint files."""
         if self._header is not None:
             return dict(self._header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))
@@ -227,16 +243,17 @@ def _why_not(
     inputs: int,
     dtype: torch.dtype,
 ) -> str:
-    """Return why numbers cannot be held as those of a scheme are; "" if they can."""
+    """Return why ranks cannot hold a weight in its stored format; "" if ranks can. See `StoredTensors.scaled`."""
     if zeros is not None:
         return "it has zero points"
     if values.dtype not in (torch.int8, torch.float8_e4m3fn):
         return f"it is {values.dtype}"
     size, block = values.shape[inputs], blocks[inputs]
     if not isinstance(block, int):
-        return "the inputs that share a scale do not lie side by side"
+        return "the inputs of a group are not contiguous"
     if size % block or (kind == "int4" and block % 2):
-        return f"{block} inputs share a scale, and it has {size}"
+        even = " and be even" if kind == "int4" else ""
+        return f"its group size is {block}; the group size must divide its {size} inputs{even}"
     if kind == "int4" and torch.promote_types(scales.dtype, dtype) is not dtype:
-        return f"its scales are {scales.dtype}, which {dtype} does not hold (dtype= says in which data type it is read)"
+        return f"its scales are {scales.dtype}, which {dtype} cannot represent; pass another dtype="
     return ""

@@ -1,4 +1,4 @@
-"""The format of torchao: the parts of each tensor under names of their own, and their meaning in the file's header."""
+"""Reads the format of torchao: each weight is stored as several tensors, which the file header describes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, St
 from parallelformers_ng.checkpoint.nodes import Node
 
 _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
-"""Tensors that can be read, and the data types of their numbers."""
+"""Tensor classes of torchao that can be read → data types of their numbers."""
 _FEW_BITS = ("int1", "int2", "int3", "int4")
 
 
 def torchao(stored: StoredTensors) -> dict[str, Node]:
-    """`_weight_qdata` with `_weight_scale`, and for some `_weight_zero_point`."""
+    """Return name → node of the torchao weights.
+
+    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`.
+    """
     weights = {}
-    for name, said in _described(stored).items():
-        kind, data = said["_type"], said.get("_data")
+    for name, description in _described(stored).items():
+        kind, data = description["_type"], description.get("_data")
         if kind == "Tensor":
             continue
         path, _, short = name.rpartition(".")
         start = f"{path}._{short}_"
         if kind not in _PARTS:
-            raise stored.unread(f"holds {name} as torchao's {kind}, and {', '.join(_PARTS)} can be read; it")
+            raise stored.unread(f"stores {name} as torchao's {kind}; only {', '.join(_PARTS)} can be read")
         if f"{start}act_pre_scale" in stored.state:
             raise stored.unread(f"has {start}act_pre_scale, a scale of activations")
         values = stored.take(f"{start}qdata", name, _PARTS[kind])
         scales = stored.take(f"{start}scale", name, FLOATS)
-        has_zeros = "zero_point" in said.get("_tensor_data_names", ())
+        has_zeros = "zero_point" in description.get("_tensor_data_names", ())
         zeros = stored.take(f"{start}zero_point", name, (torch.int8, *FLOATS), scales.shape) if has_zeros else None
         blocks = data.get("block_size") if isinstance(data, Mapping) else None
         sizes = [size for size in blocks or () if isinstance(size, int) and size > 0]
         if len(sizes) != len(values.shape) or len(sizes) != len(blocks or ()):
-            raise stored.damaged(f"it says that the blocks of {name} {list(values.shape)} are {blocks}")
+            raise stored.damaged(f"the block_size of {name} {list(values.shape)} is {blocks}, which is invalid")
         weights[name] = stored.scaled(name, values, scales, sizes, zeros, bits=_bits(data))
         stored.drop(f"{start}act_quant_scale", f"{start}act_quant_zero_point")
     stored.refuse_without_scales((*FP8, torch.int8), "_scale")
@@ -45,9 +48,12 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _bits(data: Mapping[str, Any]) -> int:
-    """Return how many an integer needs, as far as it is said: a data type by its name, or as the header writes it."""
-    said = data.get("target_dtype")
-    name = str(said.get("_data") if isinstance(said, Mapping) else said).removeprefix("torch.")
+    """Return the bits of an integer from `target_dtype`; 8 if `target_dtype` is absent or not int1 to int4.
+
+    `target_dtype` is the name of a data type, or a mapping with that name under `_data`.
+    """
+    target = data.get("target_dtype")
+    name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8
 
 
@@ -58,7 +64,8 @@ def _described(stored: StoredTensors) -> dict[str, Any]:
 
 
 def _read(stored: StoredTensors, header: Mapping[str, str], key: str) -> Any:
+    """Return the JSON value of a key of the file header."""
     try:
         return json.loads(header[key])
     except (KeyError, ValueError) as error:
-        raise stored.damaged(f"its header does not say what {key} is: {error!r}") from error
+        raise stored.damaged(f"the file header has no valid {key!r}: {error!r}") from error

@@ -1,8 +1,8 @@
-"""The tensors of a quantized checkpoint as those of a plain one.
+"""Converts the tensors of a quantized checkpoint to the names and shapes of a plain checkpoint.
 
-transformers builds the model as if it were plain; its weights become expressions of stored tensors. A rank that reads
-its slice reads the numbers and scales of that slice. A weight in one of the schemes of `quantize=` stays as it is.
-Nothing here computes with other schemes: they become high precision, if the caller allows it.
+transformers then builds a plain model, whose weights are nodes that read the stored tensors. A rank that reads its
+slice of a weight reads only the numbers and scales of that slice. A weight stays quantized if `quantize=` has a scheme
+of the same format. A weight in another format becomes high precision if the caller allows dequantization.
 """
 
 from __future__ import annotations
@@ -31,33 +31,32 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """Return the tensors of a quantized checkpoint under the names, and with the numbers, that a plain one would have.
+    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint.
 
     Raises:
-        UnsupportedModelError: the format is not known, or would have to be put in high precision.
-        CheckpointError: scales are missing, or are not those of their weight; it is named.
+        UnsupportedModelError: the quantization method or format is unknown, or a weight needs dequantization and
+            `stored.dequantize` is False.
+        CheckpointError: a tensor is missing or does not fit its weight; the message names the tensor.
     """
-    said = stored.quantization
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    method = getattr(method, "value", method)  # of transformers' own kind
+    quantization = stored.quantization
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    method = getattr(method, "value", method)  # the value of transformers' enumeration
     if method is None:
-        raise stored.damaged(f"its configuration says {said} of how its weights are quantized, and not by what method")
+        raise stored.damaged(f"its quantization_config {quantization} has no quant_method")
     if method not in _FORMATS:
         raise UnsupportedModelError(
-            f"{stored.where} is quantized by {method}, which cannot be cut yet; those of {', '.join(_FORMATS)} can."
-            " Give a checkpoint in high precision, and quantize='int8' for few bits"
+            f"{stored.where} is quantized by {method}, which is not supported; supported methods:"
+            f" {', '.join(_FORMATS)}. Pass a checkpoint in high precision, and quantize='int8' to quantize it"
         )
     try:
         weights = _FORMATS[method](stored)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # anything may be written there
-        raise stored.damaged(
-            f"its configuration says {said} of its weights, which makes no sense: {error!r}"
-        ) from error
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # from invalid settings
+        raise stored.damaged(f"its quantization_config {quantization} is invalid: {error!r}") from error
     for name, node in weights.items():
         if stored_encoding(node) is None and not stored.dequantize:
             raise UnsupportedModelError(
-                f"{stored.where} is quantized by {method}, and no kernel or module here, on any device, computes with"
-                f" {name} as it is stored: {stored.reasons[name]}. quantize={{'dequantize': True}} puts it in high"
-                " precision on the ranks, and with 'scheme': 'int8' in 8 bits"
+                f"{stored.where} is quantized by {method}, and no kernel or module can compute with {name} as it is"
+                f" stored: {stored.reasons[name]}. Pass quantize={{'dequantize': True}} for high precision on the"
+                " ranks, or quantize={'scheme': 'int8', 'dequantize': True} for 8 bits"
             )
     return {**stored.state, **{name: LazyTensor(node) for name, node in weights.items()}}

@@ -1,13 +1,13 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const KEPT = "parallelformers-ng"; // in the storage of this tab: a reload keeps it, and no server sees it
+const KEPT = "parallelformers-ng"; // key in the session storage of this tab, which survives a reload
 const SETTINGS = ["system", "temperature", "top_p", "seed", "max_tokens", "stops"];
 const PAINT_SECONDS = 0.1;
-let turns = []; // {role, content, reasoning} of the conversation
-let server = { chats: true, generates: true, model: "", models: [] }; // the last answer of /status
-let chosen = null; // the model of the conversation, where the server has several
-let generating = null; // aborts the answer that is being written
+let turns = []; // messages of the conversation: {role, content, reasoning}
+let server = { chats: true, generates: true, model: "", models: [] }; // newest answer of /status
+let chosen = null; // model of the conversation, if the server has several models
+let generating = null; // running answer: its abort controller and its message
 
 function make(kind, attributes = {}, ...children) {
   const svg = ["svg", "rect", "text", "title"].includes(kind);
@@ -23,10 +23,10 @@ function bytes(count) {
   return `${(count / 1000 ** power).toPrecision(3)} ${units[power]}`;
 }
 
-// -- Markdown: elements are made one by one, and what a model writes is only ever their text -------------------------
+// -- Markdown: the code creates each element, and text of a model only becomes the text of an element ----------------
 
-const MOST_DEPTH = 8; // of lists and quotes in each other
-const MOST_INLINE = 20000; // characters of a paragraph in which marks are looked for
+const MOST_DEPTH = 8; // maximum depth of nested lists and quotes
+const MOST_INLINE = 20000; // maximum characters of a paragraph that is searched for inline marks
 const FENCE = /^ {0,3}(```+|~~~+)/, HEADING = /^ {0,3}(#{1,6}) +(.*)$/, RULE = /^ {0,3}([-*_]) *(\1 *){2,}$/;
 const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)([-*+]|\d{1,9}[.)]) +/, TABLE = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
 
@@ -63,9 +63,9 @@ function markdown(parent, text, depth = 0) {
       const kind = list.localName, first = line.match(ITEM);
       if (kind === "ol") list.start = parseInt(first[2], 10);
       while (index < lines.length) {
-        const found = lines[index].match(ITEM);
-        if (!found || found[1].length > first[1].length + 1 || /\d/.test(found[2]) !== (kind === "ol")) break;
-        const indent = found[1].length + 1;
+        const next = lines[index].match(ITEM);
+        if (!next || next[1].length > first[1].length + 1 || /\d/.test(next[2]) !== (kind === "ol")) break;
+        const indent = next[1].length + 1;
         const item = [lines[index++].replace(ITEM, "")];
         item.push(...take((next) => !next.trim() || next.search(/\S/) > indent).map((next) => next.slice(indent + 1)));
         list.append(markdown(make("li"), item.join("\n").trimEnd(), depth + 1));
@@ -130,7 +130,7 @@ function inline(parent, text, depth = 0, links = true) {
   return parent;
 }
 
-function link(address, label, picture = false) { // it says where it leads; a picture is one, and is not fetched
+function link(address, label, picture = false) { // a link shows its host; pictures become links
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!url || !["http:", "https:"].includes(url.protocol)) return null;
   const made = make("a", { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
@@ -175,7 +175,7 @@ async function copy(button, text) {
   const label = button.textContent;
   try {
     if (navigator.clipboard) await navigator.clipboard.writeText(text);
-    else { // over plain HTTP from another machine a browser has no clipboard for pages
+    else { // browsers have no clipboard API for pages over plain HTTP from another machine
       const field = make("textarea", { "aria-hidden": "true" });
       field.value = text;
       document.body.append(field);
@@ -187,7 +187,7 @@ async function copy(button, text) {
     }
     say(button, "Copied");
   } catch {
-    say(button, "The browser does not let pages copy");
+    say(button, "The browser does not allow copying");
   }
   setTimeout(() => say(button, label), 2000);
 }
@@ -198,7 +198,7 @@ function keep() {
   try {
     sessionStorage.setItem(KEPT, JSON.stringify({ turns, settings, prompt: at("prompt").value, choice }));
   } catch {
-    outcome("The browser has no room for this conversation: a reload loses it.", true);
+    outcome("The browser cannot store this conversation. A reload of the page deletes it.", true);
   }
 }
 
@@ -212,7 +212,7 @@ function restore() {
     turns.forEach(drawTurn);
     at("log").scrollTop = at("log").scrollHeight;
   } catch {
-    sessionStorage.removeItem(KEPT); // of another version of this page
+    sessionStorage.removeItem(KEPT); // data of another version of this page
     turns = [];
   }
 }
@@ -220,19 +220,19 @@ function restore() {
 // -- an answer -------------------------------------------------------------------------------------------------------
 
 function request() {
-  const asked = { model: at("choice").value, stream: true, stream_options: { include_usage: true } };
+  const body = { model: at("choice").value, stream: true, stream_options: { include_usage: true } };
   for (const id of ["temperature", "top_p", "seed", "max_tokens"]) {
-    if (at(id).value !== "") asked[id] = Number(at(id).value);
+    if (at(id).value !== "") body[id] = Number(at(id).value);
   }
   const stops = at("stops").value.split("\n").filter(Boolean);
-  if (stops.length) asked.stop = stops;
+  if (stops.length) body.stop = stops;
   const system = at("system").value;
-  if (!server.chats) asked.prompt = system + turns.map((turn) => turn.content).join("");
+  if (!server.chats) body.prompt = system + turns.map((turn) => turn.content).join("");
   else {
-    asked.messages = turns.map(({ role, content }) => ({ role, content }));
-    if (system) asked.messages.unshift({ role: "system", content: system });
+    body.messages = turns.map(({ role, content }) => ({ role, content }));
+    if (system) body.messages.unshift({ role: "system", content: system });
   }
-  return asked;
+  return body;
 }
 
 async function send() {
@@ -242,7 +242,7 @@ async function send() {
   if (!text.trim()) return;
   const question = { role: "user", content: text }, turn = { role: "assistant", content: "", reasoning: "" };
   turns.push(question);
-  const asked = request();
+  const body = request();
   at("prompt").value = "";
   const drawnQuestion = drawTurn(question);
   turns.push(turn);
@@ -251,12 +251,12 @@ async function send() {
   busy(true, "Waiting for the first token …");
   at("log").scrollTop = at("log").scrollHeight;
   const begun = performance.now();
-  let tokens = null, first = null, timer = null, said = "Stopped.", failed = false;
+  let tokens = null, first = null, timer = null, result = "Stopped.", failed = false;
   try {
     const answer = await fetch(server.chats ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(asked),
+      body: JSON.stringify(body),
       signal: generating.abort.signal,
     });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
@@ -276,19 +276,19 @@ async function send() {
       timer ??= setTimeout(() => { timer = null; paint(drawn, turn); }, PAINT_SECONDS * 1000);
     }
     const seconds = (performance.now() - begun) / 1000, wait = ((first ?? performance.now()) - begun) / 1000;
-    said = `${tokens} tokens in ${seconds.toFixed(1)} s, the first after ${wait.toFixed(1)} s:`
-      + ` ${(tokens / seconds).toFixed(1)} a second.`;
+    result = `${tokens} tokens in ${seconds.toFixed(1)} s, the first token after ${wait.toFixed(1)} s:`
+      + ` ${(tokens / seconds).toFixed(1)} tokens per second.`;
   } catch (error) {
-    if (error.name !== "AbortError") [said, failed] = [error.message, true];
+    if (error.name !== "AbortError") [result, failed] = [error.message, true];
   }
   clearTimeout(timer);
-  if (!turn.content && !turn.reasoning && tokens === null) { // there is no answer: the message may be sent again
+  if (!turn.content && !turn.reasoning && tokens === null) { // the unanswered message returns to the input field
     turns = turns.filter((each) => each !== turn && each !== question);
     drawn.remove();
     drawnQuestion.remove();
     at("prompt").value ||= text;
   }
-  busy(false, said, failed);
+  busy(false, result, failed);
   paint(drawn, turn);
   keep();
 }
@@ -331,10 +331,10 @@ const rates = [];
 async function look() {
   try {
     const answer = await fetch("status");
-    const found = await answer.json();
-    if (!answer.ok) throw new Error(found.error.message);
+    const status = await answer.json();
+    if (!answer.ok) throw new Error(status.error.message);
     const before = server;
-    server = found;
+    server = status;
     say(at("model"), server.model);
     document.title = server.model;
     if (String(before.models) !== String(server.models)) explain();
@@ -343,7 +343,7 @@ async function look() {
     at("waiting").textContent = server.waiting;
     draw(server.tokens_per_second);
     ranks(server.memory_bytes);
-    say(at("state"), server.generates ? "Ready" : "This model writes no text: ask it from a program.");
+    say(at("state"), server.generates ? "Ready" : "This model generates no text. Send requests from a program.");
   } catch (error) {
     say(at("state"), `The server does not answer: ${error.message}`);
   }
@@ -358,8 +358,8 @@ function explain() {
   drawCurl();
   if (server.generates && !server.chats) {
     say(at("chat-title"), "Text");
-    at("keys").textContent += " This model has no chat template: it continues all the text so far.";
-    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // as text, not as Markdown
+    at("keys").textContent += " This model has no chat template, so the answer continues the whole text.";
+    if (!generating) at("log").replaceChildren(...turns.map(drawTurn)); // plain text, not Markdown
   }
 }
 
@@ -373,7 +373,7 @@ function drawCurl() {
   at("curl").textContent = `curl ${url}${path}${key}${data || ""}`;
 }
 
-function say(place, text) { // a reader is told of what changes alone
+function say(place, text) { // a screen reader reads only changed text
   if (place.textContent !== text) place.textContent = text;
 }
 
@@ -387,47 +387,47 @@ function draw(rate) {
 
 function ranks(memory) {
   const most = Math.max(1, ...Object.values(memory));
-  at("ranks").replaceChildren(...Object.entries(memory).map(([device, held], rank) => make("tr", {},
+  at("ranks").replaceChildren(...Object.entries(memory).map(([device, size], rank) => make("tr", {},
     make("th", { scope: "row" }, `${rank} (${device})`),
-    make("td", {}, bytes(held)),
-    make("td", {}, make("meter", { min: 0, max: most, value: held, "aria-label": `memory of rank ${rank}` })))));
+    make("td", {}, bytes(size)),
+    make("td", {}, make("meter", { min: 0, max: most, value: size, "aria-label": `memory of rank ${rank}` })))));
 }
 
 // -- the plan --------------------------------------------------------------------------------------------------------
 
 async function plan() {
-  const found = await (await fetch("plan")).json();
-  if (found.error) throw new Error(found.error.message);
-  const sizes = found.bytes_per_rank.map((size, rank) => `rank ${rank} ${bytes(size)}`).join(", ");
-  at("plan-text").textContent = `${found.model}, ${bytes(found.bytes_whole)}, by ${found.policy}: ${sizes}.`;
-  picture(found);
-  const titles = ["Part", "Whole", ...found.bytes_per_rank.map((_, rank) => `Rank ${rank}`)];
+  const summary = await (await fetch("plan")).json();
+  if (summary.error) throw new Error(summary.error.message);
+  const sizes = summary.bytes_per_rank.map((size, rank) => `rank ${rank} ${bytes(size)}`).join(", ");
+  at("plan-text").textContent = `${summary.model}, ${bytes(summary.bytes_whole)}, policy ${summary.policy}: ${sizes}.`;
+  picture(summary);
+  const titles = ["Part", "Whole", ...summary.bytes_per_rank.map((_, rank) => `Rank ${rank}`)];
   at("plan-head").replaceChildren(make("tr", {}, ...titles.map((title) => make("th", { scope: "col" }, title))));
-  at("plan-rows").replaceChildren(...found.parts.map((part) => make("tr", {},
+  at("plan-rows").replaceChildren(...summary.parts.map((part) => make("tr", {},
     make("th", { scope: "row" }, part.name), make("td", {}, bytes(part.bytes)),
-    ...part.ranks.map((held) => make("td", {}, part.cut ? bytes(held) : "whole")))));
+    ...part.ranks.map((size) => make("td", {}, part.cut ? bytes(size) : "whole")))));
 }
 
-function picture(found) { // a line for each part of the model, in it a bar for each rank, as long as its share is large
+function picture(summary) { // one line for each part of the model, one bar for each rank, with the length of the rank's share
   const label = 260, width = 800, line = 22, gap = 6;
-  const count = found.bytes_per_rank.length, column = width / count;
-  const most = Math.max(...found.parts.flatMap((part) => part.ranks));
-  const height = (found.parts.length + 1) * line + gap;
+  const count = summary.bytes_per_rank.length, column = width / count;
+  const most = Math.max(...summary.parts.flatMap((part) => part.ranks));
+  const height = (summary.parts.length + 1) * line + gap;
   const drawn = make("svg", {
     viewBox: `0 0 ${label + width} ${height}`, width: label + width, height, role: "img",
-    "aria-label": `${found.parts.length} parts of the model over ${count} ranks; the table below has the figures`,
+    "aria-label": `${summary.parts.length} parts of the model over ${count} ranks; the table below has the figures`,
   });
   for (let rank = 0; rank < count; rank++) {
     drawn.append(make("text", { x: label + rank * column, y: 15 }, `rank ${rank}`));
   }
-  found.parts.forEach((part, index) => {
+  summary.parts.forEach((part, index) => {
     const y = (index + 1) * line;
     const name = part.name.length > 38 ? `…${part.name.slice(-37)}` : part.name;
     drawn.append(make("text", { x: 0, y: y + 14 }, name));
-    part.ranks.forEach((held, rank) => drawn.append(make("rect", {
+    part.ranks.forEach((size, rank) => drawn.append(make("rect", {
       x: label + rank * column, y: y + 3, height: line - gap,
-      width: Math.max(held ? 2 : 0, ((column - gap) * held) / most), class: part.cut ? "cut" : "copy",
-    }, make("title", {}, `${part.name}, rank ${rank}: ${bytes(held)}`))));
+      width: Math.max(size ? 2 : 0, ((column - gap) * size) / most), class: part.cut ? "cut" : "copy",
+    }, make("title", {}, `${part.name}, rank ${rank}: ${bytes(size)}`))));
   });
   at("picture").replaceChildren(drawn);
 }
@@ -437,7 +437,7 @@ at("form").addEventListener("submit", (event) => {
   if (!generating) send();
 });
 at("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends the writing of a sign
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends a composition
   event.preventDefault();
   if (!generating) send();
 });
@@ -457,4 +457,4 @@ at("choice").addEventListener("change", drawCurl);
 addEventListener("pagehide", keep);
 restore();
 look();
-plan().catch((error) => { say(at("plan-text"), `The plan is not to be had: ${error.message}`); });
+plan().catch((error) => { say(at("plan-text"), `The plan cannot be loaded: ${error.message}`); });
