@@ -1,1 +1,1 @@
-"""Computations in C that a CPU rank does faster than torch does. Optional, as the compiler is."""
+"""C kernels for CPU ranks, faster than torch's operators. Without a C compiler at installation, torch computes."""

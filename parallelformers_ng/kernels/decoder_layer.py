@@ -1,8 +1,9 @@
-"""Llama's decoder layer and its many copies for new tokens. Two calls of `_layer.h`, one for each half, and a sum over the
-ranks behind each, replace some fifty operators of the modelling code.
+"""Runs Llama's decoder layer, and its many copies in transformers, for new tokens in C.
 
-The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. The modules stay what they are and serve
-whatever the kernel does not: gradients, hooks, other caches, more tokens than it has an advantage for.
+A layer has two halves: `x + attention(norm(x))` and `x + feed_forward(norm(x))`. For each half, the rank calls one C
+function of `_layer.h` and one sum over the ranks. Per layer, these calls replace about fifty operators of the modelling
+code. If the kernel cannot compute a layer, the original
+modules do: for example with gradients, hooks, other caches, or too many tokens.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from parallelformers_ng.sharding.linear import RowParallel
 _COLUMNS = (StreamingLinear, StreamingQuantizedLinear)
 _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""What a layer may be given that new tokens over a cache have no use for."""
+"""Arguments of a layer that do not change the result for new tokens over a cache."""
 
 
 class FusedDecoderLayer(nn.Module):
-    """Mixed into the classes of decoder layers whose forward is Llama's."""
+    """A decoder layer whose halves run in C if possible; mixed into classes whose forward is Llama's."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or self.training or not is_step(hidden_states) or not may_serve():
@@ -70,29 +71,30 @@ class FusedDecoderLayer(nn.Module):
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
     def halves(self) -> tuple[AttentionHalf | None, FeedHalf | None]:
-        """Return the kernel's arguments for this layer, kept until something changes."""
+        """Return this layer's halves; None for a half that the kernel cannot compute. The halves are kept until a
+        parameter is replaced or moved."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = AttentionHalf.of(self), FeedHalf.of(self)
         return known
 
     def forget(self) -> None:
-        """Read the modules anew before the next step."""
+        """Drop the kept halves, so that the next step reads the modules again."""
         self.__dict__.pop("_kernel_halves", None)
 
 
 def is_step(hidden: Tensor) -> bool:
-    """Return whether a tensor is `[batch, tokens, hidden]` as the kernel reads it."""
+    """Return whether a tensor is a contiguous, non-empty `[batch, tokens, hidden]` on the CPU."""
     return hidden.ndim == 3 and hidden.is_cpu and hidden.is_contiguous() and hidden.numel() > 0
 
 
 class _Half:
-    """The kernel's arguments for one half of a layer.
+    """The kernel's arguments for one half of a decoder layer.
 
     Args:
-        above: modules that it stands for, besides those that hold the tensors.
-        linears: in the kernel's order; the last one's outputs are summed over the ranks.
-        norms: in the kernel's order, None for one that the layer does without.
+        above: modules that the kernel replaces, apart from `linears` and `norms`.
+        linears: linear layers in the kernel's order; the outputs of the last layer are summed over the ranks.
+        norms: norms in the kernel's order; None for a norm that the layer does not have.
     """
 
     def __init__(
@@ -100,14 +102,14 @@ class _Half:
     ) -> None:
         present = [norm for norm in norms if norm is not None]
         names = ("weight", "weight" + SCALE, "bias")
-        places: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
-        places += [(norm, "weight") for norm in present]
-        self.guard = Guard(places, (*above, *linears, *present))
+        parameters: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
+        parameters += [(norm, "weight") for norm in present]
+        self.guard = Guard(parameters, (*above, *linears, *present))
         last = linears[-1]
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
         self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
-        whole = not any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
-        self._most_rows = (MOST_ROWS if whole else MOST_ROWS_OF_INTEGERS)[self.dtype]
+        is_quantized = any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
+        self._most_rows = (MOST_ROWS_OF_INTEGERS if is_quantized else MOST_ROWS)[self.dtype]
         self.kind = KINDS[self.dtype]
         weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
@@ -117,22 +119,23 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Return the module; None if a module has its own forward, which must be called."""
+        """Return this half; None if a module has a forward of its own, which must be called."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether it takes such an input, `[batch, tokens, hidden]`, and nothing wants to see the modules called."""
+        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
+        run."""
         batch, tokens, width = hidden.shape
         fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self._most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
+        """Return the sum of `partial` over the ranks."""
         return partial if self.communicator is None else self.communicator.all_reduce(partial)
 
 
 class AttentionHalf(_Half):
-    """Norm, projections, rotary positions, the cache and attention itself."""
+    """The attention half of a layer: norm, projections, rotary positions, cache update and attention."""
 
     def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
         super().__init__((attention,), linears, norms)
@@ -146,7 +149,7 @@ class AttentionHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> AttentionHalf | None:
-        """Return the kernel's view of a decoder layer, None if the kernel does not compute the layer."""
+        """Return the attention half of a decoder layer; None if the kernel cannot compute the half."""
         attention = layer.self_attn
         kind: type = type(attention)
         if kind.__bases__[0] is HeadParallel:
@@ -181,8 +184,7 @@ class AttentionHalf(_Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the arguments of `run` besides the cache, from the layer's arguments; None if the kernel does not
-        compute them."""
+        """Return the `step` argument of `run` for a layer's arguments; None if the kernel cannot compute the step."""
         cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
@@ -197,7 +199,7 @@ class AttentionHalf(_Half):
         return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can append to what the cache has of this layer, and read it."""
+        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens."""
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             return False
@@ -214,20 +216,20 @@ class AttentionHalf(_Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Return the attention's contribution to `hidden`."""
-        out, places = torch.empty_like(hidden), self.lengthen(cache, step)
+        """Append the new keys and values to the cache, and return attention's output without the residual."""
+        out, cache_arguments = torch.empty_like(hidden), self.lengthen(cache, step)
         _decode.attention_half(
-            *self.static, *places, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache), self.kind,
-            *self.epsilons, self.scaling,
+            *self.static, *cache_arguments, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache),
+            self.kind, *self.epsilons, self.scaling,
         )  # fmt: skip
         return self.summed(out)
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
-        """Make room for new tokens in what the cache has of this layer.
+        """Make room for new tokens in this layer's keys and values of the cache.
 
         Returns:
-            The addresses of its keys and values, and their distances between sequences, heads and tokens, as the kernel
-            takes them.
+            Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and
+            of values. This is the order of the kernel's arguments.
         """
         layer: Any = cache.layers[self.layer_idx]
         like = None
@@ -238,29 +240,30 @@ class AttentionHalf(_Half):
         return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
     def tokens_in(self, cache: DynamicCache) -> int:
-        """Return how many tokens the cache has of this layer."""
+        """Return the number of tokens that the cache has for this layer."""
         layer: Any = cache.layers[self.layer_idx]
         return int(layer.keys.shape[2]) if layer.is_initialized else 0
 
 
 class Step:
-    """The shared facts of all layers in a step, looked up once.
+    """Kernel arguments that all layers of one step share.
 
     Attributes:
-        sequences, queries: how many there are, and new tokens of each.
-        tokens: how many each sequence has with the new ones; None if any number fits.
-        fits: whether the kernel computes attention with it; if not, `arguments` is missing.
-        arguments: addresses, distances and counts, as the kernel takes them.
+        sequences, queries: number of sequences, and number of new tokens of each sequence.
+        tokens: number of tokens of each sequence, new tokens included; None if any number fits.
+        fits: whether the kernel can compute attention in this step; if not, `arguments` is missing.
+        arguments: addresses, strides and counts, in the order of the kernel's arguments.
     """
 
-    # In a list: while an attribute of a class is replaced, another thread may be given the old value after its end.
+    # A list, because a thread that reads a class attribute could get an old value that another thread has just freed.
     _latest: ClassVar[list[Step]] = []
 
     @classmethod
     def of(
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
-        """Return the step of which `half` computes a part. transformers passes the same objects to all layers."""
+        """Return the step for `half`: the latest step if the arguments are the same objects, and otherwise a new step.
+        transformers passes the same objects to all layers."""
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -271,7 +274,7 @@ class Step:
 
     @classmethod
     def forget(cls) -> None:
-        """Let go of the latest step, and of the tensors that it refers to."""
+        """Drop the references to the latest step and its tensors."""
         cls._latest.clear()
 
     def __init__(
@@ -279,10 +282,11 @@ class Step:
         shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None],
         sizes: tuple[tuple[int, int], torch.dtype, int, int],
     ) -> None:
-        self._shared, self._sizes = shared, sizes  # while they are referred to, no others can have their ids
+        # While these references exist, no new object can have the same id.
+        self._shared, self._sizes = shared, sizes
         config, rotations, mask = shared
         (self.sequences, self.queries), dtype, width, heads = sizes
-        # Without a mask several tokens see each other and nothing before them, so transformers gives them one.
+        # Without a mask, several new tokens see no cached tokens: transformers passes a mask if the cache has tokens.
         self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
         self.fits = (
             config._attn_implementation == "sdpa"
@@ -301,8 +305,8 @@ class Step:
             )  # fmt: skip
 
     def _reads(self, mask: Tensor | None, dtype: torch.dtype, heads: int) -> bool:
-        """Return whether the kernel reads such a mask. One that hides the beginnings of sequences and what comes after a
-        token becomes spans: what is hidden costs nothing then, and changes no sum."""
+        """Return whether the kernel can read a mask, and set `_spans`. A causal mask, with or without padding on the
+        left, becomes spans: hidden tokens then take no time and change no sum."""
         self._spans: Tensor | None = None
         sequences, queries = self.sequences, self.queries
         if mask is None and queries == 1:
@@ -329,7 +333,7 @@ def _is_rotation(angles: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 
 
 class FeedHalf(_Half):
-    """The residual, norm and gated feed-forward."""
+    """The feed-forward half of a layer: residual, norm and gated feed-forward."""
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)
@@ -337,7 +341,7 @@ class FeedHalf(_Half):
 
     @classmethod
     def of(cls, layer: Any) -> FeedHalf | None:
-        """Return the kernel's view of a feed-forward, None if the kernel does not compute it."""
+        """Return the feed-forward half of a decoder layer; None if the kernel cannot compute the half."""
         mlp = layer.mlp
         kind: type = type(mlp)
         if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
@@ -350,12 +354,12 @@ class FeedHalf(_Half):
         return cls(mlp, linears, norms).unless_patched() if fits else None
 
     def fits(self, hidden: Tensor, attended: Tensor) -> bool:
-        """Return whether the kernel computes this layer's input and the attention's contribution."""
+        """Return whether the kernel can read the layer's input and attention's output, `[batch, tokens, hidden]`."""
         alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output."""
+        """Return the layer's output, `[batch, tokens, hidden]`."""
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
@@ -365,8 +369,8 @@ class FeedHalf(_Half):
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
-    """Return whether the kernel knows the layers, and their tensors are as it reads them: of one type, on CPU, rows
-    dense."""
+    """Return whether the kernel can read the layers: known classes, and tensors of one data type on the CPU with dense
+    rows."""
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False

@@ -1,5 +1,5 @@
-"""A model's decoder layers as one. If nothing happens between them, one call of `_stack.h` runs a step through all
-layers of the rank, sums over the ranks included."""
+"""Runs a step through all decoder layers of a rank in one C call (`_stack.h`), sums over the ranks included. The model
+must do nothing between its layers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from parallelformers_ng.sharding.placed import Placed
 
 
 class DecoderStack(nn.ModuleList):
-    """Decoder layers. To a model that only hands its states from one to the next they show themselves as one layer.
+    """A list of decoder layers. While `as_one` is true, the slice of all layers contains a single function, `run`.
 
     Attributes:
-        as_one: whether they do; true while the forward of such a model runs.
+        as_one: whether layers run as one; true during the forward of a model that does nothing between its layers.
     """
 
     as_one = False
     _in_c: _StackInC | None = None
-    _was_read = False  # layers that cannot be computed as one at the first step are not looked at again
+    _was_read = False  # a failed check whether layers can run as one is not repeated
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -36,16 +36,16 @@ class DecoderStack(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the output of the last layer for `hidden`, with the arguments of each layer."""
-        whole = self._read() if is_step(hidden) and may_serve() else None
-        step = None if whole is None else whole.step_for(hidden, **kwargs)
+        """Return the last layer's output for `hidden`, `[batch, tokens, hidden]`. Every layer gets `kwargs`."""
+        stack = self._read() if is_step(hidden) and may_serve() else None
+        step = None if stack is None else stack.step_for(hidden, **kwargs)
         layer: Any
         last = self[-1]
-        if whole is None or step is None or (isinstance(last, Placed) and not last.is_merged):
+        if stack is None or step is None or (isinstance(last, Placed) and not last.is_merged):
             for layer in self:
                 hidden = layer(hidden, **kwargs)
             return hidden
-        run = functools.partial(whole.run, step=step, cache=kwargs[CACHE])
+        run = functools.partial(stack.run, step=step, cache=kwargs[CACHE])
         if not isinstance(last, Placed):
             return run(hidden)
         for layer in self:
@@ -56,21 +56,22 @@ class DecoderStack(nn.ModuleList):
         return hidden
 
     def _read(self) -> _StackInC | None:
-        """Return the kernel's arguments for the layers, kept until something changes."""
+        """Return the kernel's arguments for the layers; None if the layers cannot run in one call. The arguments are
+        kept until a parameter is replaced or moved."""
         if not self._was_read or (self._in_c is not None and not self._in_c.guard.holds()):
-            here = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
-            self._in_c, self._was_read = _StackInC.of(here), True
+            own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
+            self._in_c, self._was_read = _StackInC.of(own_layers), True
         return None if any(layer.training for layer in self) else self._in_c
 
     def forget(self) -> None:
-        """Read the layers anew before the next step."""
+        """Drop the kept arguments, so that the next step reads the layers again."""
         self._in_c, self._was_read = None, False
 
 
 @functools.cache
 def with_layers_as_one(cls: Any) -> Any:
-    """Return the class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the
-    next."""
+    """Return a subclass of a model's class whose forward runs `layers`, a DecoderStack, as one layer. The model's
+    forward must do nothing between its layers."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def with_layers_as_one(cls: Any) -> Any:
 
 
 class _StackInC:
-    """Layers of which the kernels know both halves."""
+    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer."""
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
@@ -100,24 +101,24 @@ class _StackInC:
 
     @classmethod
     def of(cls, layers: list[nn.Module]) -> _StackInC | None:
-        """Return the kernel's view of a model's decoder layers, None if the kernel cannot compute them all as one."""
+        """Return the kernel's arguments for decoder layers; None if one call cannot run all layers."""
         halves = [layer.halves() if isinstance(layer, FusedDecoderLayer) else (None, None) for layer in layers]
         known = [(attention, feed) for attention, feed in halves if attention is not None and feed is not None]
         if not known or len(known) < len(halves):
             return None
-        both = [half for pair in known for half in pair]
+        flat = [half for pair in known for half in pair]
         alike = (
-            len({(half.hidden, half.dtype) for half in both}) == 1
+            len({(half.hidden, half.dtype) for half in flat}) == 1
             and len({(id(half.config), half.heads, half.width) for half, _ in known}) == 1
             and len({half.layer_idx for half, _ in known}) == len(known)
-            and len({half.communicator for half in both if _is_partial(half)}) <= 1
+            and len({half.communicator for half in flat if _is_partial(half)}) <= 1
         )
-        summed = all(isinstance(half.communicator, SharedMemoryCommunicator) for half in both if _is_partial(half))
-        whole = cls(layers, known) if alike and summed else None
-        return None if whole is None or whole.guard.patched else whole
+        summed = all(isinstance(half.communicator, SharedMemoryCommunicator) for half in flat if _is_partial(half))
+        stack = cls(layers, known) if alike and summed else None
+        return None if stack is None or stack.guard.patched else stack
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """Return the shared facts of the layers, from their arguments; None if the kernel does not compute them."""
+        """Return the `step` argument of `run` for the layers' arguments; None if the kernel cannot compute the step."""
         if self.guard.has_hooks():
             return None
         step = self._first.step_for(hidden, **kwargs)
@@ -129,13 +130,13 @@ class _StackInC:
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Return the last layer's output."""
+        """Append new keys and values to the cache, and return the last layer's output, `[batch, tokens, hidden]`."""
         out = hidden.clone()
-        places = [number for attention in self._attentions for number in attention.lengthen(cache, step)]
+        cache_arguments = [number for attention in self._attentions for number in attention.lengthen(cache, step)]
         kernel = None if self._communicator is None else self._communicator.kernel
         status = _decode.decoder_layers(
             kernel, self._sum_kind, self._layers, out.data_ptr(), *step.arguments, self._first.tokens_in(cache),
-            self._first.kind, *places,
+            self._first.kind, *cache_arguments,
         )  # fmt: skip
         if status:
             self._communicator.check(status, "all_reduce")
@@ -147,7 +148,7 @@ def _is_partial(half: AttentionHalf | FeedHalf) -> bool:
 
 
 def _packed(attention: AttentionHalf, feed: FeedHalf) -> bytes:
-    """`Layer` of `_stack.h`."""
+    """Return the bytes of a struct `Layer` of `_stack.h`."""
     numbers = (*attention.static, *feed.static, _is_partial(attention), _is_partial(feed))
     floats = (*attention.epsilons, attention.scaling, *feed.epsilons)
     return struct.pack(f"={len(numbers)}Q{len(floats)}f4x", *numbers, *floats)

@@ -1,7 +1,7 @@
-"""Gives the modules of a rank the classes whose work the kernels do.
+"""Changes the classes of a rank's modules, so that the kernels compute instead of the modules.
 
-Layers that are known by their code are tried first: a release of transformers that nothing is known of may give old
-names a new meaning. Then its code does the work, and the numbers stay right.
+Decoder layers are recognised by their code, and tested before the first use: a later release of transformers may change
+a function that the same code calls. If the kernels' outputs differ, transformers computes the layers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _logger = logging.getLogger(__name__)
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of modules that the kernels can serve, if the kernels were built. They use as many threads as
-    torch.
+    """Change the classes of modules that the kernels can compute, if the kernels were built. The kernels use as many
+    threads as torch.
 
-    With several threads, layers that are called one by one are left to torch, whose threads do not sleep in between;
-    but not those of integers, which torch would have to widen first.
+    With several threads, torch computes the linear layers of models that are no known decoder: torch's threads do not
+    sleep between two layers. The kernels still compute quantized layers, which torch would have to dequantize first.
 
     Args:
-        model: its tensors may still be missing.
-        left: paths of modules that stay as they are, whose parameters must be read as attributes.
+        model: model of a rank; its tensors may still be missing.
+        left: paths of modules that keep their class, because their parameters must be read as attributes.
     """
     if _decode is not None:
         _decode.use_threads(torch.get_num_threads())
@@ -53,9 +53,9 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def compare_before_forks() -> None:
-    """Compare the kernels with transformers once for all ranks that this process will fork.
+    """Compare the kernels with transformers once, for all ranks that this process will fork.
 
-    It starts no thread, which a fork would lack.
+    The comparison starts no thread, because a forked process would not have that thread.
     """
     if _decode is not None:
         threads = torch.get_num_threads()
@@ -65,7 +65,7 @@ def compare_before_forks() -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Have the kernels read a model's modules anew: attributes of theirs were set."""
+    """Make the kernels read a model's modules again, after attributes of the modules were set."""
     Step.forget()
     for module in model.modules():
         if isinstance(module, (FusedDecoderLayer, DecoderStack)):
@@ -73,9 +73,10 @@ def forget(model: nn.Module) -> None:
 
 
 def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False) -> None:
-    """
+    """Change the classes of a model's modules.
+
     Args:
-        checked: whether decoder layers are known to be computed as the installed transformers computes them.
+        checked: whether to change decoder layers without comparing the kernels with transformers.
     """
     classes: set[type] = {type(module) for module in model.modules()}
     one_by_one = torch.get_num_threads() == 1 or any(is_decoder(cls) for cls in classes)
@@ -98,24 +99,24 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
 
 @functools.cache
 def layers_agree() -> bool:
-    """Return whether the kernels compute decoder layers as the installed transformers does.
+    """Return whether the kernels and the installed transformers give the same outputs of decoder layers.
 
-    The comparison takes a tenth of a second: see `compare_before_forks`.
+    The comparison takes a tenth of a second; `compare_before_forks` makes the comparison once for all ranks.
     """
     families = dict.fromkeys((*ATTENTIONS, *LAYERS))
     return all(map(_agrees, families)) and _agrees(LAYERS[0], quantized=True)
 
 
 def _agrees(family: str, quantized: bool = False) -> bool:
-    """Return whether a step of a small model of a family, with random numbers in fp32, is in the kernels what it is
-    in transformers; with weights that are integers and scales, what it is in torch."""
+    """Return whether the kernels give the outputs of transformers for one step of a small, random fp32 model of a
+    family. If `quantized`, torch computes the expected outputs from int8 and int4 weights."""
     try:
         distance = _distance(family, quantized)
     except Exception as error:
-        _logger.warning("%s layers are left to transformers: %s: %s", family, type(error).__name__, error)
+        _logger.warning("%s layers run without C kernels: the test raised %s: %s", family, type(error).__name__, error)
         return False
     if not distance < _TOLERANCE:
-        _logger.warning("%s layers are left to transformers: the kernels differ by %.1e", family, distance)
+        _logger.warning("%s layers run without C kernels: the kernels' outputs differ by %.1e", family, distance)
         return False
     return True
 
@@ -123,8 +124,8 @@ def _agrees(family: str, quantized: bool = False) -> bool:
 @torch.inference_mode()
 def _distance(family: str, quantized: bool) -> float:
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would have CUDA seeded, too, in every fork
-        width = 16 if quantized else 4  # integers of 4 bits come in groups of 32
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed CUDA in every fork
+        width = 16 if quantized else 4  # int4 weights have a scale for each group of 32
         sizes = {"hidden_size": 2 * width, "intermediate_size": 4 * width, "head_dim": width}
         counts = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "vocab_size": 8}
         config = modelling(family, "Config")(**sizes, **counts, pad_token_id=0)

@@ -1,14 +1,14 @@
-"""Parts of a decode step on a device, in fewer kernels and fewer bytes than the modelling code.
+"""Computes parts of a decode step on a device with fewer kernels and less memory traffic than the modelling code.
 
-| what | kernels, bytes | before |
+| part | here | modelling code of transformers 5.17 |
 | --- | --- | --- |
-| a norm that is known by its code | 1 kernel | 7 or 8 |
-| a weight of 8 bits with a scale for each output | 5 bytes: read 1, written 2, read 2 | 13; 21 for fp8 |
-| attention of one query with a mask | keys and values read where they lie | copied for each query head (5.17) |
+| norm with known code | 1 kernel | 7 or 8 kernels |
+| 8-bit weight with a scale for each output | 5 bytes: 1 read, 2 written, 2 read | 13 bytes; fp8: 21 bytes |
+| attention of one query with a mask | reads keys and values in the cache | copies keys and values for each query head |
 
-All of it leaves the work to the modules where they must do it: gradients, autocast, `torch.compile`, code that is not
-the libraries' own, tensors of other types. Each is compared with what it stands for before it is used. Counted on a
-stand-in for a device, and never run on a GPU: the times are unmeasured.
+The original modules compute if gradients, autocast or `torch.compile` are on, for foreign code, and for other data
+types. Each part is compared with the modelling code before its first use. The numbers of kernels and bytes were counted
+on a stand-in for a device. No time was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 _TOLERANCE = 1e-4
 _WIDE = (torch.float32, torch.bfloat16)
-"""Data types that hold the products of 8-bit numbers before they are scaled. float16 ends at 65504."""
+"""Data types that can hold unscaled products of 8-bit numbers. The largest number of float16, 65504, is too small."""
 _logger = logging.getLogger(__name__)
 
 
 class _DeviceNorm(nn.Module):
-    """A norm that a function of torch computes in one kernel, mixed into its class."""
+    """A norm that one function of torch computes in one kernel; mixed into the norm's class."""
 
     variance_epsilon: float
 
     @staticmethod
     def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Norm `[…, width]` over the last dimension."""
+        """Return `states`, `[…, width]`, normalized over the last dimension."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ _NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm":
 
 
 class DeviceQuantizedLinear(QuantizedLinear):
-    """A linear layer of 8-bit numbers: y = (x Qᵀ) ⊙ s + b, where s has a scale for each output."""
+    """A linear layer with 8-bit weights: y = (x Qᵀ) ⊙ s + b, with one scale in s for each output."""
 
     def forward(self, input: Tensor) -> Tensor:
         encoding, dtype = self.encodings["weight"]
@@ -91,19 +91,20 @@ class DeviceQuantizedLinear(QuantizedLinear):
 
 
 def _scaled_product(input: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """
+    """Return (x Qᵀ) ⊙ s + b, `[…, out]`.
+
     Args:
-        input: `[…, in]`.
-        numbers: `[out, in]`, of 8 bits.
-        scales: `[out, 1]`, fp32.
-        bias: `[out]`, or None.
+        input: x, `[…, in]`.
+        numbers: 8-bit weights Q, `[out, in]`.
+        scales: scales s, `[out, 1]`, fp32.
+        bias: bias b, `[out]`, or None.
     """
     output = functional.linear(input, numbers.to(input.dtype)).mul_(scales.flatten())
     return output if bias is None else output.add_(bias)
 
 
 def _fits(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether a norm over the last dimension has one kernel for it."""
+    """Return whether one kernel can compute the norm of `hidden` over the last dimension."""
     return hidden.dtype is weight.dtype and hidden.shape[-1:] == weight.shape and _serves(hidden)
 
 
@@ -112,11 +113,11 @@ def _serves(input: Tensor) -> bool:
 
 
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
-    """Change the classes of the modules of a rank on a device that are computed in fewer kernels.
+    """Change the classes of modules that need fewer kernels here than in the modelling code.
 
     Args:
-        model: its tensors may still be missing.
-        left: paths of modules that stay as they are, whose parameters must be read as attributes.
+        model: model of a rank on a device; its tensors may still be missing.
+        left: paths of modules that keep their class, because their parameters must be read as attributes.
     """
     for path, module in model.named_modules():
         cls: Any = type(module)
@@ -133,16 +134,17 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 
 def install_attention() -> None:
-    """From now on the models of this process that ask transformers for "sdpa" read keys and values where they lie.
-    Idempotent."""
+    """Make transformers' "sdpa" attention read keys and values in the cache, for all models of this process. A second
+    call does nothing."""
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))
 
 
 def with_packed_queries(attention: Any) -> Any:
-    """`attention`, a function of transformers' attention interface; for one query with a mask that all heads share, the
-    query heads of a key/value head are taken for as many queries of it."""
+    """Return a version of `attention`, a function of transformers' attention interface, that does not copy keys and
+    values for one query. All query heads of a key/value head become queries of that head; all heads must share one
+    mask."""
 
     @functools.wraps(attention)
     def forward(
@@ -175,7 +177,7 @@ def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention of `[batch, heads, 1, width]` over `[batch, kv_heads, tokens, width]`.
+    """Compute attention of queries `[batch, heads, 1, width]` over keys `[batch, kv_heads, tokens, width]`.
 
     Returns:
         `[batch, 1, heads, value_width]`.
@@ -188,18 +190,18 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 
 
 def _agrees(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
-    """Return whether two ways to compute give the same, on the host and in fp32. If not, that is said, and ours is
-    not used: a release of transformers that nothing is known of may give old names a new meaning."""
+    """Return whether two functions give the same result on the CPU, and log a warning if not. A later release of
+    transformers may change what a known name computes."""
     try:
         with torch.inference_mode(), torch.device("cpu"):
             wanted = theirs()
             distance = ((ours() - wanted).norm() / wanted.norm()).item()
-        why = "" if distance < _TOLERANCE else f"ours differ by {distance:.1e}"
+        reason = "" if distance < _TOLERANCE else f"results of fewer kernels differ by {distance:.1e}"
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    if why:
-        _logger.warning("%s left to the modelling code: %s", what, why)
-    return not why
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        _logger.warning("%s computed by the modelling code: %s", what, reason)
+    return not reason
 
 
 def _random(*shape: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Operators that run in `_decode.c`: they read weights, keys and values once, at the full speed of the memory, and spend
-one call where torch spends several.
+"""Runs single operators in C (`_decode.c`). An operator reads weights, keys and values once, at the full speed of the
+memory, in one call instead of several calls of torch.
 
-All of them leave the work to torch wherever it must do it: gradients, autocast, `torch.compile`, other data types.
-Sums run in another order than torch's, so results may differ in the last bits.
+torch computes if gradients, autocast or `torch.compile` are on, and for data types that the kernels cannot read. The
+kernels add in another order than torch, so results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 try:
     from parallelformers_ng.kernels import _decode
-except ImportError as error:  # installed without a compiler, or a clone that hides what is installed
+except ImportError as error:  # installed without a compiler, or a clone hides the installed package
     _decode = None  # type: ignore[assignment]
-    logging.getLogger("parallelformers_ng").debug("decode steps are computed in torch: %s", error)
+    logging.getLogger("parallelformers_ng").debug("torch computes decode steps without C kernels: %s", error)
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES", "HAS_PAIRS"))
-# If the processor multiplies bfloat16 and the kernel was built without that, torch is twice as fast: the kernel widens it.
+# True if the processor multiplies bfloat16 but the kernel was built without that: torch is then twice as fast.
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 MOST_ROWS = {
     torch.float32: 16,
     torch.bfloat16: 4 if _ONE_BY_ONE else 2048 if _HAS_PAIRS and not _HAS_TILES else 32,
 }
-"""With more rows torch's matrix product is as fast or faster. In pairs of bfloat16 the kernel keeps up with torch, and the
-limit is one of memory."""
+"""Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
+multiplies pairs of bfloat16, the kernel is as fast as torch, and the limit bounds its memory."""
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
-"""With more, the weight is put together once for all of them."""
+"""Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows."""
 _code_is_stock = True
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` for one row or a few. The rows of the weight may lie apart."""
+    """`nn.Linear` that multiplies up to `MOST_ROWS` rows in C. The weight may be a slice of a wider matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
-        # Called for every matrix and token: the dictionary is read directly, past nn.Module.__getattr__.
+        # Called for every matrix and token: reading the dictionary is faster than nn.Module.__getattr__.
         weight = self._parameters["weight"]
         if (
             weight is None
@@ -63,7 +63,7 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """The same for integers and scales, which are read as they are."""
+    """A quantized linear layer that multiplies a few rows in C. The kernel reads integers and scales directly."""
 
     def forward(self, input: Tensor) -> Tensor:
         _, inputs = shape_of(self)
@@ -80,7 +80,7 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
     @property
     def is_read(self) -> bool:
-        """Whether the kernel reads such integers and scales."""
+        """Whether the kernel can read the layer's integers and scales."""
         (encoding, dtype), scales = self.encodings["weight"], self._parameters["weight" + SCALE]
         assert scales is not None
         if dtype not in KINDS or not matrix_of(self).is_contiguous() or not scales.is_contiguous():
@@ -100,25 +100,25 @@ def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
-    """`Matrix` of `_integers.h`: the addresses of a weight, its scales and a bias, the distance between rows, and how
-    many inputs share a scale where it is of 4 bits."""
+    """Return the fields of `Matrix` of `_matrix.h`: addresses of the weight, scales and bias (0 if missing), the
+    distance between rows in elements, and the number of inputs per scale of an int4 weight (0 for other weights)."""
     weight, group = matrix_of(linear), 0
     if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
         group = linear.encodings["weight"][0].block
-    others = (linear._parameters.get(name) for name in ("weight" + SCALE, "bias"))
-    scales, bias = (0 if other is None else other.data_ptr() for other in others)
+    tensors = (linear._parameters.get(name) for name in ("weight" + SCALE, "bias"))
+    scales, bias = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     return weight.data_ptr(), scales, bias, weight.stride(0), group
 
 
 def matrix_of(linear: nn.Module) -> Tensor:
-    """Return the numbers of a linear layer's weight, small ones if it is quantized."""
+    """Return a linear layer's weight as it is stored. A quantized weight is not dequantized."""
     weight = linear._parameters["weight"]
     assert weight is not None
     return weight
 
 
 def shape_of(linear: nn.Module) -> tuple[int, ...]:
-    """`[out, in]` of a linear layer's weight."""
+    """Return the shape `[out, in]` of a linear layer's weight, after dequantization."""
     shape = tuple(matrix_of(linear).shape)
     return linear.encodings["weight"][0].shape(shape) if isinstance(linear, QuantizedLinear) else shape
 
@@ -129,7 +129,7 @@ def data_type_of(linear: nn.Module) -> torch.dtype:
 
 
 class FusedRMSNorm(nn.Module):
-    """Llama's root-mean-square norm and its many copies, mixed into their classes."""
+    """A root-mean-square norm in C; mixed into the class of Llama's norm or of one of its many copies."""
 
     variance_epsilon: float
 
@@ -151,17 +151,17 @@ class FusedRMSNorm(nn.Module):
 
 
 def serve_stock_code(is_stock: bool) -> None:
-    """Say whether models run the libraries' own code. If not, the kernels compute nothing in the place of modules."""
+    """Set whether models run only code of torch and transformers. With foreign code, no kernel replaces a module."""
     global _code_is_stock
     _code_is_stock = is_stock
 
 
 def may_serve(device: str = "cpu") -> bool:
-    """Return whether modules run stock code, and nothing is going on that only torch's own operators can do: gradients,
-    autocast, a trace.
+    """Return whether kernels may replace modules: no foreign code, inference mode, no autocast, and no trace of
+    `torch.compile`.
 
     Args:
-        device: type of the device that computes.
+        device: type of the device that computes, "cpu" by default.
     """
     return (
         _code_is_stock
@@ -183,8 +183,8 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
 
 
 def install_attention() -> None:
-    """Give models of this process that ask transformers for "sdpa" the kernel for single queries, if it was built
-    and torch has one thread. Idempotent."""
+    """Make transformers' "sdpa" attention use the kernel for single queries, for all models of this process. Nothing
+    changes without a built kernel, with several torch threads, or at a second call."""
     if _decode is not None and torch.get_num_threads() == 1:
         usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
         if not hasattr(usual, "__wrapped__"):
@@ -192,14 +192,15 @@ def install_attention() -> None:
 
 
 def is_usual() -> bool:
-    """Return whether "sdpa" is what transformers means by it, with the kernel or without, and not a function of the
-    user's."""
+    """Return whether "sdpa" is transformers' own function, with or without the kernel, and not a function of the
+    user."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
 
 
 def with_kernel(attention: Any) -> Any:
-    """`attention`, a function of transformers' attention interface, with the kernel for what the kernel can do."""
+    """Return a version of `attention`, a function of transformers' attention interface, that calls the kernel if the
+    kernel can compute the arguments."""
 
     @functools.wraps(attention)
     def forward(
@@ -217,8 +218,8 @@ def with_kernel(attention: Any) -> Any:
 
 
 def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether one query, `[batch, heads, 1, width]`, is asked for, and nothing but what its mask and scaling
-    say."""
+    """Return whether a call of attention has one query, `[batch, heads, 1, width]`, and no options except a mask and a
+    scaling."""
     return (
         query.shape[2] == 1
         and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
@@ -249,7 +250,7 @@ def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
-    """Return whether the kernel reads such a mask: bool or added, `[batch or 1, heads or 1, 1, tokens]`."""
+    """Return whether the kernel can read a mask: bool or added to scores, `[batch or 1, heads or 1, 1, tokens]`."""
     return (
         mask.ndim == 4
         and (mask.dtype is torch.bool or mask.dtype is dtype)
@@ -261,11 +262,11 @@ def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: 
 
 
 def spans_of(mask: Tensor, spans: Tensor) -> bool:
-    """Return whether a mask lets each of some new tokens see the tokens up to itself, from a first one of its sequence on.
+    """Convert a causal mask, with or without padding on the left, into spans. Return False for any other mask.
 
     Args:
-        mask: bool `[sequences, 1, new tokens, tokens]`.
-        spans: int64 `[sequences, 5]`; becomes `Span`s of `_queries.h`.
+        mask: mask of new tokens, bool `[sequences, 1, new tokens, tokens]`.
+        spans: output, int64 `[sequences, 5]`; each row becomes a `Span` of `_queries.h`.
     """
     if mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[1] != 1 or mask.stride(3) != 1:
         return False
@@ -277,7 +278,7 @@ def spans_of(mask: Tensor, spans: Tensor) -> bool:
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
-    """For the kernel: the address of a mask, its distances from one sequence and one head to the next, its kind."""
+    """Return the address of a mask, its distances in bytes between sequences and between heads, and its kind."""
     if mask is None:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
@@ -285,7 +286,7 @@ def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Attention of `[batch, heads, 1, width]` over `[batch, kv_heads, tokens, width]`.
+    """Compute attention of queries `[batch, heads, 1, width]` over keys `[batch, kv_heads, tokens, width]`.
 
     Returns:
         `[batch, 1, heads, value_width]`, contiguous.
@@ -303,17 +304,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 class Guard:
-    """The conditions under which a kernel may replace modules without calling them: their parameters are at the known
-    addresses, and no module has a hook.
+    """A check whether a kernel may replace modules: the parameters are at the known addresses, and no module has a
+    hook.
 
-    It is asked at each step, of hundreds of modules, and answers with a few passes over flat lists.
+    Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
     Args:
-        places: modules and the names of their parameters, which may be None.
-        modules: all that are not called. A hook on any is a reason to call them.
+        places: pairs of a module and the name of a parameter, which may be None.
+        modules: modules that the kernel replaces. If one of the modules has a hook, the modules must be called.
 
     Attributes:
-        patched: modules that had a forward of their own, not of their class. They must be called.
+        patched: modules with a forward of the object, not of the class. These modules must be called.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
@@ -323,28 +324,28 @@ class Guard:
         self._names = [name for _, name in places]
         self._tensors = list(map(dict.get, self._parameters, self._names))
         present = [tensor for tensor in self._tensors if tensor is not None]
-        self._first = present[:1]  # `to` moves all parameters of a module, and usually of all modules
+        self._first = present[:1]  # one address is enough: `to` moves all parameters of a module
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     @classmethod
     def together(cls, parts: Sequence[Guard]) -> Guard:
-        """Return the guard of all that the parts guard."""
+        """Return one guard that checks the modules of several guards."""
         whole = cls((), ())
         for name, values in vars(whole).items():
             values.extend(chain.from_iterable(vars(part)[name] for part in parts))
         return whole
 
     def holds(self) -> bool:
-        """Return whether the modules have the tensors that were looked at, and in the same memory, which `to`
-        changes."""
+        """Return whether the parameters are still the same tensors at the same addresses. `Module.to` changes the
+        addresses."""
         same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:
-        """Return whether a hook on the modules has something to do. Those that transformers has once put there,
-        because hidden states or attentions were asked for, stay, and do nothing unless they are asked for again."""
+        """Return whether a hook on the modules must run. After a request for hidden states or attentions, hooks of
+        transformers stay on the modules; these hooks must run only in another such request."""
         if not any(self._hooks):
             return False
-        places = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
-        return places != {output_capturing.__name__} or bool(output_capturing._active_collector.get())
+        sources = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
+        return sources != {output_capturing.__name__} or bool(output_capturing._active_collector.get())

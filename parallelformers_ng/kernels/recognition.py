@@ -1,4 +1,4 @@
-"""Recognises the computation of a transformers class by the instructions of its forward, under any name."""
+"""Recognises what a transformers class computes: compares the bytecode of its forward with that of known classes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 
 from torch import nn
 
-# It takes a tenth of a second, nine tenths of it for what every model's file imports: a worker that is waiting for a
-# model has that behind it.
+# This import takes a tenth of a second. Nine tenths of that time are for modules that every model file imports, and
+# that a waiting worker has already imported.
 from transformers.models.llama import modeling_llama as llama
 
 LAYERS = ("Llama", "Mixtral")
-"""Decoder layers that differ in the order of their arguments."""
+"""Families with known decoder layers, whose forwards differ in the order of arguments."""
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
-"""Attentions that one kernel computes, and whether they norm each head's query and key. Windows, in which they differ
-as well, come to a single query with its mask."""
+"""Families with known attention, and whether the attention norms each head's query and key. The families also differ in
+sliding windows; the mask tells a single query its window."""
 
 NORMS = {
     "rms_norm": (("Llama", "RMSNorm"), ("Olmo2", "RMSNorm"), ("T5", "LayerNorm")),
     "layer_norm": (("Cohere", "LayerNorm"),),
 }
-"""Norms with a weight and a `variance_epsilon` that a function of torch's computes, by its name. They differ in what
-they round to 16 bits in between."""
+"""Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
+`variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits."""
 
 
 @cache
 def is_rms_norm(cls: type) -> bool:
-    """Llama's root-mean-square norm."""
+    """Return whether a class computes Llama's root-mean-square norm."""
     return cls.__name__.endswith("Norm") and _same_forward(cls, llama.LlamaRMSNorm)
 
 
 @cache
 def fused_norm(cls: type) -> str:
-    """Return the function of `torch.nn.functional` that computes a norm of this class, "" if none is known to."""
+    """Return the name of the `torch.nn.functional` function that computes a norm class; "" for an unknown class."""
     if not cls.__name__.endswith("Norm") or issubclass(cls, nn.LayerNorm):
         return ""
     known = (name for name, theirs in NORMS.items() if any(_same_forward(cls, modelling(*each)) for each in theirs))
@@ -45,13 +45,16 @@ def fused_norm(cls: type) -> str:
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of a model with a kernel in front, under its own name."""
+    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`."""
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
 @cache
 def is_decoder_layer(cls: type) -> bool:
-    """Llama's decoder layer: x + attention(norm(x)), and then the same with a feed-forward, of any kind."""
+    """Return whether a class computes Llama's decoder layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    Attention and feed-forward may be of any kind.
+    """
     return cls.__name__.endswith("Layer") and any(
         _same_forward(cls, modelling(family, "DecoderLayer")) for family in LAYERS
     )
@@ -59,8 +62,11 @@ def is_decoder_layer(cls: type) -> bool:
 
 @cache
 def is_decoder(cls: type) -> bool:
-    """Return a model whose decoder layers get the same arguments one after another, but for a mask of their type,
-    and nothing else happens between them."""
+    """Return whether a class is a model that runs decoder layers one after another, and does nothing between the
+    layers.
+
+    All layers must get the same arguments, except for a mask of their type.
+    """
     return cls.__name__.endswith("Model") and any(
         _same_forward(cls, modelling(family, "Model")) for family in ATTENTIONS
     )
@@ -68,13 +74,13 @@ def is_decoder(cls: type) -> bool:
 
 @cache
 def is_gated_feed_forward(cls: type) -> bool:
-    """Llama's: down(act(gate(x)) · up(x))."""
+    """Return whether a class computes Llama's feed-forward: down(act(gate(x)) · up(x))."""
     return _same_forward(cls, llama.LlamaMLP)
 
 
 def is_computed_at_once(layer: nn.Module) -> bool:
-    """Return whether a call of the kernels is all of a module: a decoder layer whose attention and feed-forward they
-    know."""
+    """Return whether the kernels compute a whole module: a decoder layer with known attention and known
+    feed-forward."""
     cls: Any = type(layer)
     if not is_decoder_layer(cls):
         return False
@@ -84,14 +90,13 @@ def is_computed_at_once(layer: nn.Module) -> bool:
 
 
 def is_silu(cls: type) -> bool:
-    """x · sigmoid(x)."""
+    """Return whether a class computes x · sigmoid(x)."""
     return cls in (nn.SiLU, type(llama.ACT2FN["silu"]))
 
 
 @cache
 def normed_heads(cls: Any) -> bool | None:
-    """Return whether an attention like Llama's norms each head's query and key; None for an attention of another
-    kind."""
+    """Return whether an attention class norms each head's query and key; None if the class is not in `ATTENTIONS`."""
     functions = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     for name in ("apply_rotary_pos_emb", "rotate_half"):
         if not _same_code(functions.get(name), getattr(llama, name)):
@@ -103,7 +108,7 @@ def normed_heads(cls: Any) -> bool | None:
 
 
 def modelling(family: str, part: str) -> Any:
-    """Return a class of transformers' file for a family: ("Llama", "Attention")."""
+    """Return a class of a family in transformers; for example, ("Llama", "Attention") gives `LlamaAttention`."""
     file = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     return getattr(importlib.import_module(file), family + part)
 
@@ -122,6 +127,6 @@ def _code(function: Any) -> Any:
     if not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    # Docstrings are among the constants.
+    # The constants of a function contain its docstring.
     constants = tuple(constant for constant in code.co_consts if constant != function.__doc__)
     return code.co_code, code.co_names, constants, code.co_varnames, code.co_argcount

@@ -1,13 +1,14 @@
-"""Linear layers that read the same tensor, computed as one: q | k | v of attention, gate | up of a feed-forward.
+"""Computes linear layers that read the same tensor as one: q | k | v of attention, gate | up of a feed-forward.
 
                       x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
 
-A decode step on a device is many small products. One product in the place of three is launched once, and reads its
-input once. The weights lie side by side in one tensor, and each layer has a view of it: saving, hooks and new weights
-work as before.
+A decode step on a device consists of many small products. One product instead of three needs one launch, and reads its
+input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving, hooks
+and replaced weights still work.
 
-Names do not tell these layers. Layers of one module with inputs of one width are laid side by side. They are computed
-as one after a pass in which all got the same tensor and the single product gave equal results.
+Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
+group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
+product gave equal results.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 MOST_ROWS = 64
-"""With more rows a product is bound by arithmetic, and gains nothing."""
+"""Largest number of rows for one product. With more rows, arithmetic is the limit, and one product saves no time."""
 _ROWS_COMPARED = 16
 
 _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Have the layers of a model that may read the same tensor share memory, and be computed as one if they do.
+    """Group the linear layers of a model that may read the same tensor; one product computes a group if the layers do.
 
-    Their weights are copied, those of one module at a time.
+    The weights of a group become views of one new tensor. Weights are copied for one module at a time.
     """
     uses = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in [*model.modules()]:
@@ -42,7 +43,8 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 
 def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
-    """Linear layers of a module, two or more at a time, whose weights fit side by side and are nobody else's."""
+    """Return groups of two or more linear layers of a module whose weights can become one tensor. Layers that share a
+    weight with another layer are in no group."""
     groups: dict[Any, list[nn.Linear]] = {}
     for layer in module.children():
         if type(layer) is nn.Linear and all(uses[id(tensor)] == 1 for tensor in layer.parameters()):
@@ -53,13 +55,13 @@ def _alike(module: nn.Module, uses: Counter[int]) -> Iterator[list[nn.Linear]]:
 
 
 class SideBySide:
-    """Linear layers whose weights are views of one tensor.
+    """A group of linear layers whose weights are views of one tensor.
 
     Args:
-        layers: alike in all but the number of their outputs.
+        layers: linear layers that differ only in the number of outputs.
 
     Attributes:
-        agree: whether one product gives what the layers give; None until a pass has shown it.
+        agree: whether one product gives the outputs of the layers; None until a forward pass has tested that.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -67,14 +69,14 @@ class SideBySide:
         self._layers = layers
         self._weight = self._joined("weight")
         self._bias = None if layers[0].bias is None else self._joined("bias")
-        self._held = [
+        self._parameters = [
             (layer._parameters, name, tensor) for layer in layers for name, tensor in layer._parameters.items()
         ]
         self._sizes = [len(layer.weight) for layer in layers]
         self._input: Callable[[], Tensor | None] = _nothing
         self._outputs: dict[nn.Linear, Tensor] = {}
-        """Of that input, those that nobody has asked for yet; until the layers are known to agree, some rows of those
-        that were given."""
+        """Outputs for `_input` that layers have not returned yet. While `agree` is None, the dictionary has the last
+        rows of outputs that layers have returned."""
         for layer in layers:
             layer.__class__ = PartOfProduct
             layer.__dict__["side_by_side"] = self
@@ -87,7 +89,7 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """Watch a layer that is computed by itself, until it is known whether the layers agree."""
+        """Record the output of a layer. After the outputs of all layers, set `agree`."""
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
                 return self.part()
@@ -100,16 +102,16 @@ class SideBySide:
             self.agree = bool((product - want).abs().max() <= tolerance)
             if not self.agree:
                 _logger.info(
-                    "%d linear layers are computed one by one: one product gives something else", len(self._sizes)
+                    "%d linear layers are computed one by one: one product gives different results", len(self._sizes)
                 )
                 self.part()
 
     def output(self, layer: nn.Linear, input: Tensor) -> Tensor:
-        """Return the output of one of the layers that agree."""
+        """Return the output of a layer whose group has passed the test."""
         if self._input() is input and layer in self._outputs:
             return self._outputs.pop(layer)
-        if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._held):
-            self.part()  # the last input was not for all of them, or a weight was replaced
+        if self._outputs or any(table.get(name) is not tensor for table, name, tensor in self._parameters):
+            self.part()  # not all layers read the last input, or a weight was replaced
         if not self.agree or input.numel() > MOST_ROWS * input.shape[-1]:
             return nn.Linear.forward(layer, input)
         self._input = weakref.ref(input)
@@ -117,7 +119,7 @@ class SideBySide:
         return self._outputs.pop(layer)
 
     def part(self) -> None:
-        """Have each layer compute what it gives by itself, from now on."""
+        """Make each layer compute its own output from now on."""
         self.agree = False
         self._outputs.clear()
         for layer in self._layers:
@@ -129,7 +131,7 @@ class SideBySide:
 
 
 class PartOfProduct(nn.Linear):
-    """A linear layer among others."""
+    """A linear layer of a group that one product can compute."""
 
     side_by_side: SideBySide
 
