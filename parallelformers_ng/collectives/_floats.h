@@ -1,4 +1,4 @@
-/* fp32 and bf16, to fp32 and back.
+/* Converts fp32 and bf16 to fp32 and back.
  *
  * The conversions are written without branches, so that the compiler vectorises them for any instruction set. */
 
@@ -10,8 +10,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* Copies of a function for processors that can do more, of which the loader picks one; it needs glibc's ifunc. They are
- * named by what a processor can do: `arch=` names would ask for that very model. */
+/* Compiles a function once for each instruction set. At the start of a process, the loader picks the version for the
+ * processor; this needs glibc's ifunc. `arch=` names are not used, because each would match one processor model only. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES_FOR(...) __attribute__((target_clones(__VA_ARGS__, "default")))
 #else
@@ -32,7 +32,7 @@ INLINE float float_of(uint32_t bits)
     return value;
 }
 
-/* A choice without a branch: a conditional expression would have the compiler skip arithmetic, and not vectorise. */
+/* Chooses without a branch. For a conditional expression, the compiler would branch and not vectorise. */
 INLINE uint32_t choose(int condition, uint32_t yes, uint32_t no)
 {
     uint32_t mask = -(uint32_t)condition;
@@ -44,7 +44,7 @@ INLINE float store_f32(float value) { return value; }
 
 INLINE float load_bf16(uint16_t value) { return float_of((uint32_t)value << 16); }
 
-/* Round to nearest, ties to even; every NaN becomes 0x7fc0. */
+/* Rounds to nearest, ties to even; every NaN becomes 0x7fc0. */
 INLINE uint16_t store_bf16(float value)
 {
     uint32_t bits = bits_of(value);

@@ -1,7 +1,7 @@
 /* The shared-memory collectives: one-shot sums, reduce-scatter + gather, and gathers between processes.
  *
- * Each is made of the steps of `_kernel_protocol.h`, and they are numbered alike on all ranks. Sums run over the ranks
- * 0, 1, 2, ... in this order on every rank: all results agree to the bit. */
+ * Each collective consists of steps of `_kernel_protocol.h`, which have the same numbers on all ranks. Every rank adds the
+ * data of ranks 0, 1, 2, ... in this order, so all ranks get the same bits. */
 
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -28,7 +28,7 @@ static int sum_one_shot(Kernel *k, char *data, size_t count, const SumKind *kind
     return DONE;
 }
 
-/* Each rank sums one segment, then all collect the segments: every element crosses about twice instead of N - 1 times. */
+/* Each rank sums one segment, then copies all other segments. A rank reads about 2 instead of N - 1 times the data. */
 static int sum_reduce_scatter(Kernel *k, char *data, size_t count, const SumKind *kind, uint64_t signature)
 {
     const char *sources[MAX_WORLD_SIZE];
@@ -70,7 +70,7 @@ static int all_reduce(Kernel *k, char *data, size_t count, size_t code)
     return status;
 }
 
-/* Copies bytes [start, start + count) of a block of rows, `row` bytes each, to rows that lie `pitch` bytes apart. */
+/* Copies bytes [start, start + count) of a block of rows, `row` bytes each, to rows that are `pitch` bytes apart. */
 static void place_rows(char *out, size_t pitch, size_t row, const char *source, size_t start, size_t count)
 {
     while (count) {
@@ -106,7 +106,7 @@ static int all_gather(Kernel *k, const char *in, char *out, size_t outer, size_t
     return DONE;
 }
 
-/* ---- the Python face: arguments are validated here, except the addresses, which are the caller's word --------- */
+/* ---- the Python functions, which check all arguments except addresses ----------------------------------------- */
 
 static int enter(Kernel *k)
 {
@@ -132,7 +132,7 @@ static PyObject *leave(Kernel *k, int status)
 
 static inline int aborted(Kernel *k) { return atomic_load_explicit(&k->header->abort, memory_order_acquire) != 0; }
 
-/* A collective between `enter` and `leave`. After an abort there is none, not even where all peers have come. */
+/* Runs a collective between `enter` and `leave`. After an abort, no collective runs, even if all peers have arrived. */
 #define RUN(K, COLLECTIVE) (enter(K) < 0 ? NULL : leave(K, aborted(K) ? ABORTED : (COLLECTIVE)))
 
 static PyObject *Kernel_all_reduce(Kernel *k, PyObject *const *args, Py_ssize_t nargs)
@@ -210,7 +210,7 @@ static void Kernel_dealloc(Kernel *k)
 static PyMethodDef kernel_methods[] = {
     METHOD(all_reduce, "address, count, kind"),
     METHOD(all_gather, "source, destination, outer, unit_bytes, *sizes"),
-    {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Lets go of the arena."},
+    {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Releases the arena."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -231,7 +231,7 @@ static struct PyModuleDef module = {
     .m_doc = "Shared-memory collectives in C.", .m_size = -1,
 };
 
-/* ---- what other C may call ------------------------------------------------------------------------------------ */
+/* ---- functions for other C modules ---------------------------------------------------------------------------- */
 
 static int api_enter(PyObject *kernel)
 {

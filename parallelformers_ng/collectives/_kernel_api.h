@@ -1,5 +1,5 @@
-/* What `_kernel` lends to other C of this package: sums over the ranks without a way back through Python, in the capsule
- * `_kernel.API`; and how all of it reads its arguments. */
+/* Declares the functions of `_kernel` that other C modules of this package call, through the capsule `_kernel.API`: sums
+ * over the ranks without a call of Python. Also reads the arguments of all C functions. */
 
 #ifndef PARALLELFORMERS_NG_KERNEL_API_H
 #define PARALLELFORMERS_NG_KERNEL_API_H
@@ -10,16 +10,16 @@
 #define KERNEL_API "parallelformers_ng.collectives._kernel.API"
 
 typedef struct {
-    /* Before the first sum, with the GIL, which it lets go of; -1 with an exception where there can be no sum now. */
+    /* Call it with the GIL before the first sum. Releases the GIL. Returns -1 with an exception if no sum can run now. */
     int (*enter)(PyObject *kernel);
-    /* As `Kernel.all_reduce`: 0, or a status after which there can be no other. What lies at `next`, which the caller
-     * reads afterwards, comes into the cache while this rank waits; NULL and 0 where nothing does. */
+    /* Sums like `Kernel.all_reduce`. Returns 0, or a status after which no other sum can run. While this rank waits, it
+     * prefetches `next_bytes` bytes at `next`, which the caller reads afterwards; NULL and 0 for no prefetch. */
     int (*all_reduce)(PyObject *kernel, void *data, size_t count, size_t kind, const void *next, size_t next_bytes);
-    /* After the last sum; takes the GIL. Returns the status as a Python int; NULL with a signal handler's exception. */
+    /* Call it after the last sum. Takes the GIL. Returns the status as a Python int; NULL with a signal handler's exception. */
     PyObject *(*leave)(PyObject *kernel, int status);
 } KernelAPI;
 
-/* What a thread does that looks again and again whether it may go on. */
+/* Tells the processor that this thread spins. */
 static inline void cpu_pause(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -29,7 +29,7 @@ static inline void cpu_pause(void)
 #endif
 }
 
-/* Reads Python integers, of addresses and sizes, into an array, or a struct that has a field for each. */
+/* Reads Python integers (addresses and sizes) into an array, or into a struct with a field for each integer. */
 static inline int read_numbers(PyObject *const *args, size_t count, void *values)
 {
     for (size_t i = 0; i < count; i++) {

@@ -1,23 +1,23 @@
-/* How the ranks of an arena meet: its memory, the steps they take together, and how one waits for another.
+/* Synchronizes the ranks of an arena: the memory, the common steps, and how a rank waits for another rank.
  *
  * Memory. An arena (arena.py has the same numbers) is a header page, a 1 KiB line per place, and two slots per place:
  *
  *     | header | line 0 | line 1 | ... | slot 0,0 | slot 0,1 | slot 1,0 | slot 1,1 | ...
  *
- * Of W ranks, rank r has place r to meet all others, and place W + r to meet those of its stage. Ranks that meet have
- * places beside each other, `first` and those after it, and count from 0 among themselves.
+ * Of W ranks, rank r uses place r for collectives of all ranks, and place W + r for collectives of its stage. The ranks of
+ * a collective have consecutive places from `first` on, and are numbered from 0 within the collective.
  *
- * Protocol. All ranks run the same steps in the same order, numbered 1, 2, 3, ... In step s a rank writes what it
- * contributes into its own slot s mod 2, publishes s in its line (release), waits until every line shows at least s
- * (acquire), and then reads the peers' slots s mod 2. A collective is one step, or several where it exceeds a slot.
+ * Protocol. All ranks run the same steps in the same order, numbered 1, 2, 3, ... In step s a rank writes its data
+ * into its own slot s mod 2, publishes s in its line (release), waits until every line shows at least s (acquire), and
+ * then reads the peers' slots s mod 2. A collective has one or several steps; data larger than a slot needs several.
  *
  * Why two slots suffice. Rank a writes slot s mod 2 in step s; its last readers were the peers in step s - 2. Rank a
  * starts step s after step s - 1, in which it saw every peer publish s - 1; a peer publishes s - 1 only after it has
- * finished step s - 2, reads included. So nobody still reads what a overwrites. For the same reason a peer is at most
- * one step ahead: it cannot finish step s + 1 before this rank has published s + 1. Hence `counter >= s` with two
- * slots never mixes steps, and the step's signature, kept twice as well, is still that of step s when it is compared.
+ * finished step s - 2, reads included. So no peer still reads the data that a overwrites. For the same reason a
+ * peer is at most one step ahead: a peer cannot finish step s + 1 before this rank has published s + 1. Hence the test
+ * `counter >= s` with two slots never mixes steps. A line has two signatures as well, so ranks compare those of step s.
  *
- * The rank's published counter is its only state, so nothing can fall out of step with the arena after a reset.
+ * The published counter is the only state of a rank, so no other state can contradict the arena after a reset.
  */
 
 #ifndef PARALLELFORMERS_NG_KERNEL_PROTOCOL_H
@@ -35,9 +35,9 @@
 enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE = 256 };
 enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
 enum { SPINS = 500, CACHE_LINE_BYTES = 64, LINES_AT_ONCE = 8 };
-static const uint64_t YIELD_NS = 2000000;         /* this long a waiting rank only yields; then it sleeps as well */
+static const uint64_t YIELD_NS = 2000000;         /* a waiting rank first only yields, for this time; then it also sleeps */
 static const uint64_t LONGEST_SLEEP_NS = 500000;  /* so that an abort is seen within a millisecond */
-static const uint64_t SIGNAL_CHECK_NS = 50000000; /* a handler of the worker runs this soon in a long wait */
+static const uint64_t SIGNAL_CHECK_NS = 50000000; /* time between checks for signals in a long wait */
 
 typedef struct {
     uint64_t magic, world_size, slot_bytes, one_shot_bytes, may_spin;
@@ -57,7 +57,7 @@ typedef struct {
     size_t slot_bytes, one_shot_bytes;
     int rank, world_size, first, spins, busy;
     uint64_t timeout_ns;
-    const char *next, *next_end; /* what to bring into the cache while waiting */
+    const char *next, *next_end; /* memory to prefetch while waiting */
     PyThreadState *thread;
 } Kernel;
 
@@ -102,7 +102,7 @@ static int run_signal_handlers(Kernel *k)
     return raised;
 }
 
-/* A rank that waits leaves the memory to its peers, unless it goes ahead with what it will read next. */
+/* Prefetches some cache lines that this waiting rank reads next. Returns 0 if all lines have been prefetched. */
 static inline int read_ahead(Kernel *k)
 {
     if (k->next >= k->next_end) return 0;
@@ -111,8 +111,8 @@ static inline int read_ahead(Kernel *k)
     return 1;
 }
 
-/* Read ahead, spin, then yield, then sleep an eighth of the time waited so far: what is waited too long stays a small
- * share. */
+/* Waits until `counter` is at least `step`: prefetches, spins, then yields, then sleeps an eighth of the time waited so
+ * far. So a sleep that is too long adds only a small share to the wait. */
 static int wait_until(Kernel *k, _Atomic uint64_t *counter, uint64_t step)
 {
     uint64_t start = 0, checked = 0;
@@ -142,7 +142,7 @@ static int wait_until(Kernel *k, _Atomic uint64_t *counter, uint64_t step)
     return DONE;
 }
 
-/* Publishes `step`, whose slot has been written, and waits for all peers; afterwards their slots may be read. */
+/* Publishes `step`, after this rank has written its slot, and waits for all peers. The peers' slots may then be read. */
 static int exchange(Kernel *k, uint64_t step, uint64_t signature)
 {
     Line *own = line(k, k->rank);

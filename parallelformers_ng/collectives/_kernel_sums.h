@@ -1,6 +1,6 @@
-/* Sums over ranks, in rank order: fp32, fp64, and bf16/fp16 with fp32 accumulation.
+/* Adds the data of the ranks, in rank order: fp32, fp64, and bf16/fp16 with fp32 accumulation.
  *
- * The fp16 conversions, without branches as those of `_floats.h`, follow F. Giesen's `half_to_float_fast5` and
+ * The fp16 conversions have no branches, like those of `_floats.h`. They follow F. Giesen's `half_to_float_fast5` and
  * `float_to_half_fast3_rtne` (public domain). */
 
 #ifndef PARALLELFORMERS_NG_KERNEL_SUMS_H
@@ -24,7 +24,7 @@ INLINE float load_f16(uint16_t value)
     return float_of(bits | ((uint32_t)value & 0x8000) << 16);
 }
 
-/* Round to nearest, ties to even; every NaN becomes 0x7e00. */
+/* Rounds to nearest, ties to even; every NaN becomes 0x7e00. */
 INLINE uint16_t store_f16(float value)
 {
     uint32_t bits = bits_of(value) & 0x7fffffff, sign = bits_of(value) >> 16 & 0x8000;
@@ -35,7 +35,7 @@ INLINE uint16_t store_f16(float value)
     return (uint16_t)(half | sign);
 }
 
-/* `out` may be one of the sources: a block is read from all of them before it is written. */
+/* `out` may be one of the sources, because a block is read from all sources before the block is written. */
 #define SUM_BLOCK 512
 #define DEFINE_SUM(NAME, TYPE, ACCUMULATOR)                                                                     \
     CLONES_FOR("avx2")                                                                                          \

@@ -1,8 +1,9 @@
 /* Attention of new tokens over the keys and values of a cache: y = softmax(q Kᵀ · scale + mask) V.
  *
- * For a few new tokens the time is the time to read keys and values. They are read in the cache, without a copy, once for
- * several queries: the queries of all heads that share them, and of consecutive tokens. Sums are in fp32 and begin at the
- * first token that a query sees. Their order depends neither on tokens before that one nor on other queries. */
+ * For a few new tokens, reading keys and values takes most of the time. The kernel reads keys and values in the cache,
+ * without a copy, and once for several queries: queries of consecutive tokens, and of all heads that share keys and values.
+ * Sums are in fp32 and begin at the first token that a query sees. The order of a sum depends neither on tokens before the
+ * first one nor on other queries. */
 
 #ifndef PARALLELFORMERS_NG_ATTENTION_H
 #define PARALLELFORMERS_NG_ATTENTION_H
@@ -21,7 +22,7 @@ typedef struct {
     float *work, scale;
 } AttentionJob;
 
-/* Floats of working memory for a thread. */
+/* Returns the number of floats of working memory that one thread needs. */
 INLINE size_t head_work(const Attention *is)
 {
     const size_t usual = HEADS * (is->width + is->tokens + LANES + is->value_width), in_pairs = pair_work(is);
@@ -29,7 +30,7 @@ INLINE size_t head_work(const Attention *is)
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \
-    /* Scores s `[heads, room]` = q kᵀ, with q `[heads, width]` in fp32, scaled already. */                   \
+    /* Computes scores s `[heads, room]` = q kᵀ. q `[heads, width]` is in fp32, and includes the scale. */    \
     INLINE void scores_##NAME(const Attention *is, const float *q, const TYPE *k, float *s, size_t room,      \
                               size_t tokens, size_t heads)                                                    \
     {                                                                                                         \
@@ -53,7 +54,7 @@ INLINE size_t head_work(const Attention *is)
             }                                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
-    /* y `[heads, value_width]` += p v, in blocks of tokens that stay in the first-level cache. */            \
+    /* Computes y `[heads, value_width]` += p v, in blocks of tokens that fit the first-level cache. */       \
     INLINE void weigh_##NAME(const Attention *is, const float *p, const TYPE *v, float *y, size_t room,       \
                              size_t tokens, size_t heads)                                                     \
     {                                                                                                         \
@@ -114,7 +115,7 @@ INLINE size_t head_work(const Attention *is)
         if (left >= 2) return attend_##NAME(g, work, 2), 2;                                                   \
         return attend_##NAME(g, work, 1), 1;                                                                  \
     }                                                                                                         \
-    /* Heads of keys and values from `first` to `end`, numbered through all spans. */                         \
+    /* Computes the key/value heads from `first` to `end`; the numbers run through all spans. */              \
     static void part_##NAME(const void *job, size_t first, size_t end, size_t thread)                         \
     {                                                                                                         \
         const AttentionJob *of = job;                                                                         \

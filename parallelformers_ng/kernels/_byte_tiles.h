@@ -1,7 +1,7 @@
-/* Products of 8-bit integers in the tile unit of x86 (AMX), for several rows of x in limbs (`_limbs.h`).
+/* Multiplies 8-bit integers in the tile unit of x86 (AMX), for several rows of x in limbs (`_limbs.h`).
  *
- * A tile of Q is SIDE rows of DEEP_BYTES integers, as they lie in memory. One of xᵀ has a column for each limb of each
- * of AT_ONCE rows. So Q is read once, whatever the rows. The sums are those of `_limbs.h`, to the bit. */
+ * A tile of Q has SIDE rows of DEEP_BYTES integers, in their order in memory. A tile of xᵀ has a column for each limb of
+ * AT_ONCE rows of x. So Q is read from memory once for any number of rows. The sums equal those of `_limbs.h` bit for bit. */
 
 #ifndef PARALLELFORMERS_NG_BYTE_TILES_H
 #define PARALLELFORMERS_NG_BYTE_TILES_H
@@ -16,13 +16,13 @@ enum { DEEP_BYTES = CHUNK, AT_ONCE = SIDE / LIMBS, BYTE_TILE = SIDE * DEEP_BYTES
 
 #define TILED_BYTES __attribute__((target("amx-tile,amx-int8")))
 
-/* x in tiles, and SIDE rows of Q for outputs that are no multiple of SIDE. */
+/* Returns the bytes of x in tiles, and of SIDE rows of Q, used if the number of outputs is not a multiple of SIDE. */
 static size_t byte_tiles_work_bytes(size_t rows, size_t in)
 {
     return (rounded_up(rows, AT_ONCE) / AT_ONCE + 1) * rounded_up(in, DEEP_BYTES) * SIDE;
 }
 
-/* Rows in limbs into tiles `[rows / AT_ONCE, in / DEEP_BYTES, DEEP_BYTES / 4, SIDE, 4]`. */
+/* Copies rows in limbs into tiles `[rows / AT_ONCE, in / DEEP_BYTES, DEEP_BYTES / 4, SIDE, 4]`. */
 static void pack_limbs(const int8_t *limbs, int8_t *packed, size_t rows, size_t in)
 {
     const size_t depth = rounded_up(in, DEEP_BYTES) / DEEP_BYTES;
@@ -36,9 +36,9 @@ static void pack_limbs(const int8_t *limbs, int8_t *packed, size_t rows, size_t 
             }
 }
 
-/* SIDE rows of Q, of which `outputs` are wanted, into y, whose rows are `out` apart. What comes `next` is asked for in the
- * order of memory, a part of it for each AT_ONCE rows of x. `ends` has the last numbers of each row of Q where `in` is no
- * multiple of DEEP_BYTES. */
+/* Multiplies x by SIDE rows of Q, and writes the first `outputs` products of each row of x to y (distance `out`). Prefetches
+ * rows of Q from `next` on, in the order of memory, a part for each AT_ONCE rows of x. If `in` is not a multiple of
+ * DEEP_BYTES, `ends` has the last numbers of each row of Q. */
 TILED_BYTES static void side_of_byte_tiles(const int8_t *limbs, const int8_t *packed, const int8_t *q, const int8_t *ends,
                                            const float *scales, float *y, size_t rows, size_t in, size_t stride, size_t out,
                                            size_t outputs, const int8_t *next)
@@ -72,8 +72,8 @@ TILED_BYTES static void side_of_byte_tiles(const int8_t *limbs, const int8_t *pa
     }
 }
 
-/* y `[rows, out]` = x Qᵀ from column `first` to `end`, given x in limbs and packed: `work`, `byte_tiles_work_bytes`, of which
- * only the last columns write. */
+/* Computes the columns from `first` to `end` of y `[rows, out]` = x Qᵀ. `work` has `byte_tiles_work_bytes` bytes, and x in
+ * tiles at its beginning. Only the thread with the last columns writes to `work`. */
 TILED_BYTES static void in_byte_tiles(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out,
                                       int8_t *work, size_t first, size_t end)
 {

@@ -1,6 +1,5 @@
-/* What a step does again and again, for Python: linear layers for a few rows and norms (`_linear.h`), attention
- * (`_attention.h`), what layers are made of these (`_layer.h`), and one layer after another (`_stack.h`). Threads share
- * out the products (`_team.h`). */
+/* The Python module of the kernels: linear layers for a few rows and norms (`_linear.h`), attention (`_attention.h`), the
+ * halves of decoder layers (`_layer.h`), and all layers of a rank (`_stack.h`). Threads divide the products (`_team.h`). */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,19 +16,19 @@
 #include "_tiles.h"
 #include "_vectors.h"
 
-/* Reads a struct whose last field is a kind. Addresses are the caller's word. */
+/* Reads Python integers into a struct whose last field is a kind. Addresses are not checked. */
 static int read_struct(const char *who, PyObject *const *args, size_t count, void *values)
 {
     if (read_numbers(args, count, values) < 0) return -1;
     size_t kind = PyLong_AsSize_t(args[count - 1]);
     if (kind > BF16) {
-        PyErr_Format(PyExc_ValueError, "%s: kind %zu out of range", who, kind);
+        PyErr_Format(PyExc_ValueError, "%s: kind %zu is neither 0 (fp32) nor 1 (bf16)", who, kind);
         return -1;
     }
     return 0;
 }
 
-/* A function of Python: it takes the fields of a struct, in their order, and then so many floats. */
+/* Defines a Python function. Its arguments are the fields of STRUCT, in their order, and then FLOATS floats. */
 #define DEFINE_FUNCTION(NAME, STRUCT, FLOATS)                                                                   \
     static PyObject *py_##NAME(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)            \
     {                                                                                                           \
@@ -57,16 +56,16 @@ DEFINE_FUNCTION(attention, Attention, 1)
 DEFINE_FUNCTION(attention_half, AttentionHalf, 4)
 DEFINE_FUNCTION(feed_half, FeedHalf, 1)
 
-/* The kernel that sums or None, the kind of the sums, and a bytes object of `Layer`s; then the fields of `Shared`, in
- * their order; then those of `Cached`, in their order, for each layer. Returns what `Kernel.all_reduce` returns. */
+/* Runs decoder layers. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a bytes object of
+ * `Layer` structs; the fields of `Shared`; the fields of `Cached` for each layer. Returns a status of `Kernel.all_reduce`. */
 static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     enum { FIRST = 3, SHARED = sizeof(Shared) / sizeof(size_t), CACHED = sizeof(Cached) / sizeof(size_t) };
     if (nargs < FIRST + SHARED || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer))
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: a kernel, a kind, bytes and %d numbers expected", SHARED);
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: expected a kernel, a kind, layers and %d numbers", SHARED);
     size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), numbers = (size_t)nargs - FIRST - SHARED;
     if (!count || numbers != count * CACHED)
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers of caches for %zu layers", numbers, count);
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers of caches do not fit %zu layers", numbers, count);
     Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count};
     if (args[0] != Py_None) {
         stack.kernel = args[0];
@@ -76,7 +75,7 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     stack.sum_kind = PyLong_AsSize_t(args[1]);
     for (size_t i = 0; i < count && !stack.sums; i++)
         if (stack.layers[i].attention_is_partial || stack.layers[i].feed_is_partial)
-            return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu is to be summed, and nothing sums", i);
+            return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu needs a kernel for sums over the ranks", i);
     if (PyErr_Occurred()) return NULL;
     if (read_struct("decoder_layers", args + FIRST, SHARED, &stack.shared) < 0) return NULL;
     Cached *caches = malloc(numbers * sizeof(size_t));
@@ -91,7 +90,7 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     return result;
 }
 
-/* The fields of `Seen`. Returns whether the mask says no more than spans do, which it writes. */
+/* Converts a mask into spans. The arguments are the fields of `Seen`. Returns whether spans can express the mask. */
 static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     enum { SIZES = sizeof(Seen) / sizeof(size_t) };
@@ -99,7 +98,7 @@ static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py
     if (nargs != SIZES) return PyErr_Format(PyExc_TypeError, "spans: %d arguments expected, %zd given", SIZES, nargs);
     if (read_numbers(args, SIZES, &seen) < 0) return NULL;
     if (!seen.queries || seen.queries > seen.tokens)
-        return PyErr_Format(PyExc_ValueError, "spans: %zu queries of %zu tokens", seen.queries, seen.tokens);
+        return PyErr_Format(PyExc_ValueError, "spans: %zu queries, but 1 to %zu are possible", seen.queries, seen.tokens);
     return PyBool_FromLong(are_spans(&seen));
 }
 
@@ -108,7 +107,7 @@ static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *ar
     size_t threads;
     if (nargs != 1) return PyErr_Format(PyExc_TypeError, "use_threads: 1 argument expected, %zd given", nargs);
     if (read_numbers(args, 1, &threads) < 0) return NULL;
-    if (!threads) return PyErr_Format(PyExc_ValueError, "use_threads: at least one computes");
+    if (!threads) return PyErr_Format(PyExc_ValueError, "use_threads: threads must be at least 1");
     set_team(threads);
     Py_RETURN_NONE;
 }

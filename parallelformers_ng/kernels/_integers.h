@@ -1,12 +1,12 @@
-/* Linear layers whose weights are integers of 8 bits with a scale for each output, or of 4 bits with a scale for each
- * group of inputs:
+/* Computes linear layers whose weights are integers of 8 bits with a scale for each output, or of 4 bits with a scale for
+ * each group of inputs:
  *
  *     y = s ⊙ (x Qᵀ) + b          y_o = Σ_g s_og Σ_i∈g x_i q_oi + b_o
  *
- * Q, `[out, in]`, is read once and in the order of memory, a row at a time. Where the processor multiplies integers it
- * does all of this in integers (`_limbs.h`, and `_byte_tiles.h` for many rows). Elsewhere, and for a row of x that is
- * not finite, they are widened, STEP bytes at a time: the first number of each byte, then the second one, for which x is
- * laid out once. Sums are taken in an order that depends on `in` alone. */
+ * Q, `[out, in]`, is read once, row by row, in the order of memory. If the processor multiplies integers, the kernel
+ * computes in integers (`_limbs.h`, and `_byte_tiles.h` for many rows). Otherwise, and for rows of x that are not finite,
+ * the kernel widens Q to fp32, STEP bytes at a time: first numbers of all bytes, then second numbers. x is first copied
+ * into that order. The order of a sum depends on `in` alone. */
 
 #ifndef PARALLELFORMERS_NG_INTEGERS_H
 #define PARALLELFORMERS_NG_INTEGERS_H
@@ -21,7 +21,7 @@
 #include "_tiles.h"
 #include "_vectors.h"
 
-/* `count` rows of x in the order in which they meet STEP bytes of Q, filled up with zeros: `[per_byte, count, LANES]`. */
+/* Copies `count` rows of x into `[per_byte, count, LANES]` for each STEP bytes of Q; fills the end with zeros. */
 INLINE void lay_out(const float *x, float *laid, size_t count, size_t in, size_t per_byte)
 {
     for (size_t i = 0; i < rounded_up(in, CHUNK); i += STEP * per_byte)
@@ -33,8 +33,8 @@ INLINE void lay_out(const float *x, float *laid, size_t count, size_t in, size_t
                 }
 }
 
-/* One row of Q and `rows` rows of x; these and `per_byte` are constants where it is inlined. Integers of 8 bits are
- * taken in groups of a CHUNK, without a scale of their own. */
+/* Multiplies one row of Q by `rows` rows of x. `rows` and `per_byte` are constants after inlining. Integers of 8 bits are
+ * added in groups of CHUNK, without a scale of the group. */
 INLINE void widened_products(const float *laid, const int8_t *q, const void *scales, float *products, size_t in,
                              size_t group, size_t per_byte, size_t kind, size_t rows)
 {
@@ -86,8 +86,8 @@ static void lay_out_rows(const float *x, const Matrix *m, float *laid, size_t ro
         lay_out(x + r * in, laid + r * rounded_up(in, CHUNK), rows_together(rows - r), in, per_byte(m));
 }
 
-/* y `[rows, out]` from column `first` to `end`. Some rows of Q meet the same rows of x one after another, for as long as
- * these are in the first-level cache. */
+/* Computes the columns from `first` to `end` of y `[rows, out]`. TOGETHER rows of Q are multiplied by the same rows of x
+ * one after another, while these rows of x are in the first-level cache. */
 CLONES static void widened(const float *laid, const Matrix *m, float *y, size_t rows, size_t in, size_t out, size_t kind,
                            size_t first, size_t end)
 {
@@ -106,7 +106,7 @@ CLONES static void widened(const float *laid, const Matrix *m, float *y, size_t 
     }
 }
 
-/* Of `rows` rows of x as integers meet them. */
+/* Returns the bytes of `rows` rows of x in the form that integers are multiplied by. */
 INLINE size_t met_bytes(size_t rows, size_t in)
 {
     const size_t laid = rows * rounded_up(in, CHUNK) * sizeof(float);
@@ -114,18 +114,18 @@ INLINE size_t met_bytes(size_t rows, size_t in)
     return (laid > limbs ? laid : limbs) + ALIGNED;
 }
 
-/* Of the products, and of a row of x. */
+/* Returns the bytes of the products, and of one row of x. */
 INLINE size_t integers_work_bytes(size_t rows, size_t in, size_t out)
 {
     return (rows * out + rounded_up(in, CHUNK)) * sizeof(float);
 }
 
-/* One product: where its input lies as it is met, in `laid`, `limbs` or, if that is not NULL, `tiles`. */
+/* One product with integers. x is in `laid` if that is not NULL, else in `limbs`, and for many rows also in `tiles`. */
 typedef struct {
     const Matrix *m;
-    const float *laid; /* NULL for limbs */
+    const float *laid; /* NULL if x is in `limbs` */
     const int8_t *limbs;
-    int8_t *tiles;
+    int8_t *tiles; /* NULL if x is not in tiles */
     float *products;
     size_t rows, in, out, kind;
 } Integral;
@@ -139,7 +139,7 @@ static void integral(const void *job, size_t first, size_t end, size_t thread)
     else in_limbs(is->limbs, is->m, is->products, is->rows, is->in, is->out, is->kind, first, end);
 }
 
-/* A row with a number that is none, or infinite, has no step: its products are as `widened` sums them. `work` has a row. */
+/* Computes the rows of x with NaN or infinity by `widened`, because such rows have no step. `work` has space for a row. */
 static void without_steps(const float *x, const Integral *is, float *work)
 {
     for (size_t r = 0; r < is->rows; r++, x += is->in)
@@ -149,7 +149,8 @@ static void without_steps(const float *x, const Integral *is, float *work)
         }
 }
 
-/* `work` has `integers_work_bytes`, and the products first; `met` has `met_bytes`, and x is made there what it is not yet. */
+/* Writes the products of x and integers to the beginning of `work`, which has `integers_work_bytes` bytes. `met` has
+ * `met_bytes` bytes, and gets x in the form for the integers, if an earlier product has not made that form. */
 static void multiply_integers(const float *x, Input *input, char *met, const Matrix *m, size_t out, size_t kind, float *work)
 {
     const size_t rows = input->rows, in = input->in, bits = 8 / per_byte(m);

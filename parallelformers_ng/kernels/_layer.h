@@ -1,11 +1,11 @@
-/* The two halves of Llama's decoder layer for new tokens, without the sums over the ranks:
+/* Computes the two halves of Llama's decoder layer for new tokens, without the sums over the ranks:
  *
  *     attention: y = Wo · attention(rope(Wq n), rope(Wk n), Wv n),   n = norm(x)
  *     feed:      r = x + a,   y = Wd · (silu(Wg n) ⊙ Wu n),          n = norm(r)
  *
- * Rotary positions as in Su et al. 2021 (arXiv:2104.09864), halves of a head turned against each other; gated units as
- * in Shazeer 2020 (arXiv:2002.05202). Whatever the modelling code of transformers keeps in a 16-bit tensor is rounded
- * here, too. Intermediate results stay in `work`, small enough for the caches. */
+ * Rotary positions follow Su et al. 2021 (arXiv:2104.09864): number i of a head rotates with number i + width / 2. Gated
+ * units follow Shazeer 2020 (arXiv:2002.05202). Results that the modelling code of transformers stores in a 16-bit tensor
+ * are rounded here, too. Intermediate results are in `work`, and small enough for the processor's caches. */
 
 #ifndef PARALLELFORMERS_NG_LAYER_H
 #define PARALLELFORMERS_NG_LAYER_H
@@ -17,10 +17,10 @@
 #include "_matrix.h"
 #include "_vectors.h"
 
-/* The weights of each half. A norm at 0 is none. */
+/* The weights of each half. A missing norm has address 0. */
 typedef struct {
     Matrix q, k, v, o;
-    const void *norm, *q_norm, *k_norm; /* their weights, `[in]` or `[width]` */
+    const void *norm, *q_norm, *k_norm; /* weights of the norms, `[hidden]` or `[width]` */
     size_t hidden, heads, kv_heads, width;
 } AttentionWeights;
 
@@ -31,9 +31,9 @@ typedef struct {
 } FeedWeights;
 
 /* The arguments that all layers of a step share. A step has `queries` new tokens for each sequence of the cache: the last
- * tokens of the sequence. Spans may divide a sequence of the cache into several. */
+ * tokens of the sequence. Spans may divide a sequence of the cache into several sequences. */
 typedef struct {
-    const void *cos, *sin; /* `[sequences, queries, width]`; a distance is 0 if all sequences share one */
+    const void *cos, *sin; /* `[sequences, queries, width]`; a batch distance is 0 if sequences share positions */
     size_t cos_batch, sin_batch, cos_row, sin_row;
     Mask mask;
     const Span *spans;
@@ -42,8 +42,8 @@ typedef struct {
 
 typedef struct {
     AttentionWeights weights;
-    Cached cached; /* keys and values of the new tokens are written there */
-    const void *x; /* `[rows, hidden]`, as all that follow */
+    Cached cached; /* gets the keys and values of the new tokens */
+    const void *x; /* x and y, and the arrays of `FeedHalf`, are `[rows, hidden]` */
     void *y;
     Step step;
 } AttentionHalf;
@@ -86,7 +86,7 @@ INLINE size_t feed_half_work_bytes(const FeedHalf *is)
            integers_work_bytes(rows, widest, widest);
 }
 
-/* silu(g) = g / (1 + e⁻ᵍ), by way of e^-|g|, which cannot overflow. */
+/* Computes silu(g) = g / (1 + e⁻ᵍ) from e^-|g|, which cannot overflow. */
 INLINE void silu(Floats *g)
 {
     Words negative = (Words)(*g < 0.0f);
@@ -98,7 +98,7 @@ INLINE void silu(Floats *g)
 
 #define DEFINE_LAYER(NAME, TYPE, LOAD)                                                                                \
     INLINE float rounded_##NAME(float value) { return load_##NAME(store_##NAME(value)); }                             \
-    /* x `[heads, width]`, in place. */                                                                               \
+    /* Rotates x `[heads, width]` in place. */                                                                        \
     INLINE void rotate_##NAME(TYPE *x, const TYPE *cos, const TYPE *sin, size_t heads, size_t width)                  \
     {                                                                                                                 \
         const size_t half = width / 2;                                                                                \
@@ -157,7 +157,7 @@ INLINE void silu(Floats *g)
     {                                                                                                                 \
         for (size_t i = 0; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                \
     }                                                                                                                 \
-    /* g ← silu(g) ⊙ u. */                                                                                            \
+    /* Computes g ← silu(g) ⊙ u. */                                                                                   \
     CLONES static void gated_##NAME(TYPE *g, const TYPE *u, size_t count)                                             \
     {                                                                                                                 \
         Floats a, b;                                                                                                  \
@@ -196,7 +196,7 @@ INLINE void silu(Floats *g)
 DEFINE_LAYER(f32, float, LOAD_F32)
 DEFINE_LAYER(bf16, uint16_t, LOAD_BF16)
 
-/* `floats`: the epsilons of the norms, 0 for one that is not there, and the scale of the scores. */
+/* `floats` has the epsilons of the norms, 0 for a missing norm, and for attention the scale of the scores. */
 DEFINE_FOR_BOTH(attention_half, AttentionHalf, step.kind)
 DEFINE_FOR_BOTH(feed_half, FeedHalf, kind)
 

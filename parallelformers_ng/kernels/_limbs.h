@@ -1,13 +1,13 @@
-/* The same in integers, where the processor multiplies bytes (AVX-512 VNNI).
+/* Multiplies x by integer weights in integers, on processors that multiply bytes (AVX-512 VNNI).
  *
  *     x_i ≈ 2ᵉ X_i,   X = 2¹⁶ c + 2⁸ b + a,   Σ x_i q_i ≈ 2ᵉ (2¹⁶ Σ c_i q_i + 2⁸ Σ b_i q_i + Σ a_i q_i)
  *
- * Each row of x becomes whole numbers X of 23 bits in steps of one power of two, and these three limbs of a byte: it is
- * rounded by less than a sum in fp32 rounds it, and the sums themselves are exact. An instruction multiplies 64 integers
- * where it takes twelve to widen them, and what is left of the time is that of the memory.
+ * Each row of x is rounded to whole numbers X of 23 bits, in steps of a power of two. Each X is split into three limbs of
+ * one byte. This rounding is smaller than that of a sum in fp32, and the sums of limbs are exact. One instruction multiplies
+ * 64 integers; widening them to fp32 takes twelve instructions. So reading memory takes most of the time.
  *
- * The instruction takes bytes of x with a sign and bytes of Q without one: Q is read 128 (8) larger than it is, and what
- * that adds to the sums is known beforehand. */
+ * The instruction multiplies signed bytes of x by unsigned bytes of Q. So the kernel adds 128 (for 4 bits: 8) to each number
+ * of Q, and subtracts the known excess from the sums. */
 
 #ifndef PARALLELFORMERS_NG_LIMBS_H
 #define PARALLELFORMERS_NG_LIMBS_H
@@ -22,10 +22,10 @@
 #include "_vectors.h"
 
 enum { LIMBS = 3, LIMB_BITS = 22, MOST_LIMBS = 1 << 16, ALIGNED = 64, PAIRS = 2 * CHUNK };
-/* What a block of 64 bytes of Q meets: limbs of its numbers, and what they add to its sums. */
+/* Bytes of x that 64 bytes of Q are multiplied by: limbs, and for 4 bits also the starting values of sums. */
 enum { BLOCK_8 = LIMBS * CHUNK, BLOCK_4 = LIMBS * PAIRS + CHUNK };
 
-/* A row of x in limbs: blocks, what they add to the sums in all, and at the end the size of a step. */
+/* Returns the bytes of a row of x in limbs: blocks, starting values of the sums, and the step at the end. */
 INLINE size_t limbs_bytes(size_t in)
 {
     const size_t eight = rounded_up(in, CHUNK) / CHUNK * BLOCK_8, four = rounded_up(in, PAIRS) / PAIRS * BLOCK_4;
@@ -55,7 +55,7 @@ typedef struct {
 
 MULTIPLIES_BYTES INLINE __mmask64 first_bytes(size_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
 
-/* The power of two that a step is, for numbers whose largest has so many bits; no number where one of them is none. */
+/* Returns the step of a row: a power of two, so that X has LIMB_BITS bits. Returns NaN for a row with NaN or infinity. */
 MULTIPLIES_BYTES static float step_of(const float *x, size_t in)
 {
     __m512i largest = _mm512_setzero_si512();
@@ -68,14 +68,14 @@ MULTIPLIES_BYTES static float step_of(const float *x, size_t in)
     return bits >= infinite ? NAN : ldexpf(1.0f, (exponent > -100 ? exponent : -100) - LIMB_BITS);
 }
 
-/* LANES numbers of x from `at` on, in steps. */
+/* Returns X of LANES numbers of x from `at` on. `times` is 1 / step. */
 MULTIPLIES_BYTES INLINE __m512i in_steps(const float *x, size_t at, size_t in, float times)
 {
     const __mmask16 there = at < in ? (__mmask16)first_bytes(in - at) : 0;
     return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(there, x + at), _mm512_set1_ps(times)));
 }
 
-/* LANES numbers into limbs, which lie `apart`. */
+/* Splits LANES numbers into limbs and stores the limbs `apart` bytes from each other. */
 MULTIPLIES_BYTES INLINE void store_limbs(__m512i numbers, int8_t *to, size_t apart)
 {
     for (size_t limb = 0; limb < LIMBS; limb++, to += apart) {
@@ -84,7 +84,7 @@ MULTIPLIES_BYTES INLINE void store_limbs(__m512i numbers, int8_t *to, size_t apa
     }
 }
 
-/* x `[in]` for integers of 8 bits: blocks `[LIMBS, CHUNK]`, then for each limb what starts its sums. */
+/* Splits x `[in]` for integers of 8 bits: blocks `[LIMBS, CHUNK]`, then the starting values of the sums of each limb. */
 MULTIPLIES_BYTES static void split_for_8(const float *x, int8_t *limbs, size_t in, float times)
 {
     __m512i added[LIMBS];
@@ -98,14 +98,14 @@ MULTIPLIES_BYTES static void split_for_8(const float *x, int8_t *limbs, size_t i
         _mm512_storeu_si512(limbs + limb * CHUNK, _mm512_sub_epi32(_mm512_setzero_si512(), added[limb]));
 }
 
-/* Three limbs of a sum as one number, for sums over the few numbers of a lane. */
+/* Adds the products of a block to SUM, the three limbs in one number: a lane has few products, so 32 bits are enough. */
 #define MEET_PAIRS(SUM, EVEN, ODD, BLOCK)                                                                               \
     for (size_t limb_ = LIMBS; limb_--;) {                                                                              \
         SUM = _mm512_dpbusd_epi32(_mm512_slli_epi32(SUM, 8), EVEN, _mm512_loadu_si512((BLOCK) + limb_ * PAIRS));        \
         SUM = _mm512_dpbusd_epi32(SUM, ODD, _mm512_loadu_si512((BLOCK) + limb_ * PAIRS + CHUNK));                       \
     }
 
-/* x `[in]` for integers of 4 bits: blocks `[LIMBS, (even, odd), CHUNK]`, each followed by what starts its sum. */
+/* Splits x `[in]` for integers of 4 bits: blocks `[LIMBS, (even, odd), CHUNK]`, each before the start of its sums. */
 MULTIPLIES_BYTES static void split_for_4(const float *x, int8_t *limbs, size_t in, float times)
 {
     const __m512i eights = _mm512_set1_epi8(8);
@@ -124,7 +124,7 @@ MULTIPLIES_BYTES static void split_for_4(const float *x, int8_t *limbs, size_t i
     }
 }
 
-/* One row of Q, integers of 8 bits, and `rows` rows of x, a constant where it is inlined. */
+/* Multiplies one row of Q, 8-bit integers, by `rows` rows of x. `rows` is a constant after inlining. */
 MULTIPLIES_BYTES INLINE void products_of_8(const int8_t *const *limbs, const int8_t *q, int64_t *totals, size_t in, size_t rows)
 {
     const size_t blocks = rounded_up(in, CHUNK) / CHUNK;
@@ -150,7 +150,7 @@ MULTIPLIES_BYTES INLINE void products_of_8(const int8_t *const *limbs, const int
     }
 }
 
-/* The scales of the groups that a block of PAIRS numbers meets, from `at` on, each in the lanes of its numbers. */
+/* Returns the scales of a block of PAIRS numbers, from scale `at` on. Each lane has the scale of its own numbers. */
 MULTIPLIES_BYTES INLINE __m512 scales_of(const void *scales, size_t at, size_t groups, __m512i lanes, size_t kind)
 {
     const __mmask8 there = (__mmask8)first_bytes(groups - at < 4 ? groups - at : 4);
@@ -159,7 +159,7 @@ MULTIPLIES_BYTES INLINE __m512 scales_of(const void *scales, size_t at, size_t g
     return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_castsi128_ps(few)));
 }
 
-/* The same of 4 bits: what a lane sums is of one group. */
+/* Multiplies one row of Q, 4-bit integers, by `rows` rows of x. All numbers of a lane have the same scale. */
 MULTIPLIES_BYTES INLINE void products_of_4(const int8_t *const *limbs, const int8_t *q, const void *scales, float *products,
                                            size_t in, size_t group, size_t kind, size_t rows)
 {
@@ -209,7 +209,7 @@ MULTIPLIES_BYTES INLINE void rows_in_limbs(const int8_t *held, const Matrix *m, 
     }
 }
 
-/* x `[rows, in]` in limbs, for integers of 8 bits or `pairs` of 4. */
+/* Splits x `[rows, in]` into limbs, for integers of 8 bits, or of 4 bits if `pairs`. */
 MULTIPLIES_BYTES static void split(const float *x, int8_t *limbs, size_t rows, size_t in, int pairs)
 {
     for (size_t r = 0; r < rows; r++, x += in, limbs += limbs_bytes(in)) {
@@ -220,8 +220,8 @@ MULTIPLIES_BYTES static void split(const float *x, int8_t *limbs, size_t rows, s
     }
 }
 
-/* y `[rows, out]` = x Qᵀ from column `first` to `end`, given x in limbs. Some rows of Q meet the same rows of x one after
- * another. */
+/* Computes the columns from `first` to `end` of y `[rows, out]` = x Qᵀ, from x in limbs. TOGETHER rows of Q are multiplied
+ * by the same rows of x one after another. */
 MULTIPLIES_BYTES static void in_limbs(const int8_t *limbs, const Matrix *m, float *y, size_t rows, size_t in, size_t out,
                                       size_t kind, size_t first, size_t end)
 {

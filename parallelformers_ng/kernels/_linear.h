@@ -1,23 +1,26 @@
-/* Linear layers for a few rows of input, and root-mean-square norms.
+/* Computes linear layers for a few rows of input, and root-mean-square norms.
  *
  * Linear: y = x Wᵀ + b.
- * The product is bound by the speed at which W is read. W, `[out, in]` in rows `stride` numbers apart (a slice of a wider
- * matrix stays where it lies), is read once and in the order of memory, for rows side by side would be several streams,
- * which the processor's own prefetcher follows badly. For one row of x that prefetcher is best left alone, with two
- * exceptions: short rows of fp32 go faster where it is told of a page some pages ahead, for it stops at a page's end; and
- * an x that leaves the first-level cache no room, twice as large as a row of bf16, stays there if W goes past the
- * second-level cache, asked line by line. Several rows of x go over tiles of OUTS rows of W, the sums in registers and
- * the next tile asked into the second-level cache. In bf16 the tile unit of x86 does better than all of this, where there
- * is one (`_tiles.h`), and so do the vectors of a processor that multiplies bf16 (`_pairs.h`).
+ * Reading W takes most of the time. W, `[out, in]`, may be a slice of a wider matrix: its rows are `stride` numbers apart.
+ * W is read once, in the order of memory. Several rows at a time would be several streams of memory, which the processor's
+ * own prefetcher follows badly.
+ *
+ * For one row of x, the processor's prefetcher is fastest alone, with two exceptions. First, it stops at the end of a page:
+ * for short rows of fp32, the kernel prefetches the beginning of a page some pages ahead. Second, x in fp32 is twice as large
+ * as a row of bf16: if the rows are long, x stays in the first-level cache only if W is prefetched past the second level.
+ *
+ * For several rows of x, the kernel multiplies tiles of OUTS rows of W. The sums are in registers, and the next tile is
+ * prefetched into the second-level cache. For bf16, the tile unit of x86 (`_tiles.h`) and vector products of bf16
+ * (`_pairs.h`) are faster, if the processor has them.
  *
  * Weights may be integers with scales, which `_integers.h` multiplies.
  *
- * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row
- * that stays in the first-level cache, where torch takes seven operators. A 16-bit row is rounded before it is scaled
- * by w, and after, as the modelling code of transformers does it.
+ * Norm (Zhang & Sennrich 2019, arXiv:1910.07467): y = w ⊙ x / √(ε + ‖x‖² / n), in one call and two passes over a row in the
+ * first-level cache; torch needs seven operators. A 16-bit row is rounded before and after the multiplication by w, as in
+ * the modelling code of transformers.
  *
- * Sums are taken in fp32, in an order that depends on `in` alone: equal inputs, equal bits on every rank, and in any
- * company.
+ * Sums are in fp32, in an order that depends on `in` alone. So equal inputs give equal bits on every rank, whatever other
+ * rows are computed in the same call.
  */
 
 #ifndef PARALLELFORMERS_NG_LINEAR_H
@@ -34,11 +37,11 @@
 #include "_vectors.h"
 
 enum { OUTS = 4, CACHE_LINE_BYTES = 64, PAGE_BYTES = 4096, HEAD_LINES = 4, AHEAD_PAGES = 4, NARROW = 2048 };
-enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
+enum { PASSING = 0, SECOND_LEVEL = 2 }; /* cache levels of a prefetch */
 
-/* A tile is `outs` rows of W times `rows` rows of x, constants where it is inlined: as many sums as fit the registers,
- * so that each number that is loaded meets several others. Only the first tile of some rows of W has to wait for the
- * memory and asks for what comes `next`, where a cursor runs along the rows. `x` is fp32 whatever the type of W. */
+/* A tile is the product of `outs` rows of W and `rows` rows of x; both are constants after inlining. The sums of a tile fit
+ * the registers, so each loaded number is used several times. Only the first tile of a block of W waits for memory, so this
+ * tile prefetches the rows of W from `next` on. `x` is fp32 for any type of W. */
 #define DEFINE_OPERATORS(NAME, TYPE, LOAD)                                                                     \
     INLINE void tile_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t in,              \
                             size_t stride, size_t out, size_t outs, size_t rows, const TYPE *next)            \
@@ -82,7 +85,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 2, next);                    \
         if (r < rows) tile_##NAME(x + r * in, w, bias, y + r * out, in, stride, out, outs, 1, next);          \
     }                                                                                                         \
-    /* One row of W and one of x. Where W is `passing`, it is asked past the second-level cache, a page ahead. */     \
+    /* Multiplies a row of W by a row of x. If `passing`, prefetches W a page ahead, past level 2. */         \
     INLINE float dot_##NAME(const float *x, const TYPE *w, size_t in, size_t stride, int passing)             \
     {                                                                                                         \
         const size_t page = PAGE_BYTES / sizeof(TYPE), line = CACHE_LINE_BYTES / sizeof(TYPE);                \
@@ -114,7 +117,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
             y[o] = store_##NAME(dot_##NAME(x, w, in, stride, passing) + (bias ? load_##NAME(bias[o]) : 0.0f));\
         }                                                                                                     \
     }                                                                                                         \
-    /* `outs` rows of W, for as many columns of y, whose rows are `out` apart. */                                \
+    /* Multiplies x by `outs` rows of W, and writes `outs` columns of y (distance of rows: `out`). */         \
     CLONES static void vectors_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows,   \
                                       size_t in, size_t stride, size_t out, size_t outs)                      \
     {                                                                                                         \
@@ -152,7 +155,7 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* where a prefetch leads */
 DEFINE_OPERATORS(f32, float, LOAD_F32)
 DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
 
-/* What products make of x: see `Input`. */
+/* Bytes and addresses of the forms of x in `work`: see `Input`. */
 INLINE size_t wide_bytes(size_t rows, size_t in) { return rounded_up(rows * in * sizeof(float), ALIGNED); }
 INLINE size_t tiled_bytes(size_t rows, size_t in) { return rounded_up(tiles_work_bytes(rows, in, team.threads), ALIGNED); }
 INLINE size_t input_work_bytes(size_t rows, size_t in) { return wide_bytes(rows, in) + tiled_bytes(rows, in) + met_bytes(rows, in); }
@@ -177,7 +180,7 @@ INLINE uint16_t *tiled(Input *is)
     return tiles;
 }
 
-/* Bytes of a matrix, as it lies in memory. */
+/* Returns the bytes of a matrix in memory. */
 INLINE size_t matrix_bytes(const Matrix *m, size_t out, size_t kind)
 {
     return out * m->stride * (m->scale ? sizeof(int8_t) : kind == F32 ? sizeof(float) : sizeof(uint16_t));
@@ -185,7 +188,7 @@ INLINE size_t matrix_bytes(const Matrix *m, size_t out, size_t kind)
 
 typedef struct {
     const Input *input;
-    const float *wide; /* what of these is NULL is not what the product is computed from */
+    const float *wide; /* forms of x; NULL if the product does not use the form */
     uint16_t *tiles;
     const Matrix *m;
     void *y;
@@ -213,8 +216,8 @@ static void product_bf16(const void *job, size_t first, size_t end, size_t threa
     else linear_pairs(is->input->x, w, bias, y, rows, in, stride, is->out, end - first);
 }
 
-/* y `[rows, out]`. bf16 goes through the tile unit, or in pairs: one row, too, so that its sums do not depend on its company.
- * `work` has `matrix_work_bytes`. */
+/* Computes y `[rows, out]`. bf16 uses the tile unit, or products in pairs. A single row does, too, so that the sums of a row
+ * do not depend on other rows. `work` has `matrix_work_bytes` bytes. */
 #define DEFINE_MATRIX(NAME, TYPE, KIND)                                                                            \
     INLINE void matrix_##NAME(Input *input, const Matrix *m, TYPE *y, size_t out, float *work)                    \
     {                                                                                                             \

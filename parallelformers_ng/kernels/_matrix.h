@@ -9,11 +9,11 @@
 #include "../collectives/_floats.h"
 #include "_vectors.h"
 
-/* A weight `[out, in]`. Scales and a bias at 0 are none; one without scales has numbers of the kind that is computed in. */
+/* A weight `[out, in]`. Missing scales or biases have address 0. Without scales, W has the kind of the computation. */
 typedef struct {
     const void *w, *scale, *bias;
-    size_t stride; /* elements from one row to the next; one of integers of 4 bits has two */
-    size_t group;  /* inputs that share a scale, of integers of 4 bits; 0 for 8 bits, whose scales are fp32 */
+    size_t stride; /* elements from one row to the next; an element has two integers of 4 bits */
+    size_t group;  /* inputs per scale of 4-bit integers; 0 for 8-bit integers, whose scales are fp32 */
 } Matrix;
 
 /* Rows of x that several matrices multiply. Each form of x is made once, by the first product that needs it: x in fp32, x in
@@ -22,10 +22,10 @@ typedef struct {
     const void *x;
     size_t rows, in;
     char *work;
-    size_t is_wide, is_tiled, bits; /* `bits` of the integers, 0 for none */
+    size_t is_wide, is_tiled, bits; /* `bits` of the integers that x is split for; 0 if x is not split */
 } Input;
 
-/* What comes BYTES_AHEAD is asked for into the second-level cache: fewer lines can be on their way to the first. */
+/* Memory BYTES_AHEAD is prefetched into the second-level cache: the first level can fetch fewer lines at a time. */
 enum { ROWS = 4, STEP = LANES, CHUNK = 64, TOGETHER = 8, BYTES_AHEAD = 8192 };
 
 typedef int8_t Bytes __attribute__((vector_size(STEP)));
@@ -34,7 +34,7 @@ INLINE size_t rows_together(size_t left) { return left >= ROWS ? ROWS : left >= 
 INLINE size_t rounded_up(size_t count, size_t to) { return (count + to - 1) / to * to; }
 INLINE size_t per_byte(const Matrix *m) { return m->group ? 2 : 1; }
 
-/* The scale of a group, which has the kind that is computed in. */
+/* Returns the scale of a group. Such scales have the kind of the computation. */
 INLINE float group_scale(const void *scales, size_t at, size_t kind)
 {
     return kind == F32 ? ((const float *)scales)[at] : load_bf16(((const uint16_t *)scales)[at]);

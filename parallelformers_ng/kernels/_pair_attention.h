@@ -1,5 +1,5 @@
-/* Attention of bf16 on processors that multiply bf16 in pairs (`_pairs.h`). Up to MOST_SUMS queries are multiplied at a time,
- * first by tiles of keys, then by values, which are widened to fp32. */
+/* Computes attention of bf16 on processors that multiply bf16 in pairs (`_pairs.h`). Up to MOST_SUMS queries are multiplied
+ * at a time, first by tiles of keys, then by values, which are widened to fp32. */
 
 #ifndef PARALLELFORMERS_NG_PAIR_ATTENTION_H
 #define PARALLELFORMERS_NG_PAIR_ATTENTION_H
@@ -9,7 +9,7 @@
 #include "_queries.h"
 #include "_vectors.h"
 
-/* Floats of working memory for a group of queries: queries, scores, and sums. */
+/* Returns the number of floats of working memory for a group of queries: queries, scores, and sums. */
 INLINE size_t pair_work(const Attention *is)
 {
     return MOST_SUMS * (is->width + is->tokens + 2 * LANES + is->value_width);
@@ -17,7 +17,7 @@ INLINE size_t pair_work(const Attention *is)
 
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 11
 
-/* Scores s `[queries, room]` = scale · q kᵀ, with q `[queries, width]`. */
+/* Computes scores s `[queries, room]` = scale · q kᵀ, with q `[queries, width]`. */
 PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size_t room, size_t tokens, size_t queries)
 {
     const size_t width = g->is->width, apart = g->is->cached.k_token;
@@ -34,7 +34,7 @@ PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size
     }
 }
 
-/* y `[queries, value_width]` = p v for `vectors` times LANES columns; `mask` says which columns of the last vector exist. */
+/* Computes y `[queries, value_width]` = p v for `vectors` vectors of columns. `mask` has a bit for each column of the last one. */
 PAIRED INLINE void weigh_columns(const Group *g, const float *p, const uint16_t *v, float *y, size_t room, size_t tokens,
                                  size_t queries, size_t vectors, __mmask16 mask)
 {

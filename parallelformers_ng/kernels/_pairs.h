@@ -1,4 +1,4 @@
-/* Products of bf16 in vectors of AVX-512, whose instruction takes the numbers in pairs (`vdpbf16ps`):
+/* Computes products of bf16 in vectors of AVX-512, whose instruction takes the numbers in pairs (`vdpbf16ps`):
  *
  *     y = x Wᵀ
  *
@@ -8,7 +8,7 @@
  * the latency of the instruction.
  *
  * For several rows of x, a block of W stays in the second-level cache. Each tile of the block is prefetched into the first
- * level while the tile before it is multiplied. For one row of x the prefetcher of the processor is fastest alone. */
+ * level while the tile before it is multiplied. For one row of x, the processor's own prefetcher is fastest alone. */
 
 #ifndef PARALLELFORMERS_NG_PAIRS_H
 #define PARALLELFORMERS_NG_PAIRS_H
@@ -149,7 +149,7 @@ PAIRED INLINE __m512 biases_of(const uint16_t *bias, size_t outs)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(held), 16));
 }
 
-/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. */
+/* Multiplies x by `outs` rows of W, and writes `outs` columns of y, whose rows are `out` apart. */
 PAIRED static void linear_pairs(const uint16_t *x, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
                                 size_t in, size_t stride, size_t out, size_t outs)
 {

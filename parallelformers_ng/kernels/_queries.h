@@ -22,7 +22,7 @@ typedef struct {
     size_t k_batch, k_head, k_token, v_batch, v_head, v_token;
 } Cached;
 
-/* `[batch, heads, tokens]`. */
+/* A mask `[batch, heads, tokens]`. */
 typedef struct {
     const void *at;
     size_t batch, head, kind;
@@ -72,8 +72,8 @@ INLINE size_t run_of(const char *at, size_t count, int other)
     return end ? (size_t)(end - at) : count;
 }
 
-/* Whether the mask is causal, apart from tokens that it hides at the beginning of a sequence (padding on the left); queries
- * of hidden tokens see no token. If so, writes one span for each sequence. */
+/* Returns whether the mask is causal, apart from padding: hidden tokens at the beginning of a sequence, whose queries see no
+ * token. If so, writes one span for each sequence. */
 static int are_spans(const Seen *is)
 {
     const size_t before = is->tokens - is->queries;
@@ -109,14 +109,14 @@ INLINE size_t head_of(const Group *g, size_t query)
 {
     return g->head * shared_by(g->is) + (g->first + query) % shared_by(g->is);
 }
-/* Number of tokens that a query sees. */
+/* Returns the number of tokens that a query sees. */
 INLINE size_t seen_by(const Group *g, size_t query)
 {
     return g->span.end - g->span.first - g->span.count + (g->first + query) / shared_by(g->is) + 1;
 }
 
-/* eˣ for x ≤ 0; 0 below -87. It is 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2; eʳ is its Taylor series up to r⁶ / 6!, whose
- * relative error is below 2e-7. */
+/* Replaces x ≤ 0 by eˣ, and x below -87 by 0. eˣ is 2ⁿ · eʳ with n whole and |r| ≤ ln 2 / 2. eʳ is the Taylor series up to
+ * r⁶ / 6!, whose relative error is below 2e-7. */
 INLINE void exponentials(Floats *x)
 {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f, to_whole = 12582912.0f;
@@ -159,7 +159,7 @@ INLINE float exponentiate(float *s, size_t tokens)
     return sum_lanes(&sum);
 }
 
-/* Apply the mask to the scores `[room]` of a query, and set the scores of tokens that it does not see to -∞. */
+/* Apply the mask to the scores `[room]` of a query, and set the scores of tokens that the query does not see to -∞. */
 #define DEFINE_MASKED(NAME, TYPE)                                                                              \
     INLINE void masked_##NAME(const Group *g, size_t query, float *s, size_t room)                            \
     {                                                                                                         \

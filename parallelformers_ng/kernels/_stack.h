@@ -1,9 +1,9 @@
-/* One decoder layer after another, sums over the ranks included:
+/* Runs one decoder layer after another, sums over the ranks included:
  *
  *     a = Σ attend(x),   r = x + a,   x ← r + Σ feed(r)
  *
- * Between two layers there is nothing to wake up: what else a rank does lies in no cache any more when a layer has
- * passed through. And while a rank waits for its peers, what it will read next is on its way. */
+ * No Python code runs between two layers. Such code would be slow after a layer, because the weights of the layer have
+ * displaced it from the processor's caches. While a rank waits for its peers, it prefetches weights that it reads next. */
 
 #ifndef PARALLELFORMERS_NG_STACK_H
 #define PARALLELFORMERS_NG_STACK_H
@@ -16,29 +16,29 @@
 #include "_team.h"
 #include "_vectors.h"
 
-enum { NEXT_BYTES = 128 << 10 }; /* what a short wait leaves time for */
+enum { NEXT_BYTES = 128 << 10 }; /* bytes that a rank can prefetch during a short wait */
 
-/* What stays the same from step to step. */
+/* Arguments of a layer that are the same in every step. */
 typedef struct {
     AttentionWeights attention;
     FeedWeights feed;
-    size_t attention_is_partial, feed_is_partial; /* whether its outputs are summed over the ranks */
-    float floats[4];                              /* of `attention_half` */
+    size_t attention_is_partial, feed_is_partial; /* whether the half's outputs are summed over the ranks */
+    float floats[4];                              /* floats of `attention_half` */
     float feed_epsilon, unused;
 } Layer;
 
 typedef struct {
-    void *x; /* becomes the output of the last layer */
+    void *x; /* input of the first layer; becomes the output of the last layer */
     Step step;
 } Shared;
 
 typedef struct {
     const Layer *layers;
-    const Cached *caches; /* of each layer */
+    const Cached *caches; /* one for each layer */
     size_t count, sum_kind;
     Shared shared;
     PyObject *kernel;
-    const KernelAPI *sums; /* NULL where nothing is to be summed */
+    const KernelAPI *sums; /* NULL if no outputs are summed over the ranks */
 } Stack;
 
 static size_t stack_work_bytes(const Stack *s)
@@ -53,7 +53,7 @@ static size_t stack_work_bytes(const Stack *s)
     return most + 3 * rows * s->layers->attention.hidden * sizeof(float);
 }
 
-/* `count` numbers at `y` become their sums over the ranks. A matrix with `out` rows is read next. */
+/* Replaces `count` numbers at `y` by their sums over the ranks. Meanwhile prefetches `next`, a matrix with `out` rows. */
 static int sum(const Stack *s, float *y, size_t count, const Matrix *next, size_t out)
 {
     const size_t bytes = matrix_bytes(next, out, s->shared.step.kind);
@@ -90,7 +90,7 @@ static int run_layers(const Stack *s, float *work)
     return status;
 }
 
-/* The status of the sums as a Python int, or NULL with an exception. */
+/* Runs all layers. Returns the status of the sums as a Python int, or NULL with an exception. */
 static PyObject *run_stack(const Stack *s, float *work)
 {
     int status;

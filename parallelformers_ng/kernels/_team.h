@@ -1,9 +1,9 @@
-/* Threads of one process that share out the rows of a weight, or the heads of an attention.
+/* Divides a product among a team of threads: rows of a weight, or heads of attention.
  *
- * A step through many layers has hundreds of products of some microseconds, so there a thread that waits for the next one
- * spins. Elsewhere it sleeps, and leaves its core to torch's own threads, and products must be large enough to wake it
- * for. The team works for one caller at a time; whoever finds it at work computes alone. What a number is does not depend
- * on who computes it. */
+ * A step through many layers has hundreds of products of some microseconds. So a thread that waits for the next product
+ * spins during a step. Outside a step, a waiting thread sleeps and leaves its core to torch's own threads; only large
+ * products are worth waking the thread. The team works for one caller at a time; a second caller computes without the team.
+ * Results do not depend on the thread that computes them. */
 
 #ifndef PARALLELFORMERS_NG_TEAM_H
 #define PARALLELFORMERS_NG_TEAM_H
@@ -16,18 +16,18 @@
 
 #include "../collectives/_kernel_api.h"
 
-/* A product of fewer bytes is done sooner than a thread has heard of it that spins, or sleeps. Spans begin at multiples of
- * WHOLE: tiles and blocks of rows stay whole. */
+/* A product of fewer than WORTH_HEARING bytes is done before a spinning thread notices it; one of fewer than WORTH_WAKING
+ * bytes is done before a sleeping thread wakes. Parts begin at multiples of WHOLE, so tiles and blocks are not divided. */
 enum { MOST_THREADS = 256, WHOLE = 32, WORTH_HEARING = 16 << 10, WORTH_WAKING = 1 << 20, SPINS = 5000 };
 
-/* Computes what lies from `first` to `end`. No two threads of a job have the same number. */
+/* Computes the items of a job from `first` to `end`. `thread` differs between all threads of the job. */
 typedef void (*Part)(const void *job, size_t first, size_t end, size_t thread);
 
 static struct {
     pthread_mutex_t at_work, door;
     pthread_cond_t called;
-    size_t threads, present;       /* as many as are wanted, and as there are; the caller is one */
-    size_t since[MOST_THREADS];    /* the calls that there had been when a thread began */
+    size_t threads, present;       /* number of threads wanted, and started; includes the caller */
+    size_t since[MOST_THREADS];    /* value of `calls` when each thread started */
     Part part;
     const void *job;
     size_t count, each;
@@ -60,7 +60,7 @@ static void *serve_team(void *number)
     return NULL;
 }
 
-/* Without those that cannot be started the others do more. Signals are for the threads that Python knows. */
+/* Starts missing threads; the team becomes smaller if that fails. The threads block signals, which Python handles. */
 static void fill_team(void)
 {
     sigset_t all, before;
@@ -80,7 +80,7 @@ static void fill_team(void)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Do a job of `count` like parts, `bytes` in all, of which `whole` stay together. */
+/* Runs a job of `count` equal items with `bytes` bytes in total. Blocks of `whole` items are not divided. */
 static void share_out(Part part, const void *job, size_t count, size_t whole, size_t bytes)
 {
     const size_t threads = team.threads, blocks = (count + whole - 1) / whole;
@@ -104,11 +104,11 @@ static void share_out(Part part, const void *job, size_t count, size_t whole, si
     pthread_mutex_unlock(&team.at_work);
 }
 
-/* Many products follow, or are done. */
+/* Mark the beginning and the end of a step with many products. */
 static void begin_step(void) { atomic_fetch_add(&team.in_step, 1); }
 static void end_step(void) { atomic_fetch_sub(&team.in_step, 1); }
 
-/* A forked child has the thread that forked, and no other. */
+/* Resets the team in a forked child, which has only the thread that called fork. */
 static void forget_team(void)
 {
     pthread_mutex_init(&team.at_work, NULL);
@@ -119,7 +119,7 @@ static void forget_team(void)
     atomic_store(&team.in_step, 0);
 }
 
-/* As many threads as products may use from now on, the caller's among them. */
+/* Sets the largest number of threads for a product, the caller's thread included. */
 static void set_team(size_t threads)
 {
     static int watched;

@@ -1,11 +1,11 @@
-/* Products of bf16 in the tile unit of x86 (AMX).
+/* Computes products of bf16 in the tile unit of x86 (AMX).
  *
  *     yᵀ = W xᵀ
  *
- * A tile of W is SIDE rows of DEEP numbers, as they lie in memory. One of xᵀ is DEEP numbers of up to SIDE rows of x, its
- * columns, two and two side by side, for which x is packed first. So W is read once for all rows of x, and the product is
- * bound by the memory where vectors would be busy multiplying. While one block of W is multiplied the next is asked for,
- * in the order of memory. What a column's sum is does not depend on the other columns, nor on how many there are. */
+ * A tile of W has SIDE rows of DEEP numbers, in their order in memory. A tile of xᵀ has up to SIDE columns: DEEP numbers of
+ * a row of x each, in pairs. x is first packed into such tiles. So W is read once for all rows of x. Reading memory takes
+ * most of the time; with vectors, multiplying would. While a block of W is multiplied, the next block is prefetched, in the
+ * order of memory. The sum of a column depends neither on other columns nor on their number. */
 
 #ifndef PARALLELFORMERS_NG_TILES_H
 #define PARALLELFORMERS_NG_TILES_H
@@ -25,7 +25,7 @@
 
 enum { SIDE = 16, DEEP = 32, TILE = SIDE * DEEP, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
 
-/* Whether the processor has the unit, and the system lets this process use it. */
+/* Returns whether the processor has the tile unit, and the operating system lets this process use it. */
 static int has_tiles(void)
 {
     static int known = -1;
@@ -40,19 +40,20 @@ static int has_tiles(void)
 
 static size_t columns_of(size_t rows) { return rows < SIDE ? rows : SIDE; }
 
-/* Numbers of x packed. */
+/* Returns the number of numbers of x in tiles. */
 static size_t packed_numbers(size_t rows, size_t in)
 {
     return (rows + SIDE - 1) / SIDE * columns_of(rows) * ((in + DEEP - 1) / DEEP) * DEEP;
 }
 
-/* What `linear_tiles` needs: x packed, and for each thread SIDE rows of W for outputs that are no multiple of SIDE. */
+/* Returns the bytes of working memory of `linear_tiles`: x in tiles, and SIDE rows of W for each thread. The rows of W are
+ * used if the number of outputs is not a multiple of SIDE. */
 static size_t tiles_work_bytes(size_t rows, size_t in, size_t threads)
 {
     return (packed_numbers(rows, in) + threads * SIDE * ((in + DEEP - 1) / DEEP) * DEEP) * sizeof(uint16_t);
 }
 
-/* x `[rows, in]` into tiles `[rows / columns, in / DEEP, DEEP / 2, columns, 2]`. */
+/* Copies x `[rows, in]` into tiles `[rows / columns, in / DEEP, DEEP / 2, columns, 2]`. */
 static void pack_tiles(const uint16_t *x, uint16_t *packed, size_t rows, size_t in)
 {
     const size_t depth = (in + DEEP - 1) / DEEP, columns = columns_of(rows), tiles = depth * DEEP * columns;
@@ -78,7 +79,7 @@ typedef struct {
         _tile_dpbf16ps(SUM, W, 4);                        \
     } while (0)
 
-/* Up to SIDE `outputs` of some rows: `sums` `[outputs, columns]` into y, whose rows are `out` apart. */
+/* Adds the bias to `sums` `[outputs, columns]`; stores up to SIDE outputs of each row in y, whose rows are `out` apart. */
 TILED static void store_sums(const float *sums, size_t columns, const uint16_t *bias, uint16_t *y, size_t rows, size_t out,
                              size_t outputs)
 {
@@ -93,7 +94,7 @@ TILED static void store_sums(const float *sums, size_t columns, const uint16_t *
     }
 }
 
-/* Two times SIDE outputs, or up to SIDE. `next` is what is read afterwards. */
+/* Computes 2 SIDE outputs, or up to SIDE outputs. Prefetches rows of W from `next` on. */
 TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows,
                                  size_t in, size_t stride, size_t out, size_t outputs, const uint16_t *next)
 {
@@ -132,7 +133,8 @@ TILED INLINE void block_of_tiles(const uint16_t *packed, const uint16_t *w, cons
     }
 }
 
-/* `outs` rows of W, for as many columns of y, whose rows are `out` apart. `work` has `tiles_work_bytes`, and x packed. */
+/* Multiplies x by `outs` rows of W, and writes `outs` columns of y, whose rows are `out` apart. `work` has `tiles_work_bytes`
+ * bytes, and x in tiles at its beginning. */
 TILED static void linear_tiles(uint16_t *work, size_t thread, const uint16_t *w, const uint16_t *bias, uint16_t *y, size_t rows, size_t in,
                                size_t stride, size_t out, size_t outs)
 {

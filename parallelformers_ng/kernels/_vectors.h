@@ -1,4 +1,4 @@
-/* Vectors of 16 numbers, computed in fp32, on whatever the processor has for them. */
+/* Vectors of 16 fp32 numbers, for the vector instructions of any processor. */
 
 #ifndef PARALLELFORMERS_NG_VECTORS_H
 #define PARALLELFORMERS_NG_VECTORS_H
@@ -14,7 +14,7 @@
 enum { LANES = 16 };
 enum { F32 = 0, BF16 = 1 }; /* kinds of numbers */
 
-/* A function for both kinds, of a struct whose field KIND says which. */
+/* Defines a function for both kinds; the field KIND of its struct says which kind it computes. */
 #define DEFINE_FOR_BOTH(NAME, STRUCT, KIND)                                                                    \
     static void NAME(const STRUCT *is, const float *floats, float *work)                                       \
     {                                                                                                          \
@@ -46,7 +46,7 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 INLINE void store_vector_f32(const Floats *from, float *to) { memcpy(to, from, sizeof *from); }
 
-/* As `store_bf16`. */
+/* Stores a vector as bf16, rounded like in `store_bf16`. */
 INLINE void store_vector_bf16(const Floats *from, uint16_t *to)
 {
     Words bits, rounded;
