@@ -28,7 +28,7 @@ static int sum_one_shot(Kernel *k, char *data, size_t count, const SumKind *kind
     return DONE;
 }
 
-/* Each rank sums one segment, then copies all other segments. A rank reads about 2 instead of N - 1 times the data. */
+/* Each rank sums one segment, then copies all other segments. A rank reads all data about twice instead of N - 1 times. */
 static int sum_reduce_scatter(Kernel *k, char *data, size_t count, const SumKind *kind, uint64_t signature)
 {
     const char *sources[MAX_WORLD_SIZE];

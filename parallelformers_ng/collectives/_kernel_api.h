@@ -15,7 +15,7 @@ typedef struct {
     /* Sums like `Kernel.all_reduce`. Returns 0, or a status after which no other sum can run. While this rank waits, it
      * prefetches `next_bytes` bytes at `next`, which the caller reads afterwards; NULL and 0 for no prefetch. */
     int (*all_reduce)(PyObject *kernel, void *data, size_t count, size_t kind, const void *next, size_t next_bytes);
-    /* Call it after the last sum. Takes the GIL. Returns the status as a Python int; NULL with a signal handler's exception. */
+    /* Call it after the last sum. Takes the GIL. Returns the status as a Python int; NULL if a signal handler raised. */
     PyObject *(*leave)(PyObject *kernel, int status);
 } KernelAPI;
 

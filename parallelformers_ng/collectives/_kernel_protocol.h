@@ -36,7 +36,7 @@ enum { HEADER_BYTES = 4096, LINE_BYTES = 1024, PAGE_BYTES = 4096, MAX_WORLD_SIZE
 enum { DONE = 0, ABORTED = 1, TIMED_OUT = 2, DIVERGED = 3, INTERRUPTED = -1 };
 enum { SPINS = 500, CACHE_LINE_BYTES = 64, LINES_AT_ONCE = 8 };
 static const uint64_t YIELD_NS = 2000000;         /* a waiting rank first only yields, for this time; then it also sleeps */
-static const uint64_t LONGEST_SLEEP_NS = 500000;  /* so that an abort is seen within a millisecond */
+static const uint64_t LONGEST_SLEEP_NS = 500000;  /* a sleeping rank sees an abort within a millisecond */
 static const uint64_t SIGNAL_CHECK_NS = 50000000; /* time between checks for signals in a long wait */
 
 typedef struct {

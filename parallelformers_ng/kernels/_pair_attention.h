@@ -34,7 +34,7 @@ PAIRED INLINE void pair_scores(const Group *g, const uint16_t *q, float *s, size
     }
 }
 
-/* Computes y `[queries, value_width]` = p v for `vectors` vectors of columns. `mask` has a bit for each column of the last one. */
+/* Computes y `[queries, value_width]` = p v for `vectors` vectors of columns. `mask` has a bit for each column of the last. */
 PAIRED INLINE void weigh_columns(const Group *g, const float *p, const uint16_t *v, float *y, size_t room, size_t tokens,
                                  size_t queries, size_t vectors, __mmask16 mask)
 {

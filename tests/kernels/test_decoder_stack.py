@@ -104,24 +104,26 @@ WATCHED: dict[str, Callable[[Any], nn.Module]] = {
 @pytest.mark.parametrize("name", WATCHED)
 def test_layers_with_a_hook_are_called(name: str, calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
-    heard: list[nn.Module] = []
+    hook_calls: list[nn.Module] = []
     for model in (stock, fused):
         for layer in model.model.layers[1:2]:
-            WATCHED[name](layer).register_forward_hook(lambda module, *_: heard.append(module))
+            WATCHED[name](layer).register_forward_hook(lambda module, *_: hook_calls.append(module))
     assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
-    assert len(heard) == 4  # two models, each for the prompt and the step
+    assert len(hook_calls) == 4  # two models, each for the prompt and the step
     assert calls["decoder_layers"] == 0
     assert calls["feed_half"] >= LAYERS - 1
 
 
-@pytest.mark.parametrize(("name", "left"), [("layer", 4 * LAYERS), ("mlp", 4 * LAYERS - 2), ("k_norm", 4 * LAYERS - 2)])
-def test_module_with_own_forward_keeps_it(name: str, left: int, calls: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "c_calls"), [("layer", 4 * LAYERS), ("mlp", 4 * LAYERS - 2), ("k_norm", 4 * LAYERS - 2)]
+)
+def test_module_with_own_forward_keeps_it(name: str, c_calls: int, calls: Counter[str]) -> None:
     stock, fused = models("qwen3", as_one=True)
     for model in (stock, fused):
         module: Any = WATCHED[name](model.model.layers[1])
         module.forward = lambda *args, own=module.forward, **kwargs: own(*args, **kwargs) * 0.5
     assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
-    assert calls.total() == calls["attention_half"] + calls["feed_half"] == left
+    assert calls.total() == calls["attention_half"] + calls["feed_half"] == c_calls
 
 
 def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None:
@@ -130,7 +132,7 @@ def test_requested_hidden_states_cost_nothing_later(calls: Counter[str]) -> None
     got, wanted = (cached_step(model, **requested_outputs) for model in (fused, stock))
     assert len(got.hidden_states) == len(wanted.hidden_states) == LAYERS + 1
     assert all(distance(mine, its) < 1e-5 for mine, its in zip(got.hidden_states, wanted.hidden_states, strict=True))
-    assert calls["decoder_layers"] == 1, "that of the prompt"
+    assert calls["decoder_layers"] == 1, "only the prompt runs in one call"
     calls.clear()
     assert distance(cached_step(fused).logits, cached_step(stock).logits) < 1e-5
     assert calls == {"decoder_layers": 2}
@@ -274,10 +276,10 @@ def test_workers_run_all_layers_in_one_call(tmp_path: Path) -> None:
     wanted = stock.generate(**prompt(1), max_new_tokens=6, do_sample=False)
     model = parallelize(stock, num_gpus=2, workers={"device": "cpu"})
     try:
-        shard_plan = model.generate(
+        tokens = model.generate(
             **prompt(1), max_new_tokens=6, do_sample=False, logits_processor=LogitsProcessorList([Counts(tmp_path)])
         )
-        assert torch.equal(shard_plan, wanted)
+        assert torch.equal(tokens, wanted)
     finally:
         model.deparallelize()
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{'decoder_layers': 5}"] * 2
@@ -308,6 +310,6 @@ def test_integer_weights_run_in_the_same_call(family: str, dtype: torch.dtype, g
         assert torch.equal(tokens, wanted_tokens)
         assert distance(scores, wanted) < 1e-5
     else:
-        alike = tokens[:, -12] == wanted_tokens[:, -12]  # scores rounded to 16 bits may change places
+        alike = tokens[:, -12] == wanted_tokens[:, -12]  # 16-bit rounding may change the best token
         assert alike.any()
         assert distance(scores[1][alike], wanted[1][alike]) < 6e-2

@@ -23,7 +23,7 @@ from tests.helpers import step_models
 pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 INPUTS, OUTPUTS = 1056, 2011
-"""Not a multiple of the kernel's tiles, and enough bytes for several threads."""
+"""Sizes that are not multiples of the kernel's tiles, and enough bytes for several threads."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Several new tokens of each sequence in the kernels: prompts, parts of prompts, and tokens that are verified."""
+"""Tests the kernels with several new tokens per sequence: prompts, parts of prompts, and tokens to verify."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 @pytest.fixture(autouse=True)
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels compute any step here, whatever this processor's limits."""
+    """Raise the row limits, so that the kernels compute every step on any processor."""
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setitem(MOST_ROWS, dtype, 512)
 
@@ -32,7 +32,7 @@ def ids_of(rows: int, tokens: int) -> Tensor:
 
 
 def run(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int]) -> tuple[Tensor, DynamicCache]:
-    """Run sequences in pieces. Returns the scores of all tokens, and the cache."""
+    """Run sequences in pieces; return the scores of all tokens, and the cache."""
     cache, end, scores = DynamicCache(config=model.config), 0, []
     with torch.inference_mode():
         for piece in pieces:
@@ -90,8 +90,8 @@ def test_length_of_pieces_changes_no_bit(family: str, dtype: torch.dtype) -> Non
 
 @DTYPES
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama with odd sizes"])
-def test_company_changes_no_bit_of_a_sequence(family: str, dtype: torch.dtype) -> None:
-    """Sequences of unlike lengths, padded on the left, get the scores that each has alone."""
+def test_other_sequences_change_no_bit_of_a_sequence(family: str, dtype: torch.dtype) -> None:
+    """In a batch padded on the left, each sequence gets the same scores as alone."""
     _, fused = models(family, dtype, as_one=True)
     lengths, longest = [23, 9, 16, 2, 23], 23
     together = torch.zeros(len(lengths), longest + 3, dtype=torch.long)
@@ -104,7 +104,7 @@ def test_company_changes_no_bit_of_a_sequence(family: str, dtype: torch.dtype) -
         assert torch.equal(scores[row, longest - length :], alone[0]), row
 
 
-def test_masks_that_spans_do_not_say_are_left_to_torch(calls: Counter[str]) -> None:
+def test_torch_computes_masks_that_spans_cannot_express(calls: Counter[str]) -> None:
     stock, fused = models("llama", as_one=True)
     ids = ids_of(2, 12)
     for hidden in (5, slice(3, 6)):
@@ -136,7 +136,7 @@ def test_spans_are_read_from_a_mask(queries: int, tokens: int, first: int) -> No
             other = mask.clone()
             other[1, 0, row, column] ^= True
             changed = torch.zeros(2, 5, dtype=torch.int64)
-            if spans_of(other, changed):  # it says something else, that spans can say, too
+            if spans_of(other, changed):  # the changed mask is causal, too
                 begin = int(changed[1, 1])
                 assert torch.equal(other[1:], causal(queries, tokens, begin))
 
@@ -146,4 +146,4 @@ def test_attention_that_looks_ahead_is_left_to_torch(calls: Counter[str]) -> Non
     for layer in fused.model.layers:
         layer.self_attn.is_causal = False
     run(fused, ids_of(1, 8), torch.ones(1, 8, dtype=torch.long), (7, 1))
-    assert calls["decoder_layers"] == 1, "that of the single token"
+    assert calls["decoder_layers"] == 1, "only the single token runs in C"

@@ -22,12 +22,12 @@ from tests.zoo.decoders import decoder
 from tests.zoo.encoders import encoder
 from tests.zoo.seq2seq import bart, t5
 
-HOW: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
 def widths_of_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the output width of each later product, in order. A model that is parallelized later
-    counts as a model with changed code."""
+    """Return a list that gets the output width of each later product, in order. After this call,
+    parallelized models count as models with foreign code."""
     widths: list[int] = []
     linear = functional.linear
 
@@ -57,7 +57,7 @@ def test_a_step_launches_fewer_products(monkeypatch: pytest.MonkeyPatch) -> None
     products = widths_of_products(monkeypatch)
     with torch.inference_mode():
         for _ in range(2):
-            assert torch.equal(model.generate(ids, **HOW), whole.generate(ids, **HOW))
+            assert torch.equal(model.generate(ids, **GREEDY), whole.generate(ids, **GREEDY))
         cache = model(ids).past_key_values
         products.clear()
         logits = model(ids[:, :1], past_key_values=cache).logits
@@ -91,7 +91,7 @@ def test_the_same_numbers(family: str) -> None:
         if whole.can_generate():
             inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
             for way in ({}, {"num_beams": 3}):
-                assert torch.equal(model.generate(**inputs, **HOW, **way), whole.generate(**inputs, **HOW, **way))
+                assert torch.equal(model.generate(**inputs, **GREEDY, **way), whole.generate(**inputs, **GREEDY, **way))
 
 
 def test_layers_that_read_different_tensors_are_left() -> None:

@@ -1,4 +1,4 @@
-/* The kernels of a step against plain loops in double, without Python: `run.sh` runs it for any processor. */
+/* Compares the kernels of a step with plain loops in double, without Python. `run.sh` runs this program for any processor. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 
 static double worst;
 
-/* `distance` is what two numbers differ by, against the largest of their array. */
+/* Ends the program if two numbers differ by more than `tolerance` times the largest number of their array. */
 static void compare(const char *what, double found, double wanted, double largest, double tolerance)
 {
     double distance = fabs(found - wanted) / largest;
@@ -17,7 +17,7 @@ static void compare(const char *what, double found, double wanted, double larges
     exit(1);
 }
 
-/* Between -1 and 1, the same on every machine (xorshift, Marsaglia 2003). */
+/* Returns a random number between -1 and 1. The sequence is the same on every machine (xorshift, Marsaglia 2003). */
 static float next_random(void)
 {
     static uint64_t state = 88172645463325252u;
@@ -27,7 +27,7 @@ static float next_random(void)
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
-/* What one query head sees: y = Σ softmax(scale · q k + mask) v. `seen` and `added` may be NULL. */
+/* Computes attention of one query head: y = Σ softmax(scale · q k + mask) v. `seen` and `added` may be NULL. */
 static void plain_attention(const double *q, const double *k, const double *v, const uint8_t *seen, const double *added,
                             size_t tokens, size_t width, double scale, double *y)
 {
@@ -62,7 +62,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
     }
 }
 
-/* Arrays come in pairs: what the kernel reads, and the same numbers in double. */
+/* Each array exists twice: in the type that the kernel reads, and with the same numbers in double. */
 #define DEFINE_CHECKS(NAME, TYPE, KIND, TOLERANCE)                                                                  \
     typedef struct { TYPE *given; double *wide; } Array_##NAME;                                                     \
     static Array_##NAME random_##NAME(size_t count)                                                                 \
@@ -102,7 +102,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
                     check_##NAME("vectors " #NAME, y.given, y.wide, rows * out, 1);                                 \
                 }                                                                                                   \
     }                                                                                                               \
-    /* Integers of 8 bits, or of 4 in groups, by way of what the processor multiplies and of what any can widen. */ \
+    /* Checks integers of 8 bits, or of 4 bits in groups: products in integers if possible, and widened to fp32. */ \
     static void integers_of_##NAME(size_t rows, size_t in, size_t out, size_t group)                                \
     {                                                                                                               \
         const size_t bytes = group ? in / 2 : in, groups = group ? in / group : 1;                                  \
@@ -180,7 +180,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
         }                                                                                                           \
         check_##NAME("attention " #NAME, y.given, y.wide, BATCH * heads * WIDTH, 1);                                \
     }                                                                                                               \
-    /* The last `count` tokens of each sequence, of which the second begins later, and a row of padding after them. */ \
+    /* Checks spans: the last `count` tokens of two sequences; the second begins later. A padding row follows. */   \
     static void spans_##NAME(size_t heads, size_t kv_heads, size_t count)                                           \
     {                                                                                                               \
         enum { BATCH = 2, TOKENS_ = 37, WIDTH = 36 };                                                               \
@@ -301,7 +301,7 @@ static void plain_norm(const double *x, const double *w, double *y, size_t rows,
                 for (size_t count = 1; count < 33; count += 3) spans_##NAME(shared * kv_heads, kv_heads, count);    \
     }
 
-/* Rotary positions, as `_layer.h` says. */
+/* Rotates x by its positions, as `_layer.h` does. */
 static void turn(double *x, const double *cosines, const double *sines, size_t heads, size_t width)
 {
     for (; heads; heads--, x += width)

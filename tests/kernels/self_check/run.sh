@@ -2,7 +2,7 @@
 # Compiles the C kernels and compares them with plain loops, natively or for another processor:
 #   bash tests/kernels/self_check/run.sh
 #   CC=aarch64-linux-gnu-gcc bash tests/kernels/self_check/run.sh qemu-aarch64 -L /usr/aarch64-linux-gnu
-# The arguments are what runs the programs. The headers of Python are those of $PYTHON, whose functions are not called.
+# The arguments are a command that runs the programs. The Python headers are those of $PYTHON; the programs call no Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 headers=$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("include"))')

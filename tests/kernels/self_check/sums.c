@@ -1,5 +1,5 @@
-/* The collectives between processes, without an interpreter: `run.sh` runs it for any processor. Whole numbers, so that
- * every sum is exact in every type. */
+/* Tests the collectives between processes, without a Python interpreter. `run.sh` runs this program for any processor. All
+ * data are whole numbers, so that every sum is exact in every type. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 #include "../../../parallelformers_ng/collectives/_kernel.c"
 
-/* What a long wait calls. No thread holds a lock here, and no signal has a handler. */
+/* Python functions that a long wait calls. Here no thread holds the GIL, and no signal has a handler. */
 PyThreadState *PyEval_SaveThread(void) { return NULL; }
 void PyEval_RestoreThread(PyThreadState *thread) { (void)thread; }
 int PyErr_CheckSignals(void) { return 0; }
