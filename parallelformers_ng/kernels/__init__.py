@@ -1,1 +1,1 @@
-"""C kernels for CPU ranks, faster than torch's operators. Without a C compiler at installation, torch computes."""
+"""C kernels for CPU ranks, faster than torch's operators. Installed without a C compiler, the package uses torch."""

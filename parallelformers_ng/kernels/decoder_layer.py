@@ -2,8 +2,8 @@
 
 A layer has two halves: `x + attention(norm(x))` and `x + feed_forward(norm(x))`. For each half, the rank calls one C
 function of `_layer.h` and one sum over the ranks. Per layer, these calls replace about fifty operators of the modelling
-code. If the kernel cannot compute a layer, the original
-modules do: for example with gradients, hooks, other caches, or too many tokens.
+code. If the kernel cannot compute a layer, the original modules compute the layer. Examples are gradients, hooks, other
+caches, and too many tokens.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Return this half; None if a module has a forward of its own, which must be called."""
+        """Return this half; None if the object of a module has its own forward, which the kernel would skip."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
@@ -184,7 +184,7 @@ class AttentionHalf(_Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the `step` argument of `run` for a layer's arguments; None if the kernel cannot compute the step."""
+        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step."""
         cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
@@ -229,7 +229,7 @@ class AttentionHalf(_Half):
 
         Returns:
             Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and
-            of values. This is the order of the kernel's arguments.
+            of values. The numbers are in the order of the kernel's arguments.
         """
         layer: Any = cache.layers[self.layer_idx]
         like = None
@@ -263,7 +263,7 @@ class Step:
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
         """Return the step for `half`: the latest step if the arguments are the same objects, and otherwise a new step.
-        transformers passes the same objects to all layers."""
+        All layers get the same objects from transformers."""
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):

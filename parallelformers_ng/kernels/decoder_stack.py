@@ -118,7 +118,7 @@ class _StackInC:
         return None if stack is None or stack.guard.patched else stack
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
-        """Return the `step` argument of `run` for the layers' arguments; None if the kernel cannot compute the step."""
+        """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
         if self.guard.has_hooks():
             return None
         step = self._first.step_for(hidden, **kwargs)

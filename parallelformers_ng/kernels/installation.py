@@ -1,7 +1,8 @@
 """Changes the classes of a rank's modules, so that the kernels compute instead of the modules.
 
-Decoder layers are recognised by their code, and tested before the first use: a later release of transformers may change
-a function that the same code calls. If the kernels' outputs differ, transformers computes the layers.
+Decoder layers are recognised by their code. The kernels' outputs are compared with those of transformers before the
+first use, because a later release may change a function that the same code calls. If the outputs differ, transformers
+computes the layers.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
     """Change the classes of modules that the kernels can compute, if the kernels were built. The kernels use as many
     threads as torch.
 
-    With several threads, torch computes the linear layers of models that are no known decoder: torch's threads do not
-    sleep between two layers. The kernels still compute quantized layers, which torch would have to dequantize first.
+    With several threads, torch computes the linear layers of models that `is_decoder` does not recognise, because
+    torch's threads do not sleep between two layers. The kernels still compute quantized layers of these models, because
+    torch would have to dequantize the weights first.
 
     Args:
         model: model of a rank; its tensors may still be missing.

@@ -190,8 +190,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 
 
 def _agrees(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
-    """Return whether two functions give the same result on the CPU, and log a warning if not. A later release of
-    transformers may change what a known name computes."""
+    """Return whether two functions give the same result on the CPU, and log a warning if not. The results differ if a
+    later release of transformers changes what a known function computes."""
     try:
         with torch.inference_mode(), torch.device("cpu"):
             wanted = theirs()

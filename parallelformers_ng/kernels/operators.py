@@ -1,8 +1,8 @@
 """Runs single operators in C (`_decode.c`). An operator reads weights, keys and values once, at the full speed of the
 memory, in one call instead of several calls of torch.
 
-torch computes if gradients, autocast or `torch.compile` are on, and for data types that the kernels cannot read. The
-kernels add in another order than torch, so results may differ in the last bits.
+Operators of torch run instead if gradients, autocast or `torch.compile` are on, and for data types that the kernels
+cannot read. The kernels add in another order than torch, so results may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """A quantized linear layer that multiplies a few rows in C. The kernel reads integers and scales directly."""
+    """A quantized linear layer that multiplies a few rows in C. The weight is not dequantized in memory."""
 
     def forward(self, input: Tensor) -> Tensor:
         _, inputs = shape_of(self)
@@ -100,8 +100,12 @@ def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
 
 
 def matrix_arguments(linear: nn.Module) -> tuple[int, int, int, int, int]:
-    """Return the fields of `Matrix` of `_matrix.h`: addresses of the weight, scales and bias (0 if missing), the
-    distance between rows in elements, and the number of inputs per scale of an int4 weight (0 for other weights)."""
+    """Return the fields of `Matrix` of `_matrix.h` for a linear layer.
+
+    Returns:
+        Addresses of weight, scales and bias (0 if missing); distance between rows, in elements; inputs per scale of an
+        int4 weight (0 for other weights).
+    """
     weight, group = matrix_of(linear), 0
     if isinstance(linear, QuantizedLinear) and linear.encodings["weight"][0].per_byte > 1:
         group = linear.encodings["weight"][0].block
@@ -262,7 +266,7 @@ def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: 
 
 
 def spans_of(mask: Tensor, spans: Tensor) -> bool:
-    """Convert a causal mask, with or without padding on the left, into spans. Return False for any other mask.
+    """Convert a causal mask, with or without padding on the left, into spans; return whether this was possible.
 
     Args:
         mask: mask of new tokens, bool `[sequences, 1, new tokens, tokens]`.
@@ -311,10 +315,10 @@ class Guard:
 
     Args:
         places: pairs of a module and the name of a parameter, which may be None.
-        modules: modules that the kernel replaces. If one of the modules has a hook, the modules must be called.
+        modules: modules that the kernel replaces. The kernel must not replace the modules if one of them has a hook.
 
     Attributes:
-        patched: modules with a forward of the object, not of the class. These modules must be called.
+        patched: modules whose forward is set on the object, not on the class. These modules must be called.
     """
 
     def __init__(self, places: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:

@@ -2,9 +2,9 @@
 
                       x ──► [A₀ | A₁ | A₂] ──► y₀ | y₁ | y₂
 
-A decode step on a device consists of many small products. One product instead of three needs one launch, and reads its
-input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving, hooks
-and replaced weights still work.
+A decode step on a device consists of many small products. A joint product of three layers needs one launch, and reads
+its input once. The weights of a group of layers become one tensor, and each layer has a view of that tensor. Saving,
+hooks and replaced weights still work.
 
 Names do not say which layers read the same tensor. So the layers of one module with the same input width become a
 group. One product computes the group after a forward pass in which all layers got the same tensor, and in which one
@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Group the linear layers of a model that may read the same tensor; one product computes a group if the layers do.
+    """Group the linear layers of a model that may read the same tensor. If they do, one product computes a group.
 
     The weights of a group become views of one new tensor. Weights are copied for one module at a time.
     """
@@ -89,7 +89,8 @@ class SideBySide:
         return whole
 
     def note(self, layer: nn.Linear, input: Tensor, output: Tensor) -> None:
-        """Record the output of a layer. After the outputs of all layers, set `agree`."""
+        """Record the output of a layer. When all outputs are recorded, compare one product with the outputs and set
+        `agree`."""
         if self._input() is not input or layer in self._outputs:
             if self._outputs:
                 return self.part()

@@ -1,4 +1,4 @@
-"""Compares the halves of a decoder layer in C with transformers', and tests the cases that the modelling code
+"""Compares the halves of a decoder layer in C with the modelling code, and tests the cases that the modelling code
 computes."""
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def test_other_attention_functions_are_called(monkeypatch: pytest.MonkeyPatch, c
 def test_layers_with_new_meaning_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: Counter[str]
 ) -> None:
-    """A later release could change the meaning of a layer with the same name and code. In this test the layer rotates
-    the other way."""
+    """A later release could change the meaning of a layer with the same name and code. This test changes
+    `rotate_half`, which the layer calls."""
     models("llama")
     assert installation.layers_agree.__wrapped__()
     monkeypatch.setattr(installation, "layers_agree", functools.cache(installation.layers_agree.__wrapped__))

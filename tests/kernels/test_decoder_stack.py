@@ -1,4 +1,4 @@
-"""Compares all decoder layers in one C call with transformers', and tests the cases with one C call per layer."""
+"""Compares all decoder layers in one C call with the modelling code, and tests the cases with a C call per layer."""
 
 from __future__ import annotations
 
@@ -289,8 +289,8 @@ def test_workers_run_all_layers_in_one_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [None, 32, 64])
 @pytest.mark.parametrize("family", ["llama with every bias", "llama with odd sizes", "qwen3"])
 def test_integer_weights_run_in_the_same_call(family: str, dtype: torch.dtype, group: int | None, calls) -> None:
-    """All layers are compared with the dequantized weights; some matrices stay unquantized, others have 4 bits if
-    whole groups fit."""
+    """Compare quantized layers with the same layers and dequantized weights. Most matrices have 8 bits, or 4 bits if
+    `group` divides their inputs; one matrix is unquantized."""
     stock, fused = models(family, dtype, as_one=True)
     for path, layer in fused.model.named_modules():
         if type(layer) is StreamingLinear and not path.endswith("1.mlp.up_proj"):

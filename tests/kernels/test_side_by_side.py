@@ -174,7 +174,7 @@ def test_a_weight_may_be_replaced() -> None:
 
 
 def test_layers_without_gain_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights shared by two layers, layers of different kinds, and batches that gain nothing stay separate."""
+    """Layers with a shared weight, layers of different kinds, and large batches are computed one by one."""
     products = widths_of_products(monkeypatch)
     tied = Pair(lambda input: input)
     tied.second = nn.Linear(8, 5)
