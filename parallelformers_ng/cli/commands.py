@@ -44,7 +44,7 @@ def plan(options: argparse.Namespace) -> int:
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model
 
-    forecast_options = forecast.given(options)
+    forecast_options = forecast.forecast_arguments(options)
     model, custom = empty_model(options.model, options.revision), _custom(options)
     if forecast_options is not None:
         outlook = make_forecast(model, custom_policies=custom, **forecast_options)

@@ -8,7 +8,7 @@ from typing import Any
 from parallelformers_ng.errors import ParallelError
 
 _FLAGS = ("hosts", "gpus_per_host", "batch", "length", "network", "decode")
-_OF_RANKS = {"ratio": None, "strategy": "tensor"}
+_OF_RANKS = {"ratio": None, "strategy": "tensor", "tensor": None}
 """Option of a plan → default. A forecast refuses these options, because a forecast chooses the best strategy."""
 
 
@@ -26,7 +26,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     flags.add_argument("--decode", metavar="MODE", help="eager, cuda_graphs or compile (default: cuda_graphs)")
 
 
-def given(options: argparse.Namespace) -> dict[str, Any] | None:
+def forecast_arguments(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the keyword arguments of `forecast`, except the model and its policies; None without `--device`.
 
     Raises:

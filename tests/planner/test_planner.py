@@ -340,6 +340,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Any, capsys: pytest.Captu
     [
         (["--hosts", "2"], "--hosts is for a forecast; add --device"),
         (["--device", "h100", "--ratio", "1,3"], "--ratio is for a plan, but --device makes a forecast"),
+        (["--device", "h100", "--tensor", "2"], "--tensor is for a plan, but --device makes a forecast"),
         (["--device", "h100", "--strategy", "pipeline"], "--strategy is for a plan, but --device makes a forecast"),
     ],
 )

@@ -119,7 +119,7 @@ def test_commands_not_run_name_existing_things(document: Path) -> None:
         elif command[:2] == ["parallelformers-ng", "serve"]:
             assert served(command[1:]).command is not None, line
         elif command[:2] == ["parallelformers-ng", "plan"]:
-            assert forecast.given(served(command[1:])), line
+            assert forecast.forecast_arguments(served(command[1:])), line
         else:
             assert not command, f"{document.name}: no check knows {line!r}"
 
