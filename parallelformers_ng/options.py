@@ -99,8 +99,9 @@ class BatchingOptions:
     Attributes:
         rows: most sequences that are decoded together.
         waiting: most calls that wait while all rows are in use; a further call raises BatchingError.
-        prefill_chunk: most prompt tokens that run between two decode steps; twice as many if no row is decoding. Short
-            prompts run together; a longer prompt runs in several chunks.
+        prefill_patience: approximate milliseconds that decoding rows wait for one prefill step of new prompts. Short
+            prompts run together; a longer prompt runs in several pieces. The measured speed of earlier prompts decides
+            the length of a piece.
         prefix_tokens: tokens whose keys and values are kept from recent sequences, for prompts that begin with the
             same tokens; 0 keeps no keys and values.
         cache_tokens: most tokens in the caches of all rows, padding included; calls wait until their tokens fit. None:
@@ -111,7 +112,7 @@ class BatchingOptions:
 
     rows: int = 16
     waiting: int = 256
-    prefill_chunk: int = 128
+    prefill_patience: int = 200
     prefix_tokens: int = 4096
     cache_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -293,6 +294,10 @@ def check_switches(**switches: Any) -> None:
             raise ParallelError(f"{name} is {value!r}; it takes True or False")
 
 
+_SUCCESSORS = {"prefill_chunk": "; set prefill_patience, the milliseconds that decoding rows wait for prompts"}
+"""Name of an option of an earlier release → end of the error message."""
+
+
 def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
     """Return checked options as a dataclass.
 
@@ -313,7 +318,7 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
     known = get_type_hints(cls)
     for name in sorted(options, key=str):
         if name not in known:
-            hint = did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
+            hint = _SUCCESSORS.get(name) or did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
             raise ParallelError(f"{argument} has no option {name!r}{hint}")
     for name, value in options.items():
         if not _is_a(value, known[name]):

@@ -26,6 +26,9 @@ from parallelformers_ng.wire.frame import Flag, Frame
 _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
 _MOST_STEPS = 8
+_LEAST_PIECE, _FIRST_PIECE, _WIDEST_PIECE = 8, 128, 1024
+"""Prompt tokens in a round: the minimum, the number before the speed is known, and the maximum. A round in which no row
+waits for its next token uses the maximum, which bounds the memory of the forward pass."""
 
 
 class Batch:
@@ -60,6 +63,7 @@ class Batch:
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._steps, self._has_graphs = 1, True
+        self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
         self.is_due = threading.Lock()
 
     @property
@@ -93,11 +97,19 @@ class Batch:
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
         if not self._running and not leaves:
             return None
-        limits = self._options.prefill_chunk, self._options.prefix_tokens
-        limits = limits if self._trial.in_pieces else (0, 0)
+        limits = (self._piece(), _WIDEST_PIECE, self._options.prefix_tokens)
+        limits = limits if self._trial.in_pieces else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
         return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions)
+
+    def _piece(self) -> int:
+        """Return the number of prompt tokens that run in `prefill_patience`: a power of two, so that small changes of
+        the speed do not change the pieces of a prompt."""
+        if not self._prefill_speed:
+            return _FIRST_PIECE
+        tokens = int(self._prefill_speed * self._options.prefill_patience / 1000)
+        return 1 << max(_LEAST_PIECE, min(tokens, _WIDEST_PIECE)).bit_length() - 1
 
     def _admitted(self) -> dict[int, Ticket]:
         """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
@@ -139,7 +151,10 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        if not order.joins:
+        if news[0].prompt_tokens >= _LEAST_PIECE:
+            speed = news[0].prompt_tokens / news[0].prompt_seconds
+            self._prefill_speed = (self._prefill_speed + speed) / 2 if self._prefill_speed else speed
+        elif not order.joins:
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)

@@ -45,9 +45,13 @@ class Prompts:
     Args:
         model: model of the rank.
         prefixes: kept sequences, whose keys and values new prompts may reuse.
+
+    Attributes:
+        latest: number of tokens in the latest forward pass, padding included.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
+        self.latest = 0
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
@@ -144,6 +148,7 @@ class Prompts:
     ) -> torch.Tensor:
         """Run prompts from column `begin` on with the cache of `row`. Return logits `[rows, tokens, vocabulary]`."""
         whole = torch.ones_like(ids[:1]) if mask is None else mask
+        self.latest = ids[:, begin:].numel()
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
         inputs = inputs_of(
             self._model,

@@ -5,6 +5,7 @@ A round is one request to the ranks. Between rounds the ranks serve other reques
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,6 @@ from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
-_PIECES_AT_ONCE = 2
-"""Factor of the piece if no row waits for its next token. Long pieces cost less time for each token than short ones."""
-
 
 @dataclass
 class Round:
@@ -37,7 +35,8 @@ class Round:
         batch: number of the batch; ranks drop the rows of an earlier batch.
         joins: number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
         leaves: numbers of rows whose callers stopped waiting.
-        piece: prompt tokens that run before the decode steps of the round; 0 for one whole prompt.
+        piece: most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt.
+        widest: most prompt tokens in the round if no row waits.
         prefixes: most tokens of earlier sequences whose keys and values are kept.
         steps: number of decode steps.
         adapters: active adapters of all rows; None for a model without adapters.
@@ -48,6 +47,7 @@ class Round:
     joins: dict[int, tuple[bytes, int, int | None]]
     leaves: list[int]
     piece: int
+    widest: int
     prefixes: int
     steps: int
     adapters: ActiveAdapters | None = None
@@ -65,6 +65,8 @@ class News:
             arguments; only the rank that chooses the row's tokens raises errors of processors.
         states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
             row's tokens.
+        prompt_tokens: number of prompt tokens that ran, padding included.
+        prompt_seconds: time of these tokens on this rank, in seconds.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's CUDA device; 0 on CPU.
         uncaptured: reason why steps could not become CUDA graphs; "" without such a failure.
@@ -74,6 +76,8 @@ class News:
     ended: list[int] = field(default_factory=list)
     failed: dict[int, Description | None] = field(default_factory=dict)
     states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
     token_bytes: int = 0
     free_bytes: int = 0
     uncaptured: str = ""
@@ -134,10 +138,13 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
-        piece = order.piece if len(self._rows) else order.piece * _PIECES_AT_ONCE
-        if len(self._prompts) and (ran := self._prompts.run(piece)):
-            self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-            changed_rows.update(ran.rows)
+        if len(self._prompts):
+            began = time.monotonic()
+            ran = self._prompts.run(order.piece if len(self._rows) else order.widest)
+            news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
+            if ran is not None:
+                self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+                changed_rows.update(ran.rows)
         for _ in range(order.steps):
             if not len(self._rows):
                 break

@@ -30,6 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE.toml", help="a file with the same options, with underscores in their names"
     )
+    # The name of an earlier release: `read_options` says which option replaces it.
+    parser.add_argument("--prefill-chunk", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
         if default not in (None, MISSING, "", False):

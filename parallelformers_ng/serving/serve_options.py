@@ -90,9 +90,9 @@ class ServeOptions:
 
     rows: Annotated[int, "maximum number of sequences that a replica decodes together"] = 16
     waiting: Annotated[int, "maximum number of sequences that wait for a row; further requests get status 503"] = 64
-    prefill_chunk: Annotated[
-        int, "maximum number of prompt tokens in one prefill step, between decode steps of other rows"
-    ] = 128
+    prefill_patience: Annotated[
+        int, "approximate milliseconds that decoding rows wait for one prefill step of new rows"
+    ] = 200
     prefix_tokens: Annotated[
         int, "number of tokens in the cache for prompts with a common beginning; 0 turns the cache off"
     ] = 4096
@@ -207,9 +207,10 @@ class ServeOptions:
         return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})
 
 
-_OF_BATCHES = ("rows", "waiting", "prefill_chunk", "prefix_tokens", "cache_tokens")
+_OF_BATCHES = ("rows", "waiting", "prefill_patience", "prefix_tokens", "cache_tokens")
 _LOWEST = {
-    "replicas": 1, "rows": 1, "waiting": 1, "prefill_chunk": 1, "prefix_tokens": 0, "cache_tokens": 1, "max_tokens": 1,
+    "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
+    "max_tokens": 1,
     "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
     "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
 }  # fmt: skip

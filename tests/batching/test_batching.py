@@ -33,7 +33,7 @@ from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from tests.helpers.patience import PROMPTLY, await_end, kill
-from tests.helpers.rounds_seen import rows_of_each_round
+from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.zoo.decoders import bloom, decoder, gpt2
 from tests.zoo.families import CASES, NEWER
 
@@ -75,10 +75,11 @@ def alone(model: Any, call: dict[str, Any]) -> torch.Tensor:
     "family",
     ["llama", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bloom", "mamba2"))],
 )
-def test_shared_calls_get_tokens_of_solo_runs(family, groups):
+def test_shared_calls_get_tokens_of_solo_runs(monkeypatch, family, groups):
+    use_short_pieces(monkeypatch, 8)
     whole, specs = FAMILIES[family](), calls(40)
     want = [alone(whole, call) for call in specs]
-    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6, "prefill_chunk": 8}) as model:
+    with parallelize(FAMILIES[family](), workers=groups(2), batching={"rows": 6}) as model:
         most = rows_of_each_round(model)
         with ThreadPoolExecutor(16) as pool:
             got = list(pool.map(lambda call: model.generate(**call), specs))
@@ -508,5 +509,20 @@ def test_bad_options_are_named(groups):
         parallelize(gpt2(), workers=groups(2), batching={"rows": 0})
     with pytest.raises(ParallelError, match=r"batching has no option 'row'.*did you mean"):
         parallelize(gpt2(), workers=groups(2), batching={"row": 3})
+    with pytest.raises(ParallelError, match=r"batching has no option 'prefill_chunk'; set prefill_patience"):
+        parallelize(gpt2(), workers=groups(2), batching={"prefill_chunk": 64})
     with pytest.raises(ParallelError, match="decode is 'compile'"):
         parallelize(gpt2(), workers=groups(2), batching=True, decode="compile")
+
+
+def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
+    with parallelize(gpt2(), workers=groups(2), batching={"prefill_patience": 50}) as model:
+        batch = remote_of(model).calls.shared[0].batch
+        for speed, tokens in ((0.0, 128), (1.0, 8), (1000.0, 32), (20_000.0, 512), (1e9, 1024)):
+            batch._prefill_speed = speed
+            assert batch._piece() == tokens
+        batch._prefill_speed = 0.0
+        ids = torch.arange(3, 33)[None]
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))
+        assert batch._prefill_speed > 0, "no rank measured its prompts"

@@ -25,7 +25,7 @@ from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.sharding.cache_names import CACHE
-from tests.helpers.rounds_seen import rows_of_each_round
+from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.zoo.build import build
 from tests.zoo.decoders import decoder
 
@@ -89,7 +89,10 @@ def test_kinds_that_share(kind: str) -> None:
 
 
 @pytest.mark.parametrize("make", [openai_gpt, mpt, minimax])
-def test_unusual_models_share_calls_on_ranks(groups: Any, make: Callable[[], Any]) -> None:
+def test_unusual_models_share_calls_on_ranks(
+    monkeypatch: pytest.MonkeyPatch, groups: Any, make: Callable[[], Any]
+) -> None:
+    use_short_pieces(monkeypatch, 8)
     numbers = torch.Generator().manual_seed(3)
     specs = [
         {
@@ -102,7 +105,7 @@ def test_unusual_models_share_calls_on_ranks(groups: Any, make: Callable[[], Any
     ]
     whole = make()
     want = [whole.generate(**call) for call in specs]
-    with parallelize(make(), workers=groups(2), batching={"rows": 4, "prefill_chunk": 8}) as model:
+    with parallelize(make(), workers=groups(2), batching={"rows": 4}) as model:
         rows = rows_of_each_round(model)
         with ThreadPoolExecutor(6) as pool:
             got = list(pool.map(lambda call: model.generate(**call), specs))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.runtime.group import WorkerGroup
+from tests.helpers.rounds_seen import use_short_pieces
 from tests.pretend_cuda.caller import small
 from tests.pretend_cuda.objects import Favours
 from tests.zoo.case import text_inputs
@@ -31,10 +33,11 @@ def together(model: Any, specs: list[dict[str, Any]]) -> list[torch.Tensor]:
         return list(pool.map(lambda call: model.generate(**call), specs))
 
 
-def test_shared_calls_get_solo_tokens(pretended: WorkerGroup) -> None:
+def test_shared_calls_get_solo_tokens(monkeypatch: pytest.MonkeyPatch, pretended: WorkerGroup) -> None:
+    use_short_pieces(monkeypatch, 4)
     for make in (small, gpt2):
         want = [make().generate(**call) for call in calls()]
-        with parallelize(make(), workers=pretended, batching={"prefill_chunk": 4, "rows": 3}) as model:
+        with parallelize(make(), workers=pretended, batching={"rows": 3}) as model:
             got = together(model, calls())
             assert not remote_of(model).calls.shared[0].trial.why_alone(type(model), model.config)
             assert all(map(torch.equal, got, want))

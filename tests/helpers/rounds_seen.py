@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from parallelformers_ng.batching import batch
 from parallelformers_ng.model.remote_module import remote_of
 
 
@@ -19,3 +22,9 @@ def rows_of_each_round(model: Any) -> list[int]:
 
     batch.next_round = counting  # type: ignore[method-assign]
     return counts
+
+
+def use_short_pieces(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Make batches run at most `tokens` prompt tokens in a round, whatever the speed of the ranks is."""
+    monkeypatch.setattr(batch, "_FIRST_PIECE", tokens)
+    monkeypatch.setattr(batch, "_WIDEST_PIECE", tokens)

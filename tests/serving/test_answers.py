@@ -266,6 +266,7 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     ("text", "why"),
     [
         ('model = "a"\nprot = 1', "did you mean 'port'"),
+        ('model = "a"\nprefill_chunk = 64', "no option 'prefill_chunk'; set prefill_patience"),
         ('model = "a"\nport = "x"', "port is 'x'"),
         ('model = "a"\nport = 70000', "65535"),
         ('model = "a"\nrows = 0', "at least 1"),
