@@ -140,7 +140,7 @@ def test_changed_integer_weights_are_refused(checkpoints: Path) -> None:
     model = load_skeleton(str(checkpoints / "compressed-int8"))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=r"layers.\*.mlp.up_proj.weight \(.* scales do not go with"):
+    with pytest.raises(UnsupportedModelError, match=r"layers.\*.mlp.up_proj.weight \(.* does not keep their scales"):
         make_plan(model, 2, None, None, FitOptions())
     assert (
         "model.layers.0.mlp.up_proj.weight"

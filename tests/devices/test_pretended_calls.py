@@ -141,7 +141,7 @@ def test_a_static_cache_is_no_wish_to_compile(pretended: WorkerGroup) -> None:
     want = whole.generate(**text_inputs(), **GREEDY)
     with parallelize(small(), workers=pretended) as model:
         assert torch.equal(model.generate(**text_inputs(), cache_implementation="static", **GREEDY), want)
-        with pytest.raises(ParallelError, match="mode 'reduce-overhead', which makes CUDA graphs"):
+        with pytest.raises(ParallelError, match="mode is 'reduce-overhead', which makes CUDA graphs"):
             model.generate(**text_inputs(), compile_config=CompileConfig(mode="reduce-overhead"), **GREEDY)
         model.generation_config.cache_implementation = "static"
         assert torch.equal(model.generate(**text_inputs(), **GREEDY), want)

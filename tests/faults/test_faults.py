@@ -109,7 +109,7 @@ def test_idle_workers_death_is_repaired_before_a_call(model, want):
     # The new workers know the configuration that the old ones were sent.
     assert torch.equal(model.generate(**text_inputs(), do_sample=False), want)
     model.generation_config.max_new_tokens = None
-    with pytest.raises(StaleCacheError, match="workers that are gone"):
+    with pytest.raises(StaleCacheError, match="lost when its workers restarted"):
         model(text_inputs()["input_ids"][:, -1:], past_key_values=cache)
 
 

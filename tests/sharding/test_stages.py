@@ -127,7 +127,7 @@ def test_impossible_device_maps_are_refused() -> None:
     config = tf.LlamaConfig(num_hidden_layers=2)
     with pytest.raises(PlacementError, match="9 stages need 9 parts, but the model has only 6"):
         balanced_device_map(config, 9)
-    with pytest.raises(PlacementError, match="device_ids names 3"):
+    with pytest.raises(PlacementError, match="device_ids has 3"):
         balanced_device_map(config, 2, device_ids=[0, 1, 2])
     with pytest.raises(ParallelError, match="ratio has 2 numbers"):
         balanced_device_map(config, 3, ratio=(1, 2))
