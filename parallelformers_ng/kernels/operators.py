@@ -51,6 +51,7 @@ class StreamingLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         # Called for every matrix and token: reading the dictionary is faster than nn.Module.__getattr__.
         weight = self._parameters["weight"]
+        input = _dense(input)
         if (
             weight is None
             or not _fits(input, weight)
@@ -67,13 +68,14 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         _, inputs = shape_of(self)
+        input = _dense(input)
         if (
             not self.is_read
             or data_type_of(self) is not input.dtype
             or not may_serve()
             or not 0 < input.numel() <= MOST_ROWS_OF_INTEGERS[input.dtype] * inputs
             or input.shape[-1] != inputs
-            or not (input.is_cpu and input.is_contiguous())
+            or not input.is_cpu
         ):
             return super().forward(input)
         return _multiply(self, input)
@@ -87,6 +89,12 @@ class StreamingQuantizedLinear(QuantizedLinear):
             return False
         whole_groups = encoding.kind == "int8" or shape_of(self)[1] == encoding.block * scales.shape[1]
         return whole_groups and encoding.fits_kernels(scales.shape[1])
+
+
+def _dense(input: Tensor) -> Tensor:
+    """Return a contiguous copy of a strided input of a linear layer, for example of the last states of many prompts. torch
+    would instead copy the weight, once for each prompt."""
+    return input if input.is_contiguous() else input.contiguous()
 
 
 def _multiply(linear: nn.Module, input: Tensor) -> Tensor:
@@ -142,6 +150,7 @@ class FusedRMSNorm(nn.Module):
         if (
             weight is None
             or not _fits(hidden_states, weight)
+            or not hidden_states.is_contiguous()
             or hidden_states.shape[-1:] != weight.shape
             or not weight.is_contiguous()
         ):
@@ -176,14 +185,7 @@ def may_serve(device: str = "cpu") -> bool:
 
 
 def _fits(input: Tensor, weight: Tensor) -> bool:
-    return (
-        may_serve()
-        and input.dtype in KINDS
-        and weight.dtype is input.dtype
-        and input.is_cpu
-        and weight.is_cpu
-        and input.is_contiguous()
-    )
+    return may_serve() and input.dtype in KINDS and weight.dtype is input.dtype and input.is_cpu and weight.is_cpu
 
 
 def install_attention() -> None:

@@ -123,6 +123,16 @@ def test_slice_of_a_wider_matrix_is_read_directly(dtype: torch.dtype, calls: lis
     assert calls == [3, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_last_states_of_prompts_run_in_the_kernel(dtype: torch.dtype, calls: list[int]) -> None:
+    """The states have strides; torch's own layer would copy the weight once for each prompt."""
+    layer, states = _layer(70, 9, dtype, bias=True), torch.randn(3, 5, 70).to(dtype)
+    with torch.inference_mode():
+        want = torch.cat([layer(prompt[None, -1:]) for prompt in states])
+        assert torch.equal(layer(states[:, -1:]), want)
+    assert calls == [1, 1, 1, 3]
+
+
 def test_layer_is_left_to_torch_when_needed(calls: list[int]) -> None:
     layer = _layer(8, 4, torch.float32, bias=True)
     x = torch.randn(1, 8)
