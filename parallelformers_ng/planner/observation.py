@@ -1,12 +1,10 @@
-"""Runs one rank's share of a model on `meta`, if nothing is computed, and notes what it would do: the operators with
-their arithmetic and the bytes that they move, the exchanges with other ranks, the caches, the memory in between."""
+"""Runs one rank's share of a model on `meta`, where nothing is computed, and notes what it would do: the bytes that
+operators move, the exchanges with other ranks, the caches, the memory in between."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.kernels.recognition import is_computed_at_once
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.cache_names import CACHES
 from parallelformers_ng.sharding.experts import has_experts_interface
@@ -41,42 +38,16 @@ class Work:
     """One operator, or one exchange between ranks.
 
     Attributes:
-        unit: path of the unit of the model that it is in; "" for what is in none.
-        flops: multiplications and additions.
-        moved: bytes read from memory and written to it.
+        moved: bytes read from memory and written to it, or of the tensor that ranks sum or gather.
         fuses: a compiler makes one kernel of it and its neighbours: it is no product, no attention and no look-up.
-        exchanged: bytes of the tensor that ranks sum or gather; 0 for what is no exchange.
+        exchanges: it is a sum or a gather.
         gathers: it is a gather.
-        native: on CPU ranks it is part of one call, for all of a decoder layer.
     """
 
-    unit: str
-    flops: float = 0.0
-    moved: float = 0.0
+    moved: float
     fuses: bool = False
-    exchanged: int = 0
+    exchanges: bool = False
     gathers: bool = False
-    native: bool = False
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward.
-
-    Attributes:
-        work: operations, in order.
-        peak: bytes of what is neither weights nor caches, at most.
-        sizes: bytes of the output of each unit, in their order.
-    """
-
-    work: list[Work]
-    peak: int
-    sizes: list[int]
-
-    @property
-    def exchanges(self) -> int:
-        """How often ranks exchange something."""
-        return sum(each.exchanged > 0 for each in self.work)
 
 
 @dataclass(frozen=True)
@@ -84,16 +55,13 @@ class Observation:
     """The work of a rank for sequences of some length.
 
     Attributes:
-        batch, length: sequences, and tokens of each.
-        prompt: all tokens but the last, at once.
-        step: work for the last token, with the others in the caches.
+        peak: bytes of what is neither weights nor caches, at most, while all tokens but the last are read at once.
+        step: work for the last token, with the others in the caches, in order.
         caches: unit → bytes of its caches at the end.
     """
 
-    batch: int
-    length: int
-    prompt: Pass
-    step: Pass
+    peak: int
+    step: list[Work]
     caches: dict[str, int]
 
 
@@ -115,7 +83,10 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
     counted = _on_meta(model)
     _count_experts(counted, recorder)
     share = cut(counted, plan, rank, _Peers(rank, plan.world_size, recorder))
-    recorder.watch(share, model)
+    known = dict(share.named_modules())
+    for path in units(model):
+        if path in known:  # else it is a bare parameter
+            recorder.watch(path, known[path])
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     prompt: dict[str, Any] = {"input_ids": ids[:, 1:]}
     token: dict[str, Any] = {"input_ids": ids[:, :1]}
@@ -125,7 +96,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
         prompt["logits_to_keep"] = 1
     try:
         with torch.inference_mode():
-            first, output = recorder.record(lambda: share(**prompt, use_cache=True))
+            _, peak, output = recorder.record(lambda: share(**prompt, use_cache=True))
             if model.config.is_encoder_decoder:
                 token["encoder_outputs"] = (output.encoder_last_hidden_state,)
             name = next((each for each in CACHES if output.get(each) is not None), "")
@@ -134,7 +105,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
                     f"{type(model).__name__} keeps nothing from token to token; it cannot be planned"
                 )
             caches = output[name]
-            second, output = recorder.record(lambda: share(**token, use_cache=True, **{name: caches}))
+            step, _, output = recorder.record(lambda: share(**token, use_cache=True, **{name: caches}))
             cache_bytes = recorder.caches(output.get(name, caches))
     except UnsupportedModelError:
         raise
@@ -145,7 +116,7 @@ def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, leng
         ) from error
     finally:
         look_ups.forget()
-    return Observation(batch, length, first, second, cache_bytes)
+    return Observation(peak, step, cache_bytes)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
@@ -164,32 +135,19 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.work: list[Work] = []
         self._units = [""]
-        self._native: set[str] = set()
-        self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
         self._made_in: dict[int, str] = {}
         self._lives: list[tuple[int, int]] = []
         self._held: set[int] = set()
-        self._forms: dict[
-            Any, tuple[Any, ...]
-        ] = {}  # what an operator makes of tensors of such forms: it takes torch long
 
-    def watch(self, share: nn.Module, model: nn.Module) -> None:
-        """Have the work of a share of a model be known by the model's units."""
-        known = dict(share.named_modules())
-        self._native = {path for path, module in model.named_modules() if is_computed_at_once(module)}
-        for path in units(model):
-            if path in known:  # else it is a bare parameter
-                known[path].register_forward_pre_hook(lambda *_, path=path: self._units.append(path), prepend=True)
-                known[path].register_forward_hook(self._leave, always_call=True)
+    def watch(self, path: str, unit: nn.Module) -> None:
+        """Have the work of a unit be known by its path."""
+        unit.register_forward_pre_hook(lambda *_: self._units.append(path), prepend=True)
+        unit.register_forward_hook(lambda *_: self._units.pop() and None, always_call=True)
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._units.pop()
-        self._sizes.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
-
-    def record(self, forward: Callable[[], Any]) -> tuple[Pass, Any]:
-        """Run a forward; return its work and its output."""
-        self.work, self._lives, self._sizes = [], [], []
+    def record(self, forward: Callable[[], Any]) -> tuple[list[Work], int, Any]:
+        """Run a forward; return its work, the peak of its temporary bytes, and its output."""
+        self.work, self._lives = [], []
         with self:
             output = forward()
         caches = _caches_of(output)
@@ -198,7 +156,7 @@ class _Recorder(TorchDispatchMode):
         for number, size in self._lives:
             level += 0 if number in self._held else size
             peak = max(peak, level)
-        return Pass(self.work, peak, self._sizes), output
+        return self.work, peak, output
 
     def caches(self, cache: Any) -> dict[str, int]:
         """Unit → bytes that it made of what caches hold."""
@@ -207,10 +165,6 @@ class _Recorder(TorchDispatchMode):
             unit = self._made_in.get(self._number(tensor), "")
             cache_bytes[unit] = cache_bytes.get(unit, 0) + tensor.nbytes
         return cache_bytes
-
-    def note(self, **work: Any) -> None:
-        unit = self._units[-1]
-        self.work.append(Work(unit, native=unit in self._native, **work))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = kwargs or {}, func._overloadpacket
@@ -221,29 +175,15 @@ class _Recorder(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)  # what it is made of is noted instead
             if parts is not NotImplemented:
                 return parts
-        leaves = tree_leaves((args, kwargs))
-        before = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
+        before = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         known = {self._number(tensor) for tensor in before}
-        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in leaves))
-        form = self._forms.get(key)
-        output = func(*args, **kwargs) if form is None else torch.empty_strided(*form[:2], dtype=form[2], device="meta")
+        output = func(*args, **kwargs)
         after = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
-        fresh = [tensor for tensor in after if self._number(tensor, is_new=True) not in known]
-        if form is None and fresh and output is fresh[0]:
-            self._forms[key] = _form(output)
+        fresh = {self._number(tensor, is_new=True) for tensor in after} - known
         if fresh or func._schema.is_mutable:  # else it is a view
-            flops = self._flops(kind, args, kwargs, output)
-            fuses = not flops and kind not in _LOOK_UPS
-            self.note(flops=flops, moved=self._moved(kind, before, after), fuses=fuses)
+            fuses = kind is not _ATTENTION and kind not in flop_registry and kind not in _LOOK_UPS
+            self.work.append(Work(self._moved(kind, before, after), fuses))
         return output
-
-    def _flops(self, kind: Any, args: Any, kwargs: Any, output: Any) -> float:
-        if kind is _ATTENTION:
-            query, key, value = args[:3]
-            causal = kwargs.get("is_causal", len(args) > 5 and args[5])
-            pairs = math.prod(query.shape[:-1]) * key.shape[-2] * (0.5 if causal else 1.0)
-            return 2 * pairs * (query.shape[-1] + value.shape[-1])
-        return flop_registry[kind](*args, **kwargs, out_val=output) if kind in flop_registry else 0.0
 
     def _moved(self, kind: Any, before: list[Tensor], after: list[Tensor]) -> float:
         written = sum(_bytes(tensor) for tensor in after)
@@ -277,12 +217,12 @@ class _Peers(Communicator):
         return _Peers(self.rank % width, width, self._recorder)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        self._recorder.note(exchanged=tensor.nbytes)
+        self._recorder.work.append(Work(tensor.nbytes, exchanges=True))
         return tensor
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         whole = tensor.new_empty((*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :]))
-        self._recorder.note(exchanged=whole.nbytes, gathers=True)
+        self._recorder.work.append(Work(whole.nbytes, exchanges=True, gathers=True))
         return whole
 
     def abort(self, reason: str) -> None:
@@ -290,7 +230,7 @@ class _Peers(Communicator):
 
 
 def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Have stacked experts note their reads and operations instead of computing: the router's numbers, absent here,
+    """Have stacked experts note their reads instead of computing: the router's numbers, absent here,
     would choose the experts.
 
     Of `E` experts, `n` tokens that choose `k` each, all as likely, meet E (1 - (1 - k / E) ** n) different ones.
@@ -302,17 +242,13 @@ def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
         met = count * (1 - (1 - each / count) ** (chosen // each))
         numbers = sum(stack.numel() for stack in stacked) / count
         states = 2 * _bytes(hidden_states) * each
-        recorder.note(flops=2 * numbers * chosen, moved=met * numbers * stacked[0].itemsize + states)
+        recorder.work.append(Work(met * numbers * stacked[0].itemsize + states))
         return torch.empty_like(hidden_states)
 
     for module in model.modules():
         if has_experts_interface(module):
             cls: type = type(module)
             module.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _bytes(tensor: Tensor) -> int:
