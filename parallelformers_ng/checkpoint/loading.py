@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
-from parallelformers_ng.checkpoint.encoded import held_nodes
+from parallelformers_ng.checkpoint.encoded import stored_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
@@ -68,12 +68,12 @@ class Checkpoint:
         """Return the tensors outside of files: missing parameters, and buffers that are computed."""
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
-    def held(self, plan: ShardPlan) -> Checkpoint:
+    def as_stored(self, plan: ShardPlan) -> Checkpoint:
         """Return how to read what the ranks hold of it, as integers and scales where the plan has a tensor
         quantized."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
-            nodes |= held_nodes(plan, name, node)
+            nodes |= stored_nodes(plan, name, node)
         return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
