@@ -1,4 +1,4 @@
-"""Devices and the links between those of one host, by their makers' data sheets."""
+"""Lists devices, and the links between devices of one host, with figures of their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from parallelformers_ng.errors import ParallelError, did_you_mean
 
 @dataclass(frozen=True)
 class Link:
-    """A link that carries bytes between devices.
+    """A link between the devices of one host.
 
     Attributes:
-        bandwidth: bytes per second that a device sends, while it receives as many.
-        hop_seconds: until a small message has come to the next device.
+        bandwidth: bytes per second in each direction.
+        hop_seconds: latency of a small message to the next device, in seconds.
         reference: source of the figures.
     """
 
@@ -22,27 +22,32 @@ class Link:
     reference: str
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
-        """Return the seconds of a sum, or a gather, of a tensor among devices of a host.
+        """Return the seconds of a sum or a gather of a tensor over the devices of one host.
 
-        A tree, up and down (NCCL's own model). Of `n` bytes a ring sends 2 n (k - 1) / k in a sum and n (k - 1) / k in
-        a gather.
+        The latency is NCCL's own model of a tree. The bytes are those of a ring: for a tensor of n bytes on k devices,
+        each device sends 2 n (k - 1) / k bytes in a sum, and n (k - 1) / k bytes in a gather.
+
+        Args:
+            ranks: number of devices, k.
+            bytes_: size of the summed or the gathered tensor in bytes, n.
+            gathers: whether the ranks gather the tensor; False for a sum.
         """
         ways = 1 if gathers else 2
         return _START_SECONDS + ways * (ranks - 1) * (self.hop_seconds + bytes_ / ranks / self.bandwidth)
 
 
 _START_SECONDS = 6.8e-6
-"""Least seconds of a sum or a gather."""
+"""Fixed part of the seconds of a sum or a gather."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that computes.
+    """A kind of GPU.
 
     Attributes:
-        memory: bytes.
-        bandwidth: bytes per second that it reads from its memory.
-        link: name of the link to the other devices of its host.
+        memory: size of its memory in bytes.
+        bandwidth: bytes per second of its memory.
+        link: name in `LINKS` of the link between devices of this kind.
         reference: source of the figures.
     """
 
@@ -53,12 +58,12 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes for a model: the rest is the driver's, NCCL's and the allocator's."""
+        """Bytes of memory for a model; the driver, NCCL and the allocator use the remaining tenth."""
         return self.memory * _USABLE
 
 
 _USABLE = 0.9
-"""vLLM's default for the same purpose (`gpu_memory_utilization`)."""
+"""Fraction of a device's memory for a model; vLLM's default of `gpu_memory_utilization`."""
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
@@ -75,7 +80,7 @@ LINKS = {
     "pcie4": Link(32e9, 1.0e-6, f"PCI Express 4.0, 16 lanes, 64 GB/s both ways; {_NCCL}"),
     "pcie4-host": Link(
         *(16e9, 2.0e-6),
-        "by way of the host's memory, as GeForce cards have no peer-to-peer copies: AMD_BW of"
+        "copies through the host's memory, because GeForce cards have no peer-to-peer copies: AMD_BW of"
         f" https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h; {_NCCL}, two hops of PCI",
     ),
     "pcie5": Link(64e9, 1.0e-6, f"PCI Express 5.0, 16 lanes, 128 GB/s both ways; {_NCCL}"),
@@ -97,12 +102,12 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """Return an entry of `DEVICES`.
+    """Return the entry of `DEVICES` with a name.
 
     Raises:
-        ParallelError: there is none of that name.
+        ParallelError: `DEVICES` has no such name.
     """
     if name not in DEVICES:
-        hint = did_you_mean(name, DEVICES) or f"; it takes {', '.join(DEVICES)}"
-        raise ParallelError(f"device is {name!r}, which is none that is known{hint}")
+        hint = did_you_mean(name, DEVICES) or f"; known devices: {', '.join(DEVICES)}"
+        raise ParallelError(f"device {name!r} is unknown{hint}")
     return DEVICES[name]

@@ -1,4 +1,4 @@
-"""Model, devices, sequences → whether it fits, how fast it decodes, and how to lay it out. Nothing is started."""
+"""Forecasts the memory and the decode speed of a model on devices, for each layout. Starts no processes."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ from parallelformers_ng.sharding.wording import human_bytes
 _TITLES = ("tensor × pipeline", "weights", "caches", "activations", "room", "tokens/s")
 _WIDTHS = {1, 2, 4, 8, 16}
 _ANY = 1 << 16
-"""More stages than models have parts."""
+"""Number of stages that is larger than the number of layers of any model."""
 _OPERATOR_SECONDS = 3e-6
+"""Fixed part of the seconds of an operator."""
 _READ_SHARE = 0.8
-"""Fraction of the data sheet's bandwidth that large products reach."""
+"""Fraction of the data sheet's bandwidth that large matrix products reach."""
 _STEP_SECONDS = 50e-6
-"""Of a step besides the model's operators: the choice of a token and the loop."""
+"""Seconds of a decode step outside the model: the choice of a token, and the loop of `generate`."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device.
+    """Memory of a device, in bytes.
 
     Attributes:
         weights: parameters and buffers.
         caches: keys, values and states of all sequences at their full length.
-        activations: peak temporary memory, while the prompts of all sequences are read at once.
-        room: bytes that there are for all of it.
+        activations: peak of temporary memory during the prefill of all prompts at once.
+        room: limit for the sum of weights, caches and activations.
     """
 
     weights: float
@@ -62,13 +63,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """tensor × pipeline, and what they give.
+    """A layout of a model over devices, with its memory and its decode speed.
 
     Attributes:
-        tensor: ranks that share each layer.
+        tensor: number of ranks that share each layer.
         pipeline: number of stages.
         memory: memory of the fullest device.
-        tokens_per_second: decoded, of all sequences, at their full length; None for several stages.
+        tokens_per_second: decoded tokens per second of all sequences at their full length; None for several stages.
     """
 
     tensor: int
@@ -85,13 +86,14 @@ class Forecast:
     """A forecast of a model's memory and speed.
 
     Attributes:
-        model: its class.
+        model: name of the model's class.
         device: name of the device.
-        num_gpus: how many there are.
-        batch, length: sequences at a time, and tokens of each, prompt and answer together.
-        dtype: data type of the computation.
-        arrangements: ways to lay it out, those that fit first, the fastest of them first.
-        notes: remarks on them, in sentences.
+        num_gpus: number of devices.
+        batch: number of sequences that are decoded together.
+        length: prompt and new tokens of a sequence.
+        dtype: name of the data type of the computation.
+        arrangements: layouts, sorted: layouts that fit come first, and faster layouts come before slower layouts.
+        notes: sentences about the best layout and the impossible layouts.
     """
 
     model: str
@@ -105,17 +107,17 @@ class Forecast:
 
     @property
     def best(self) -> Arrangement | None:
-        """The one to take; None if none fits."""
+        """Fastest layout that fits; None if no layout fits."""
         return self.arrangements[0] if self.arrangements[0].memory.fits else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data: bytes, tokens per second."""
-        ways = [
+        """Return the forecast as plain data for JSON; sizes are in bytes."""
+        layouts = [
             vars(each)
             | {"memory": {name: round(size) for name, size in vars(each.memory).items()}, "fits": each.memory.fits}
             for each in self.arrangements
         ]
-        return vars(self) | {"fits": self.best is not None, "arrangements": ways}
+        return vars(self) | {"fits": self.best is not None, "arrangements": layouts}
 
     def __str__(self) -> str:
         devices = f"{self.num_gpus} {self.device} of one host"
@@ -141,24 +143,26 @@ def forecast(
     custom_policies: CustomPolicies = None,
     quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> Forecast:
-    """Forecast the memory and speed of `model` on devices that may not be here. A model on `meta` will do.
+    """Forecast the memory and the decode speed of a model on absent devices of one host.
 
-    A rank's share of the model runs on `meta`, once as a prompt and once as a decode step; what it moves is timed by
-    data sheets: docs/planning.md has the model, its sources, and how it compares with what was measured.
+    One rank's shard of the model runs on `meta`: once for the prefill, and once for a decode step. Figures of data
+    sheets turn the bytes that the decode step moves into seconds. docs/planning.md has the formulas and their sources,
+    and compares forecasts with measurements.
 
     Args:
-        model: a transformers model that generates.
-        device: a name of `parallelformers_ng.planner.devices.DEVICES`: "h100", "a100", ….
-        num_gpus: how many there are, in one host.
-        batch: sequences that are decoded at a time.
-        length: tokens of each, prompt and answer together; memory and speed are those at the end.
+        model: transformers model with `generate`, loaded or on `meta`.
+        device: name of an entry of `parallelformers_ng.planner.devices.DEVICES`: "h100", "a100", ….
+        num_gpus: number of devices.
+        batch: number of sequences that are decoded together.
+        length: prompt and new tokens of a sequence. The forecast describes the last decode step.
         dtype: same as in `parallelize`.
         custom_policies: same as in `parallelize`.
         quantize: same as in `parallelize`.
 
     Raises:
-        ParallelError: an argument has a value that it does not take.
-        UnsupportedModelError: no policy fits, it does not generate, or it cannot be followed without numbers.
+        ParallelError: an argument is invalid.
+        UnsupportedModelError: no policy fits the model, the model does not generate or returns no cache, or its
+            forward fails on `meta`.
     """
     for name, value, least in (("num_gpus", num_gpus, 1), ("batch", batch, 1), ("length", length, 2)):
         if value < least:
@@ -170,58 +174,70 @@ def forecast(
     def planned(ranks: int, quantize: QuantizeOptions | None) -> ShardPlan:
         return make_plan(model, ranks, custom_policies, target, FitOptions(), quantize)
 
-    chosen, refusals, seen = device_named(device), list[str](), dict[int, Observation]()
+    chosen, impossible, observations = device_named(device), list[str](), dict[int, Observation]()
     arrangements = list[Arrangement]()
     for tensor in sorted(n for n in {*_WIDTHS, num_gpus} if n <= max(_WIDTHS) and num_gpus % n == 0):
         try:
             shard_plan = planned(tensor, bits)
             fullest = max(range(tensor), key=shard_plan.bytes_per_rank.__getitem__)
-            seen[tensor] = observe(model, shard_plan, fullest, batch, length)
+            observations[tensor] = observe(model, shard_plan, fullest, batch, length)
         except UnsupportedModelError as error:
-            refusals.append(f"Not {tensor} ranks to a layer: {error}")
+            impossible.append(f"{tensor} ranks per layer are impossible: {error}")
             continue
-        stages, memory = _laid_out(model, shard_plan, seen[tensor], num_gpus // tensor, chosen.usable)
-        speed = None if stages > 1 else batch / step_seconds(chosen, seen[tensor].step, tensor)
+        stages, memory = _laid_out(model, shard_plan, observations[tensor], num_gpus // tensor, chosen.usable)
+        speed = None if stages > 1 else batch / step_seconds(chosen, observations[tensor].step, tensor)
         arrangements.append(Arrangement(tensor, stages, memory, speed))
     if not arrangements:
-        raise UnsupportedModelError("; ".join(refusals))
+        raise UnsupportedModelError("; ".join(impossible))
     arrangements.sort(key=lambda each: (not each.memory.fits, -(each.tokens_per_second or 0)))
     best = arrangements[0]
     memory = best.memory
     sequences = math.floor((memory.room - memory.weights) / (memory.used - memory.weights) * batch)
     if memory.fits:
-        notes = [f"Take {best}. There is room for {sequences} sequences of {length} tokens."]
+        notes = [f"Best layout: {best}. Up to {sequences} sequences of {length} tokens fit."]
     else:
         notes = [
-            f"It does not fit: {best} needs {human_bytes(memory.used)} on a device that has room for"
-            f" {human_bytes(memory.room)}, {human_bytes(memory.used - memory.room)} too much. It would fit"
+            f"The model does not fit: layout {best} needs {human_bytes(memory.used)} on the fullest device,"
+            f" {human_bytes(memory.used - memory.room)} more than the limit of {human_bytes(memory.room)}."
+            " The model would fit"
         ]
-        stages, wider = _laid_out(model, planned(best.tensor, bits), seen[best.tensor], _ANY, memory.room)
+        stages, wider = _laid_out(model, planned(best.tensor, bits), observations[best.tensor], _ANY, memory.room)
         if wider.fits:
             notes.append(f"- on {best.tensor * stages} devices: {best.tensor} × {stages};")
         if sequences > 0:
-            notes.append(f"- with {sequences} sequences at a time in the place of {batch};")
+            notes.append(f"- with {sequences} sequences at a time instead of {batch};")
         if bits is None:
-            small = planned(best.tensor, QuantizeOptions("int8"))
-            less = _memory(model, small, seen[best.tensor], best.pipeline, memory.room)
-            if less.fits:
+            int8_plan = planned(best.tensor, QuantizeOptions("int8"))
+            int8_memory = _memory(model, int8_plan, observations[best.tensor], best.pipeline, memory.room)
+            if int8_memory.fits:
                 notes.append(
-                    f"- with quantize='int8', which leaves {human_bytes(less.weights)} of weights on a device;"
+                    f"- with quantize='int8': {human_bytes(int8_memory.weights)} of weights on the fullest device;"
                 )
         if len(notes) == 1:
             notes.append("- on devices with more memory.")
         notes[-1] = notes[-1].rstrip(";.") + "."
     name = str(target or model.dtype).removeprefix("torch.")
-    return Forecast(type(model).__name__, device, num_gpus, batch, length, name, arrangements, [*notes, *refusals])
+    return Forecast(type(model).__name__, device, num_gpus, batch, length, name, arrangements, [*notes, *impossible])
 
 
-def _laid_out(model: nn.Module, plan: ShardPlan, seen: Observation, most: int, room: float) -> tuple[int, Memory]:
-    """Return the fewest stages in which it fits, else as many as there may be; and the memory of its fullest device."""
+def _laid_out(
+    model: nn.Module, plan: ShardPlan, observation: Observation, most: int, room: float
+) -> tuple[int, Memory]:
+    """Return the smallest number of stages in which the model fits, and the memory of the fullest device.
+
+    If the model does not fit, the number of stages is the largest possible number.
+
+    Args:
+        plan: plan for the ranks of one stage.
+        observation: observation of the fullest rank of `plan`.
+        most: upper limit of the number of stages.
+        room: limit of each device's memory in bytes.
+    """
     stages = min(most, max(1, math.floor(max(plan.bytes_per_rank) / room)))
     while True:
         try:
-            memory = _memory(model, plan, seen, stages, room)
-        except PlacementError:  # the model has fewer parts
+            memory = _memory(model, plan, observation, stages, room)
+        except PlacementError:  # the model has fewer layers than stages
             stages = most = stages - 1
             continue
         if memory.fits or stages == most:
@@ -229,27 +245,40 @@ def _laid_out(model: nn.Module, plan: ShardPlan, seen: Observation, most: int, r
         stages += 1
 
 
-def _memory(model: nn.Module, plan: ShardPlan, seen: Observation, stages: int, room: float) -> Memory:
-    """Return the memory of the fullest device, for a plan of one stage's ranks laid out over stages.
+def _memory(model: nn.Module, plan: ShardPlan, observation: Observation, stages: int, room: float) -> Memory:
+    """Return the memory of the fullest device, if the layers of a plan are divided into stages.
+
+    Args:
+        plan: plan for the ranks of one stage.
+        observation: observation of the fullest rank of `plan`.
+        stages: number of stages.
+        room: limit of each device's memory in bytes.
 
     Raises:
-        PlacementError: the model has fewer parts than there are stages.
+        PlacementError: the model has fewer layers than stages.
     """
     if stages == 1:
-        return Memory(max(plan.bytes_per_rank), sum(seen.caches.values()), seen.peak, room)
+        return Memory(max(plan.bytes_per_rank), sum(observation.caches.values()), observation.peak, room)
     staged = in_stages(plan, model, [1 / stages] * stages)
     first = {layer.path: layer.attributes[0]["stop"].holders[0] for layer in staged.layers if layer.cls is Placed}
     caches = [0.0] * staged.world_size
-    for unit, size in seen.caches.items():
+    for unit, size in observation.caches.items():
         for rank in range(first.get(unit, 0), first.get(unit, 0) + plan.world_size):
             caches[rank] += size
     fullest = max(zip(staged.bytes_per_rank, caches, strict=True), key=sum)
-    return Memory(*fullest, seen.peak, room)
+    return Memory(*fullest, observation.peak, room)
 
 
 def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
-    """Return a rank's seconds for a decode step that is compiled: operators between two products are one, with the
-    bytes of the largest. Each takes a least time, and that of moving its bytes."""
+    """Return the seconds of a compiled decode step on one rank.
+
+    The operators between two matrix products count as one kernel, which moves the bytes of the largest operator. A
+    kernel takes `_OPERATOR_SECONDS`, plus the time to move its bytes.
+
+    Args:
+        works: operators and exchanges of the step, in order.
+        ranks: number of ranks that share each layer.
+    """
     kernels, exchanged, open_ = list[float](), 0.0, False
     for work in works:
         if work.exchanges:
