@@ -1,5 +1,5 @@
-"""Tests that hooks run once, on the workers, with the inputs of the whole model, and that their changes return to the
-caller."""
+"""Tests that hooks run once, on the workers, with the inputs of the whole model, and that changes by hooks return to
+the caller."""
 
 from __future__ import annotations
 
