@@ -107,7 +107,7 @@ class Forecast:
 
     @property
     def best(self) -> Arrangement | None:
-        """Fastest layout that fits; None if no layout fits."""
+        """Best layout, the first of `arrangements`; None if no layout fits."""
         return self.arrangements[0] if self.arrangements[0].memory.fits else None
 
     def as_dict(self) -> dict[str, Any]:
