@@ -40,8 +40,7 @@ class Work:
     """One operator, or one exchange between ranks.
 
     Attributes:
-        moved: for an operator, the bytes that it reads and writes; for an exchange, the bytes of the summed or gathered
-            tensor.
+        moved: bytes that an operator reads and writes, or bytes of the tensor that ranks sum or gather.
         fuses: whether a compiler can fuse the operator with its neighbours. A compiler cannot fuse matrix products,
             attention and look-ups.
         exchanges: whether the work is a sum or a gather between ranks.
@@ -138,7 +137,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
 class _Recorder(TorchDispatchMode):
     """Records operators, and numbers the storages that operators create.
 
-    By the number of a storage, the recorder finds the unit that created the storage, and changes of memory.
+    The numbers identify the unit that created a storage, and the changes of memory.
     """
 
     def __init__(self) -> None:
@@ -151,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         self._cache_numbers: set[int] = set()
 
     def watch(self, path: str, unit: nn.Module) -> None:
-        """Assign storages to the unit with this path while the unit runs."""
+        """Record the path of a unit as the creator of the storages that the unit creates."""
         unit.register_forward_pre_hook(lambda *_: self._units.append(path), prepend=True)
         unit.register_forward_hook(lambda *_: self._units.pop() and None, always_call=True)
 
