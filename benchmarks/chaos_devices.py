@@ -1,4 +1,4 @@
-"""Faults of devices, on pretended ones: `tests/pretend_cuda` says what those show, and what they cannot."""
+"""Tests faults of CUDA devices on pretended devices; `tests/pretend_cuda` describes their limits."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.pretend_cuda.faults import KINDS, Fault, spoil
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
-PATIENCE_SECONDS = 60.0  # a request that takes longer counts as hung
-_TOKENS = 6  # of which the last ones come from recorded steps
+PATIENCE_SECONDS = 60.0  # a longer request counts as hung
+_TOKENS = 6  # recorded steps produce the last tokens
 
 
 @dataclass
 class Outcome:
-    """The outcome of the faults.
+    """The outcome of all faults.
 
     Attributes:
-        kinds: how often each kind struck.
-        untrue: faults that reached the caller with another cause, or another rank, in words.
-        unrecovered: faults after which the next answer was wrong, or none, in words.
-        hung: requests that took longer than anybody waits.
-        needless: restarts that were not due.
-        seconds: to the next answer, after each fault that is no cause for a restart.
-        grown: bytes that a device had more after such a fault than before the first one.
-        replays: replays of recorded steps.
+        kinds: number of faults of each kind.
+        untrue: descriptions of faults whose error in the caller has a wrong cause or a wrong rank.
+        unrecovered: descriptions of faults whose next request gave a wrong answer or no answer.
+        hung: number of requests that took longer than `PATIENCE_SECONDS`.
+        needless: number of restarts after faults that need no restart.
+        seconds: seconds of the next request, for each fault that needs no restart.
+        grown: growth of a device's memory since before the first fault, in bytes, for each fault that needs no restart.
+        replays: number of replays of recorded steps.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def figures(count: int, seed: int) -> list[Figure]:
-    """Each kind in turn, on a random rank at a random step."""
+    """Cause faults of each kind in turn, on a random rank at a random step, and return the figures."""
     with pytest.MonkeyPatch.context() as patch:
         believe(patch)
         outcome = faults(count, seed)
@@ -69,13 +69,21 @@ def figures(count: int, seed: int) -> list[Figure]:
 
 
 def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
-    """Have `count` requests fail, each kind in turn, and ask again after each. Needs `believe`."""
+    """Cause a fault in each of `count` requests, and run a correct request after each fault.
+
+    Args:
+        count: number of faults.
+        seed: seed of the ranks and the steps.
+        kinds: kinds of faults, in turn.
+
+    Requires pretended CUDA devices (`tests.pretend_cuda.caller.believe`).
+    """
     source, outcome, ids = random.Random(seed), Outcome(), token_ids()
     generation: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
-    want = gpt2().generate(ids, **generation)
+    expected = gpt2().generate(ids, **generation)
     options = {"device": "cuda", "host_copy": True, "timeout": PATIENCE_SECONDS, "max_restarts": count + 1}
     with parallelize(gpt2(), 2, workers=options, decode="cuda_graphs") as model:
-        taken = _taken(model, ids, **generation)
+        reserved_bytes = _reserved_bytes(model, ids, **generation)
         for name in tqdm([kinds[number % len(kinds)] for number in range(count)], "faults", disable=None):
             deployment_of(model).replicas[0].ready(time.monotonic() + PATIENCE_SECONDS)
             kind, rank, before = KINDS[name], source.randrange(2), deployment_of(model).incarnation
@@ -95,12 +103,12 @@ def faults(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcom
             begun = time.monotonic()
             answer = _answer_of(model, input_ids=ids, **generation)
             seconds = time.monotonic() - begun
-            if not isinstance(answer, torch.Tensor) or not torch.equal(answer, want):
+            if not isinstance(answer, torch.Tensor) or not torch.equal(answer, expected):
                 outcome.unrecovered.append(f"after {name} on rank {rank} at step {step}: {answer!r}")
             outcome.needless += deployment_of(model).incarnation > before + kind.restarts
             if not kind.restarts:
                 outcome.seconds.append(seconds)
-                outcome.grown.append(_taken(model, ids, **generation) - taken)
+                outcome.grown.append(_reserved_bytes(model, ids, **generation) - reserved_bytes)
         outcome.replays = _group(model).call("graphs")[1]
     return outcome
 
@@ -109,8 +117,8 @@ def _group(model: Any) -> WorkerGroup:
     return deployment_of(model).replicas[0].group
 
 
-def _taken(model: Any, ids: torch.Tensor, **options: Any) -> int:
-    """Bytes on the device of rank 0 once what all calls of one kind need is there."""
+def _reserved_bytes(model: Any, ids: torch.Tensor, **options: Any) -> int:
+    """Return the bytes on the device of rank 0 after two equal calls, so that caches of the allocator are filled."""
     for _ in range(2):
         model.generate(ids, **options)
     return _group(model).call("reserved", collect=True)
@@ -124,5 +132,5 @@ def _error_of(model: Any, **options: Any) -> Exception | None:
 def _answer_of(model: Any, **options: Any) -> torch.Tensor | Exception:
     try:
         return model.generate(**options)
-    except Exception as error:  # whatever it is, it is compared with what is due
+    except Exception as error:  # the caller compares the error with the expected error
         return error

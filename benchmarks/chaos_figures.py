@@ -1,4 +1,4 @@
-"""The figures of the chaos suites, gathered over any number of runs, and the page that shows them."""
+"""Stores the figures of chaos runs, merges the figures of all runs, and writes the page of results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.measure import machine
 
 @dataclass(frozen=True)
 class Figure:
-    """Values that were measured, and what they must not exceed.
+    """Measured values and their limit.
 
     Attributes:
-        name: with the unit.
+        name: name of the figure, with the unit.
         how: aggregation of the values: "sum", "max", "p95" or "p99".
-        at_most: the bar.
-        values: one per event or per run.
+        at_most: limit of the aggregated value.
+        values: measured values, one for each event or each run.
     """
 
     name: str
@@ -46,7 +46,17 @@ class Figure:
 
 @dataclass
 class Run:
-    """One run of one suite."""
+    """One run of one suite.
+
+    Attributes:
+        suite: name of the suite.
+        count: number of repetitions.
+        seed: seed of the run.
+        seconds: duration in seconds.
+        began: start of the run in UTC.
+        machine: description of the machine, with the size of /dev/shm.
+        figures: figures of the run.
+    """
 
     suite: str
     count: int
@@ -58,7 +68,7 @@ class Run:
 
     @classmethod
     def of(cls, suite: str, count: int, seed: int, seconds: float, figures: list[Figure]) -> Run:
-        """A run that has just ended."""
+        """Return a run that has just ended."""
         began = time.strftime("%Y-%m-%d %H:%M", time.gmtime(time.time() - seconds))
         shared = os.statvfs("/dev/shm")
         where = {**machine(), "dev_shm_mb": shared.f_blocks * shared.f_frsize // 1_000_000}
@@ -66,30 +76,30 @@ class Run:
 
 
 def remember(run: Run, path: Path) -> None:
-    """Add a run to a file, to which other runs may be adding theirs."""
+    """Add a run to a file of results. Other processes may add runs at the same time."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path.write_text(json.dumps([*map(asdict, recall(path)), asdict(run)], indent=1))
 
 
 def recall(path: Path) -> list[Run]:
-    """All runs of a file, which need not exist."""
-    known = json.loads(path.read_text()) if path.exists() else []
-    return [Run(**{**run, "figures": [Figure(**figure) for figure in run["figures"]]}) for run in known]
+    """Return all runs of a file of results; an empty list if the file does not exist."""
+    records = json.loads(path.read_text()) if path.exists() else []
+    return [Run(**{**run, "figures": [Figure(**figure) for figure in run["figures"]]}) for run in records]
 
 
 def merge(runs: Iterable[Run]) -> list[Figure]:
-    """The figures of several runs of one suite as if they had been one."""
+    """Return the figures of several runs of one suite, with the values of all runs together."""
     merged: dict[str, Figure] = {}
     for figure in (figure for run in runs for figure in run.figures):
-        known = merged.get(figure.name)
-        values = figure.values if known is None else known.values + figure.values
+        previous_figure = merged.get(figure.name)
+        values = figure.values if previous_figure is None else previous_figure.values + figure.values
         merged[figure.name] = Figure(figure.name, figure.how, figure.at_most, values)
     return list(merged.values())
 
 
 def lines(figures: list[Figure]) -> list[str]:
-    """For the terminal: what was measured beside its bar."""
+    """Return one line for each figure: name, measured value and limit."""
     return [
         f"  {figure.name:<46}{figure.value:>10.3g}{figure.at_most:>10.3g}{'' if figure.holds else '  missed'}"
         for figure in figures
@@ -97,14 +107,15 @@ def lines(figures: list[Figure]) -> list[str]:
 
 
 def page(runs: list[Run], about: dict[str, tuple[int, str]]) -> str:
-    """A Markdown page of all runs.
+    """Return a Markdown page of all runs.
 
     Args:
-        runs: in any order.
-        about: title and full count of each suite, in the order of the page.
+        runs: runs in any order.
+        about: name of a suite → its full count and its description, in the order of the page.
     """
-    text = ["# Chaos: what was measured", ""]
-    text += ["Written by `python -m benchmarks.chaos --report`; every row is the sum of the runs listed below it.", ""]
+    text = ["# Chaos: measured figures", ""]
+    text += ["`python -m benchmarks.chaos --report` wrote this page."]
+    text += ["Each row of the first table covers all runs of the suite in the second table.", ""]
     text += ["| suite | what happens | times | figure | measured | at most |", "| --- | --- | --- | --- | --- | --- |"]
     for suite, (full, what) in about.items():
         mine = [run for run in runs if run.suite == suite]

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster that are killed in the middle of requests."""
+"""Kills nodes of a Ray cluster during requests."""
 
 from __future__ import annotations
 
@@ -26,28 +26,31 @@ _RESTART_SECONDS = 120.0
 
 
 class _Strike:
-    """A streamer that has something happen at a token."""
+    """A streamer that runs a function in a new thread at a given token."""
 
-    def __init__(self, at: int, what: Any) -> None:
-        self._rest, self._what = at, what
+    def __init__(self, at: int, action: Any) -> None:
+        self._tokens_left, self._action = at, action
 
     def put(self, _: torch.Tensor) -> None:
-        self._rest -= 1
-        if not self._rest:
-            threading.Thread(target=self._what).start()
+        self._tokens_left -= 1
+        if not self._tokens_left:
+            threading.Thread(target=self._action).start()
 
     def end(self) -> None:
         pass
 
 
 def nodes(count: int, seed: int) -> list[Figure]:
-    """Kill one of two nodes of two ranks, at a random token of an answer, `count` times. Another takes its place."""
+    """Kill one of two nodes with two ranks each, at a random token of an answer, `count` times.
+
+    A new node replaces the killed node each time.
+    """
     draw = random.Random(seed)
-    told, recovered, untold, wrong, left = [], [], 0, 0, 0
+    error_seconds, restart_seconds, unnamed, wrong, left = [], [], 0, 0, 0
     ids = torch.arange(1, 8)[None]
     with tempfile.TemporaryDirectory() as folder, ray_cluster(_NODES, _EACH) as cluster:
         path = save_tiny_model(Path(folder))
-        due = AutoModelForCausalLM.from_pretrained(path).eval().generate(ids, max_new_tokens=20)
+        expected = AutoModelForCausalLM.from_pretrained(path).eval().generate(ids, max_new_tokens=20)
         workers = {"launcher": "ray", "device": "cpu", "max_restarts": count + 1, "start_timeout": _RESTART_SECONDS}
         with parallelize(path, _NODES * _EACH, workers=workers, progress=False) as model:
             for _ in range(count):
@@ -62,21 +65,21 @@ def nodes(count: int, seed: int) -> list[Figure]:
 
                 try:
                     model.generate(ids, max_new_tokens=1900, streamer=_Strike(draw.randrange(2, 60), strike))
-                    untold += 1
+                    unnamed += 1
                 except WorkerDiedError as error:
-                    told.append(time.monotonic() - struck[0])
-                    untold += error.host != name
+                    error_seconds.append(time.monotonic() - struck[0])
+                    unnamed += error.host != name
                 begun = time.monotonic()
                 add_node(cluster, _EACH)
-                wrong += not torch.equal(model.generate(ids, max_new_tokens=20, timeout=_RESTART_SECONDS), due)
-                recovered.append(time.monotonic() - begun)
+                wrong += not torch.equal(model.generate(ids, max_new_tokens=20, timeout=_RESTART_SECONDS), expected)
+                restart_seconds.append(time.monotonic() - begun)
                 while any(map(is_running, pids)) and time.monotonic() < begun + _LEFT_SECONDS:
                     time.sleep(0.05)
                 left += sum(map(is_running, pids))
     return [
-        Figure("seconds from the end of a node to the error", "max", 5.0, told),
-        Figure("errors that do not name the host, or none", "sum", 0, [untold]),
+        Figure("seconds from the end of a node to the error", "max", 5.0, error_seconds),
+        Figure("errors that do not name the host, or none", "sum", 0, [unnamed]),
         Figure("wrong answers afterwards", "sum", 0, [wrong]),
         Figure("ranks that are left after 5 s", "sum", 0, [left]),
-        Figure("seconds until an answer, the new node's start among them", "max", _RESTART_SECONDS, recovered),
+        Figure("seconds until an answer, the new node's start among them", "max", _RESTART_SECONDS, restart_seconds),
     ]

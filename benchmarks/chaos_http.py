@@ -1,4 +1,4 @@
-"""A server of `parallelformers-ng serve` against hostile clients, and clients that go."""
+"""Tests a server of `parallelformers-ng serve` with hostile clients, and with clients that disconnect."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from benchmarks.chaos_http_requests import request
 from tests.helpers.server import save_served_model
 from tests.helpers.serving_media import save_llava, save_whisper, sound_file, tone
 
-SECONDS = 120.0  # until an answer is missed
+SECONDS = 120.0  # limit for an answer
 ALLOWED = {"closed", "503", *map(str, range(400, 500))}
 HONEST = {"prompt": "An honest question", "max_tokens": 8, "temperature": 0}
 
 
 class Served:
-    """A server of a tiny model, as a process of its own.
+    """A server of a tiny model in its own process.
 
     Attributes:
-        calm: honest requests that are timed before the hostile ones.
+        calm: number of honest requests that are timed before the hostile requests.
+        wanted: right text of the answer to the honest request.
     """
 
     calm = 1000
@@ -55,7 +56,7 @@ class Served:
         self.wanted = self.ask_honestly()
 
     def ask(self, body: dict[str, Any]) -> str:
-        """The text of a completion; the name of what went wrong where there is none."""
+        """Return the text of a completion; if the request fails, return "error: " and the name of the error."""
         try:
             answer = self.client.post("/v1/completions", json=body)
         except httpx.TransportError as error:
@@ -64,12 +65,12 @@ class Served:
         return body_json["choices"][0]["text"] if answer.status_code == 200 else f"error: {body_json['error']['code']}"
 
     def ask_honestly(self) -> str:
-        """The text of the answer to an honest request."""
+        """Send the honest request, and return the text of its answer."""
         return self.ask(HONEST)
 
     @property
     def family(self) -> list[psutil.Process]:
-        """The server, what forks its workers, and these."""
+        """Processes of the server: the server itself, its fork server, and the workers."""
         server = psutil.Process(self.process.pid)
         return [server, *server.children(recursive=True)]
 
@@ -79,7 +80,7 @@ class Served:
 
     @property
     def megabytes(self) -> float:
-        """Anonymous and shared memory, each page once. Pages of files count less as other programs share them."""
+        """Anonymous and shared memory of all processes in megabytes; a page that processes share counts once."""
         rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in self.family]
         counted = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB$", "".join(rollups), flags=re.MULTILINE)
         return sum(map(int, counted)) / 1e3
@@ -89,16 +90,16 @@ class Served:
         return float(next(line for line in lines if line.startswith(f"vllm:{name}{{")).rsplit(" ", 1)[1])
 
     def settle(self) -> float:
-        """Seconds until nothing is in flight."""
+        """Wait until no request is running or waiting, and return the seconds of the wait."""
         begun = time.monotonic()
         while self.metric("num_requests_running") or self.metric("num_requests_waiting"):
-            assert time.monotonic() < begun + SECONDS, "requests stayed"
+            assert time.monotonic() < begun + SECONDS, "requests are still running or waiting"
             time.sleep(0.002)
         return time.monotonic() - begun
 
 
 class Transcriber(Served):
-    """A server of a tiny Whisper, which answers one request after another."""
+    """A server of a tiny Whisper model. The server answers one request after another."""
 
     calm = 50
 
@@ -111,7 +112,7 @@ class Transcriber(Served):
 def served(
     *flags: str, save: Callable[[Path], Path] = save_served_model, kind: type[Served] = Served
 ) -> Iterator[Served]:
-    """Start a server of a model that is saved first, and end it."""
+    """Save a model, start a server of the model, and end the server after the block."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
@@ -147,25 +148,29 @@ def _until(condition: Callable[[], object]) -> None:
 
 
 def hostile(count: int, seed: int) -> list[Figure]:
-    """Requests that mean no good, pictures among them, to a model that reads pictures."""
+    """Send hostile requests, some with pictures, to a vision-language model."""
     return _hostile(count, seed, any_request, "--max-tokens", "4", save=save_llava)
 
 
 def hostile_sound(count: int, seed: int) -> list[Figure]:
-    """Forms that mean no good, to a model that reads sound."""
-    limit = ("--max-audio-seconds", "2")  # a random model's timestamps hardly go on: longer sound would take minutes
+    """Send hostile forms to a model that transcribes sound."""
+    limit = (
+        "--max-audio-seconds",
+        "2",
+    )  # a random model hardly advances its timestamps, so longer sound would take minutes
     return _hostile(count, seed, sound_request, *limit, save=save_whisper, kind=Transcriber)
 
 
 def any_request(source: random.Random) -> bytes:
-    """A hostile request of any kind."""
+    """Return a hostile request with text, a picture or sound."""
     return source.choices((request, picture_request, sound_request), (8, 2, 1))[0](source)
 
 
 def _hostile(count: int, seed: int, make: Callable[[random.Random], bytes], *flags: str, **what: Any) -> list[Figure]:
-    """Requests that mean no good, from 8 clients, while 2 honest ones ask on.
+    """Send hostile requests from 8 clients, while 2 clients send honest requests.
 
-    The former are a process of their own, which takes the processor last: they would be on another machine.
+    The hostile clients run in their own process, which uses the processor only if no other process needs it. In
+    practice, hostile clients are on another machine.
     """
     context = multiprocessing.get_context("spawn")
     with (
@@ -176,7 +181,10 @@ def _hostile(count: int, seed: int, make: Callable[[random.Random], bytes], *fla
         calm = [pool.submit(_honest, server, lambda number: number < server.calm) for _ in range(2)]
         calm_times = [each for future in calm for each in future.result()[0]]
         clients.submit(send_from_many, server.port, f"{seed} first", max(50, count // 20), make).result()
-        workers, before = [process.pid for process in server.workers], server.megabytes  # what is made once is made
+        workers, before = (
+            [process.pid for process in server.workers],
+            server.megabytes,
+        )  # after the first requests, so that one-time memory does not count
         over = threading.Event()
         honest = [pool.submit(_honest, server, lambda _: not over.is_set()) for _ in range(2)]
         outcomes = clients.submit(send_from_many, server.port, str(seed), count, make).result()
@@ -199,13 +207,15 @@ def _hostile(count: int, seed: int, make: Callable[[random.Random], bytes], *fla
 
 
 def _run_when_idle() -> None:
-    """From now on this process has the processor while nobody else wants it. One that is merely nice keeps it for some
-    milliseconds from ranks that wait for each other."""
+    """Give this process the processor only if no other process needs the processor.
+
+    A process with only a high nice value would delay ranks that wait for each other by some milliseconds.
+    """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def clients(count: int, seed: int) -> list[Figure]:
-    """Clients that go at random moments of their answers, and one that stays."""
+    """Disconnect 20 clients at random moments of their answers, and check the answer of one more client."""
     source, freed, wrong = random.Random(seed), list[float](), 0
     with served("--waiting", "256") as server:
         for _ in range(max(1, count // 20)):
@@ -225,7 +235,7 @@ def clients(count: int, seed: int) -> list[Figure]:
 
 
 def kills(count: int, seed: int) -> list[Figure]:
-    """A worker killed under load, then SIGTERM with 8 in flight."""
+    """Kill a worker under load, `count` times; then send SIGTERM to the server during 8 requests."""
     source, outcomes = random.Random(seed), Counter[str]()
     with served() as server:
         for _ in range(count):
@@ -236,7 +246,7 @@ def kills(count: int, seed: int) -> list[Figure]:
                 outcomes.update(future.result() for future in pending)
             _until(lambda: _is_ready(server.client))
             outcomes[_outcome(server, 8)] += 1
-            time.sleep(20)  # three deaths in a minute are a storm, see max_restarts
+            time.sleep(20)  # keep the number of deaths in a minute below the limit, see max_restarts
         with ThreadPoolExecutor(8) as pool:
             pending = [pool.submit(_outcome, server, 400) for _ in range(8)]
             _until(lambda: server.metric("num_requests_running") == 8)
@@ -266,7 +276,7 @@ def _outcome(server: Served, tokens: int) -> str:
 
 
 def _honest(server: Served, go_on: Callable[[int], bool]) -> tuple[list[float], int]:
-    """Seconds of each request, and how many of their answers were wrong."""
+    """Send honest requests; return the seconds of each request, and the number of wrong answers."""
     times, wrong = list[float](), 0
     while go_on(len(times)):
         begun = time.monotonic()
@@ -280,7 +290,7 @@ def _p99(times: list[float]) -> float:
 
 
 def send_from_many(port: int, seed: str, count: int, make: Callable[[random.Random], bytes]) -> Counter[str]:
-    """`send_hostile`, from 8 clients at once."""
+    """Run `send_hostile` in 8 threads at once, and return the sum of the counts."""
     with ThreadPoolExecutor(8) as pool:
         pending = [
             pool.submit(send_hostile, port, random.Random(f"{seed} {number}"), share, make)
@@ -292,23 +302,32 @@ def send_from_many(port: int, seed: str, count: int, make: Callable[[random.Rand
 def send_hostile(
     port: int, source: random.Random, count: int, make: Callable[[random.Random], bytes] = request
 ) -> Counter[str]:
-    """Send hostile requests, one after another. Returns how often each status came, or "closed", or "hung"."""
+    """Send hostile requests, one after another, and count the outcomes.
+
+    Args:
+        make: function that returns the bytes of one request.
+
+    Returns:
+        The number of each outcome: an HTTP status, "closed", "hung" or "no HTTP".
+    """
     return Counter(_send(port, make(source), source.random() < 0.1) for _ in range(count))
 
 
 def _send(port: int, data: bytes, goes: bool) -> str:
-    """The status of the answer to some bytes, after which the client may go."""
+    """Send bytes, and return the outcome. If `goes`, disconnect before the answer."""
     with socket.create_connection(("127.0.0.1", port), SECONDS) as connection:
         try:
             connection.sendall(data)
             if goes:
                 return "closed"
-            said = connection.recv(1 << 16)
+            reply = connection.recv(1 << 16)
         except TimeoutError:
             return "hung"
         except OSError:
             return "closed"
-    return said[9:12].decode(errors="replace") if said.startswith(b"HTTP/1.1 ") else "closed" if not said else "no HTTP"
+    if not reply:
+        return "closed"
+    return reply[9:12].decode(errors="replace") if reply.startswith(b"HTTP/1.1 ") else "no HTTP"
 
 
 def _shares(count: int, among: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Requests with pictures and sound that mean no good: damaged, small files that say they are large, other schemes."""
+"""Makes hostile requests with pictures and sound: damaged files, huge sizes in headers, wrong URLs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOUNDARY = "----x"
 
 
 def picture_request(source: random.Random) -> bytes:
-    """A chat, or a response, with a hostile picture."""
+    """Return a request for a chat, a response or tokens, with a hostile picture."""
     address = source.choice(_ADDRESSES)(source)
     count = source.choice((1, 1, 1, 3, 20)) if len(address) < 5000 else 1
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": address}}] * count
@@ -32,7 +32,7 @@ def picture_request(source: random.Random) -> bytes:
 
 
 def sound_request(source: random.Random) -> bytes:
-    """A form with a hostile sound file, or a hostile form."""
+    """Return a form with a hostile sound file, or a hostile form."""
     data = source.choice(_SOUNDS)(source)
     fields = {"model": "tiny", "language": "en"}
     for _ in range(source.randint(0, 2)):
@@ -68,12 +68,13 @@ def _url(data: bytes, kind: str = "image/png") -> str:
 
 @functools.cache
 def _png(width: int, height: int, lines: int | None = None, text: int = 0) -> bytes:
-    """A black PNG.
+    """Return a black PNG file.
 
     Args:
-        width, height: size in its head.
-        lines: how many there are.
-        text: bytes of a compressed text.
+        width: width in the header, in pixels.
+        height: height in the header, in pixels.
+        lines: number of rows in the file; None for `height`.
+        text: size of an additional compressed text, in bytes.
     """
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -97,7 +98,7 @@ def _photo(kind: str) -> bytes:
 
 
 def _flipped(data: bytes, source: random.Random) -> bytes:
-    """The data with some bytes lost or changed."""
+    """Return the data with some bytes changed, and with a random part of the second half cut off."""
     damaged = bytearray(data)
     for _ in range(source.randint(1, 20)):
         damaged[source.randrange(len(damaged))] = source.randrange(256)
@@ -108,7 +109,7 @@ _ADDRESSES = (
     lambda source: _url(_png(60_000, 60_000, 1)),
     lambda source: _url(_png(12_000, 12_000, 1)),
     lambda source: _url(_png(3000, 3000, 5)),
-    lambda source: _url(_png(4096, 4096)),  # all the pixels that a request may have, in 50 kB
+    lambda source: _url(_png(4096, 4096)),  # the maximum of pixels in a request, in a file of 50 kB
     lambda source: _url(_png(10, 10, text=50 << 20)),
     lambda source: _url(_png(0, 0)),
     lambda source: _url(_png(1, 1 << 23, 1)),
@@ -128,14 +129,14 @@ _ADDRESSES = (
 
 @functools.cache
 def _sound(kind: str, seconds: float, rate: int = 16_000, channels: int = 1) -> bytes:
-    """Silence, which some formats make small."""
+    """Return a sound file of silence, which is small in some formats."""
     file = io.BytesIO()
     soundfile.write(file, np.zeros((int(seconds * rate), channels), "int16"), rate, format=kind)
     return file.getvalue()
 
 
 def _of_unknown_length(flac: bytes) -> bytes:
-    """The same FLAC, whose head says no length: 36 bits from the 21st byte on."""
+    """Return a FLAC file without the length in its header: 36 bits from the 21st byte on."""
     return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
 
 

@@ -1,4 +1,4 @@
-"""Requests to a server that mean no good: mangled, too large, of wrong kinds, with schemas that explode."""
+"""Makes hostile requests to a server: damaged, too large, of wrong types, or with schemas that need much memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def request(source: random.Random) -> bytes:
-    """One hostile request, whole or not."""
+    """Return one hostile request, complete or incomplete."""
     return source.choice((_mangled, _headers, _body, _body, _body, _fields, _fields, _fields, _fields))(source)
 
 
@@ -20,7 +20,7 @@ def _post(path: str, body: bytes, *headers: str, length: int | None = None) -> b
 
 
 def _mangled(source: random.Random) -> bytes:
-    """Bytes flipped, lost and added."""
+    """Return a request with changed, removed and added bytes."""
     message = bytearray(_post("/v1/completions", json.dumps({"prompt": "x"}).encode()))
     for _ in range(source.randint(1, 8)):
         at = source.randrange(len(message))
@@ -52,7 +52,7 @@ def _headers(source: random.Random) -> bytes:
 
 
 def _body(source: random.Random) -> bytes:
-    """Bodies that are no request, or too much of one."""
+    """Return a request with an invalid or too large body."""
     body = source.choice(
         (
             lambda: b"[" * source.randint(1, 200_000),
@@ -82,7 +82,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def _fields(source: random.Random) -> bytes:
-    """Requests with wrong values in some fields."""
+    """Return a request with wrong values in one to three fields."""
     body: dict[str, Any] = {"max_tokens": 4}
     chat = source.random() < 0.5
     if chat:
@@ -110,7 +110,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _as_response(body: dict[str, Any], source: random.Random) -> dict[str, Any]:
-    """The same as a request of `/v1/responses`, with items that are none."""
+    """Return the fields as a request of `/v1/responses`, with up to two invalid items."""
     items: list[Any] = [{"role": "user", "content": "x"}]
     for _ in range(source.randint(0, 2)):
         kind = source.choice(("reasoning", "function_call", "function_call_output", "message", "item_reference", 5))

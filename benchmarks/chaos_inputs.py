@@ -1,4 +1,4 @@
-"""Requests that no model can serve, or hardly any."""
+"""Sends invalid requests to a parallelized model, and compares errors and answers with those of the whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = (torch.int32, torch.float32, torch.float16, torch.bool, torch.complex6
 
 
 def figures(count: int, seed: int) -> list[Figure]:
-    """Every invalid request gives an error that says something, or what the whole model gives."""
+    """Run invalid requests, and count the unclear errors, the wrong answers and the restarts."""
     whole, model = gpt2(), parallelize(gpt2(), 2, workers={"device": "cpu", "timeout": 60})
     pids = deployment_of(model).pids
     outcomes: Counter[str] = Counter()
@@ -41,16 +41,17 @@ def figures(count: int, seed: int) -> list[Figure]:
 
 def _outcome(whole: Any, model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     try:
-        got = getattr(model, method)(*args, **kwargs)
+        answer = getattr(model, method)(*args, **kwargs)
     except (GroupError, ParallelError, ValueError, TypeError) as error:
         return "error" if str(error) else "error without words"
-    except Exception as error:  # clear enough where one process says the same
+    except Exception as error:  # clear enough if the whole model raises the same error
         same = _error_of(whole, method, args, kwargs) == (type(error), str(error))
         return "error" if same else f"untyped {type(error).__name__}"
     with torch.no_grad():
-        want = getattr(whole, method)(*args, **kwargs)
-    got, want = (got, want) if method == "generate" else (got.logits, want.logits)
-    return "right" if torch.allclose(got, want, atol=1e-4, equal_nan=True) else "wrong"
+        expected = getattr(whole, method)(*args, **kwargs)
+    if method != "generate":
+        answer, expected = answer.logits, expected.logits
+    return "right" if torch.allclose(answer, expected, atol=1e-4, equal_nan=True) else "wrong"
 
 
 def _error_of(whole: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[type, str] | None:
@@ -62,7 +63,7 @@ def _error_of(whole: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def invalid_inputs(source: random.Random, count: int) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Method, arguments and keyword arguments of `count` requests, most of them invalid."""
+    """Yield method, arguments and keyword arguments of `count` requests; most requests are invalid."""
     for _ in range(count):
         kwargs: dict[str, Any] = {}
         method = source.choice(["forward", "generate"])
@@ -77,7 +78,7 @@ def _ids(source: random.Random) -> torch.Tensor:
 
 
 def _random_ids(source: random.Random) -> Any:
-    """Return a tensor of any shape, dtype and range; maybe empty, or huge."""
+    """Return arguments with a tensor of random shape, data type and range, which may be empty or huge."""
     shape = [source.choice([0, 1, 2, 7, 65, 1000]) for _ in range(source.randrange(0, 5))]
     if torch.Size(shape).numel() > 1 << 22:
         shape = [1, 1 << 22]
@@ -102,7 +103,7 @@ def _unknown(source: random.Random) -> Any:
 
 
 def _objects(source: random.Random) -> Any:
-    """Things that are no tensors; some cannot even be sent."""
+    """Return arguments with an object that is not a tensor. Some objects cannot be sent to the workers."""
     thing = source.choice([None, "text", 3, [1, 2], {"a": 1}, object(), b"\0" * 4096, threading.Lock(), open, 10**400])
     name = source.choice(["input_ids", "attention_mask", "position_ids", "inputs_embeds"])
     return (), {"input_ids": _ids(source), name: thing}

@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of short calls, one after another."""
+"""Sends Ctrl-C at random moments of short calls, one after another."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
-_LONGEST_SECONDS = 0.02  # from the order to the signal: some calls of each kind
+_LONGEST_SECONDS = 0.02  # longest time from the order to the signal: enough for some calls of each kind
 
 
 @dataclass
-class Found:
+class Outcomes:
     """The outcome of the interrupts.
 
     Attributes:
-        interrupted: calls that were.
-        lost: how often there were other workers afterwards.
-        wrong: next answers that were wrong.
-        errors: errors in place of a KeyboardInterrupt, or of a next answer.
-        seconds: from the signal to the KeyboardInterrupt, at most.
+        interrupted: number of calls that raised KeyboardInterrupt.
+        lost: number of interrupts after which the model had new workers.
+        wrong: number of wrong answers to the call after an interrupt.
+        errors: other errors, of an interrupted call or of the next call.
+        seconds: seconds from the order of a signal to the KeyboardInterrupt.
     """
 
     interrupted: int = 0
@@ -45,7 +45,7 @@ class Found:
 
 
 def figures(count: int, seed: int) -> list[Figure]:
-    """On workers of its own."""
+    """Interrupt calls of a model on new workers, and return the figures."""
     outcome = interrupts_at_random(count, seed)
     for error in outcome.errors:
         print(f"  {error}", flush=True)
@@ -58,15 +58,15 @@ def figures(count: int, seed: int) -> list[Figure]:
     ]
 
 
-def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None) -> Found:
-    """Have SIGINT sent at random moments of calls of a model, and ask it again.
+def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None) -> Outcomes:
+    """Send SIGINT at random moments of a model's calls, and check the next calls.
 
     Args:
-        count: how many times.
+        count: number of signals.
         seed: seed of the moments.
-        group: group of two ranks; by default one is started.
+        group: group of two ranks; None to start a new group.
     """
-    ids, model, outcome = token_ids(rows=1), gpt2(), Found()
+    ids, model, outcome = token_ids(rows=1), gpt2(), Outcomes()
     with torch.no_grad():
         logits, tokens = model(ids).logits, _tokens(model, ids)
     _ = parallelize(model, 2, workers={"device": "cpu"}) if group is None else parallelize(model, workers=group)
@@ -89,15 +89,15 @@ def interrupts_at_random(count: int, seed: int, group: WorkerGroup | None = None
                         calls[number % len(calls)]()
                 except KeyboardInterrupt:
                     outcome.interrupted += 1
-                except Exception as error:  # whatever it is, it is in the place of a KeyboardInterrupt
+                except Exception as error:  # any other error counts as a wrong outcome
                     outcome.errors.append(repr(error))
-                    with contextlib.suppress(KeyboardInterrupt):  # which is still to come
+                    with contextlib.suppress(KeyboardInterrupt):  # the signal may still arrive
                         time.sleep(10 * _LONGEST_SECONDS)
                 outcome.seconds.append(time.monotonic() - ordered)
                 try:
                     right = torch.allclose(model(ids).logits, logits, atol=1e-5)
                     outcome.wrong += not (right and torch.equal(_tokens(model, ids), tokens))
-                except Exception as error:  # likewise
+                except Exception as error:  # any error of the next call counts as a wrong outcome
                     outcome.errors.append(f"next: {error!r}")
                 outcome.lost += deployment_of(model).pids != before
                 before = deployment_of(model).pids
@@ -122,12 +122,15 @@ while sys.stdin.buffer.read(1):
 
 @contextlib.contextmanager
 def _striker(seed: int) -> Iterator[Callable[[], object]]:
-    """Send a SIGINT to this process some moments later, from another process: a thread would need the interpreter
-    lock, and strike mostly when it is free."""
+    """Yield a function that orders a SIGINT for this process after a random time.
+
+    Another process sends the signal. A thread would need the interpreter lock, and would mostly send the signal while
+    the lock is free.
+    """
     arguments = (str(os.getpid()), str(seed), str(_LONGEST_SECONDS))
     with subprocess.Popen(
         [sys.executable, "-S", "-c", _STRIKER, *arguments], stdin=subprocess.PIPE, bufsize=0
     ) as process:
         assert process.stdin is not None
-        give = process.stdin.fileno()
-        yield lambda: os.write(give, b"!")
+        order_pipe = process.stdin.fileno()
+        yield lambda: os.write(order_pipe, b"!")

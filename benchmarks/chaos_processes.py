@@ -1,4 +1,4 @@
-"""Suites about processes: killed parents, Ctrl-C in a REPL, many starts one after another and at once."""
+"""Tests processes: killed parents, Ctrl-C in a REPL, many starts one after another and at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _ROOT = Path(__file__).parent.parent
 
 
 def parents(count: int, seed: int) -> list[Figure]:
-    """Kill a forked child of this process, which parallelizes: mostly at random moments of the start, which is long,
-    and else while it serves."""
+    """Fork a child process that parallelizes a model, and kill the child at a random moment, `count` times.
+
+    Most kills hit the start of the workers, which takes long. Other kills hit calls of the model.
+    """
     source = random.Random(seed)
     folder = tempfile.mkdtemp()
     shared = set(os.listdir("/dev/shm"))
@@ -66,7 +68,7 @@ def parents(count: int, seed: int) -> list[Figure]:
 
 
 def _be_a_parent(folder: str, backend: str, announce: int) -> None:
-    """In the forked child: serve until the kill. Nothing that goes wrong here may lead back into the suite."""
+    """Run calls in the forked child until the kill. Any error ends the child, which must never run the suite."""
     try:
         tempfile.tempdir = folder
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -96,7 +98,7 @@ _LOOPS = (
 
 
 def interrupts(count: int, seed: int) -> list[Figure]:
-    """Press Ctrl-C while a loop of calls runs, and ask again."""
+    """Press Ctrl-C in a REPL while a loop of calls runs, and check the next answer."""
     source = random.Random(seed)
     seconds, wrong, restarts, zombies = [], 0, 0, 0
     with tempfile.TemporaryDirectory() as folder, Terminal({**os.environ, "PYTHONPATH": str(_ROOT)}) as terminal:
@@ -129,7 +131,7 @@ def interrupts(count: int, seed: int) -> list[Figure]:
 
 
 def cycles(count: int, seed: int) -> list[Figure]:
-    """Return the growth of this process since the first cycles, and all printed text."""
+    """Parallelize and deparallelize a model, and return the growth since the second cycle, and the printed lines."""
     me, model, ids = psutil.Process(), gpt2(), token_ids(seed=seed)
     states = []
     with _captured() as printed:
@@ -154,16 +156,16 @@ def cycles(count: int, seed: int) -> list[Figure]:
 
 @contextlib.contextmanager
 def _captured() -> Iterator[list[str]]:
-    """Collect the output of this process and its children; complete once the block is left."""
+    """Collect the output of this process and its children. The list is complete after the block."""
     texts: list[str] = []
-    kept = os.dup(1), os.dup(2)
+    originals = os.dup(1), os.dup(2)
     file = os.memfd_create("printed", os.MFD_CLOEXEC)
     os.dup2(file, 1)
     os.dup2(file, 2)
     try:
         yield texts
     finally:
-        for number, fd in enumerate(kept, 1):
+        for number, fd in enumerate(originals, 1):
             os.dup2(fd, number)
             os.close(fd)
         size = os.fstat(file).st_size
@@ -172,7 +174,10 @@ def _captured() -> Iterator[list[str]]:
 
 
 def starts(count: int, seed: int) -> list[Figure]:
-    """Groups that start side by side and meet over sockets: none may take another's address, nor one of the network."""
+    """Start 8 groups at once, which connect their ranks over sockets, and check answers and listening addresses.
+
+    Groups must not use the same address, and must listen only on loopback.
+    """
     errors, listeners, beyond = 0, 0, 0
 
     def start(number: int) -> WorkerGroup | Exception:

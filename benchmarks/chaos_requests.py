@@ -1,4 +1,4 @@
-"""Suites about requests: a rank that raises, stops or has no memory left, a storm of deaths, many threads at once."""
+"""Tests requests: a rank that raises, stops or has no free memory, too many restarts, and many threads at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.zoo.decoders import gpt2
 _RESTART_SECONDS = 120.0
 
 
-def _is_right(model: Any, want: torch.Tensor) -> bool:
-    return torch.equal(model(**text_inputs()).logits.argmax(-1), want)
+def _is_right(model: Any, expected: torch.Tensor) -> bool:
+    return torch.equal(model(**text_inputs()).logits.argmax(-1), expected)
 
 
 def _wanted() -> torch.Tensor:
@@ -36,7 +36,7 @@ def _wanted() -> torch.Tensor:
 
 
 def _seconds_to(kind: type[Exception], action: Callable[[], Any]) -> tuple[float, Exception | None]:
-    """How long an action took to raise, and what; None where it raised nothing or something else."""
+    """Run an action; return its seconds and its exception. The exception is None if the action did not raise `kind`."""
     begin = time.monotonic()
     try:
         action()
@@ -48,29 +48,31 @@ def _seconds_to(kind: type[Exception], action: Callable[[], Any]) -> tuple[float
 
 
 def raise_at_two_tokens(module: nn.Module, args: Any) -> None:
-    """A forward hook that raises on rank 1, given a prompt of two tokens. Its copies on other ranks than 0 keep nothing
-    from call to call, so it cannot count."""
+    """Raise on rank 1 if the prompt has two tokens; a forward hook.
+
+    The prompt is the signal because a hook cannot count calls: only the copy on rank 0 keeps its state between calls.
+    """
     rank = next(layer.communicator.rank for layer in module.modules() if hasattr(layer, "communicator"))
     if rank == 1 and args[0].shape[1] == 2:
-        raise ZeroDivisionError("a layer gave out")
+        raise ZeroDivisionError("a layer failed")
 
 
 def raises(count: int, seed: int) -> list[Figure]:
-    """Between right answers, a block of rank 1 raises."""
-    source, model, want = random.Random(seed), gpt2(), _wanted()
+    """Raise an exception in a block of rank 1 between normal calls, and return the figures."""
+    source, model, expected = random.Random(seed), gpt2(), _wanted()
     pauses, two_tokens = [source.randrange(1, 4) for _ in range(count)], text_inputs()["input_ids"][:, :2]
     model.transformer.h[1].register_forward_pre_hook(raise_at_two_tokens)
     parallelize(model, 2, workers={"device": "cpu"})
     pids, seconds, wrong, unnamed = deployment_of(model).pids, [], 0, 0
     for pause in tqdm(pauses, "raises", disable=None):
-        wrong += sum(not _is_right(model, want) for _ in range(pause))
+        wrong += sum(not _is_right(model, expected) for _ in range(pause))
         taken, error = _seconds_to(ZeroDivisionError, lambda: model(two_tokens))
         seconds.append(taken)
         named = (
             isinstance(error, WorkerError) and error.rank == 1 and "raise ZeroDivisionError" in error.remote_traceback
         )
         unnamed += not named
-    wrong += not _is_right(model, want)
+    wrong += not _is_right(model, expected)
     restarts = deployment_of(model).pids != pids
     model.deparallelize()
     return [
@@ -82,8 +84,8 @@ def raises(count: int, seed: int) -> list[Figure]:
 
 
 def stops(count: int, seed: int) -> list[Figure]:
-    """Stop a rank, ask, and ask again."""
-    source, want = random.Random(seed), _wanted()
+    """Stop a rank, run a request until its deadline, and check the next answer."""
+    source, expected = random.Random(seed), _wanted()
     model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": count + 1})
     late, untyped, lost = [], 0, 0
     for _ in tqdm(range(count), "stops", disable=None):
@@ -95,7 +97,7 @@ def stops(count: int, seed: int) -> list[Figure]:
         )
         late.append(taken - limit)
         untyped += error is None
-        lost += not _is_right(model, want)
+        lost += not _is_right(model, expected)
     model.deparallelize()
     return [
         Figure("error after the deadline, max, s", "max", 1.0, late),
@@ -105,8 +107,8 @@ def stops(count: int, seed: int) -> list[Figure]:
 
 
 def memory(count: int, seed: int) -> list[Figure]:
-    """Take memory away from one worker, or both, ask for more than is left, and give it back."""
-    source, want = random.Random(seed), _wanted()
+    """Limit the memory of one worker or both workers, run a request over the limit, and remove the limit."""
+    source, expected = random.Random(seed), _wanted()
     model = parallelize(gpt2(), 2, workers={"device": "cpu"})
     pids, untyped, wrong, seconds = deployment_of(model).pids, 0, 0, []
     many = torch.ones(1024, 60, dtype=torch.long)  # activations of some hundred megabytes
@@ -120,7 +122,7 @@ def memory(count: int, seed: int) -> list[Figure]:
         untyped += error is None
         for pid in short:
             resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        wrong += not _is_right(model, want)
+        wrong += not _is_right(model, expected)
     restarts = deployment_of(model).pids != pids
     model.deparallelize()
     return [
@@ -132,8 +134,8 @@ def memory(count: int, seed: int) -> list[Figure]:
 
 
 def limit(count: int, seed: int) -> list[Figure]:
-    """Kill a worker once more than allowed; afterwards the weights come back."""
-    source, want = random.Random(seed), _wanted()
+    """Kill more workers than `max_restarts` allows, and check the weights after `deparallelize`."""
+    source, expected = random.Random(seed), _wanted()
     seconds, untyped, lost = [], 0, 0
     for _ in tqdm(range(count), "limit", disable=None):
         model = parallelize(gpt2(), 2, workers={"device": "cpu", "max_restarts": 1})
@@ -147,7 +149,7 @@ def limit(count: int, seed: int) -> list[Figure]:
         seconds.append(taken)
         untyped += error is None
         with torch.no_grad():
-            lost += not _is_right(model.deparallelize(), want)
+            lost += not _is_right(model.deparallelize(), expected)
     return [
         Figure("call to RestartLimitError, max, s", "max", 1.0, seconds),
         Figure("errors of another type", "sum", 0, [untyped]),
@@ -156,7 +158,7 @@ def limit(count: int, seed: int) -> list[Figure]:
 
 
 def threads(count: int, seed: int) -> list[Figure]:
-    """Compare the answers of many threads at once with the answers of calls that run alone."""
+    """Compare the answers to calls of many threads at once with the answers to single calls."""
     model = soak.build()
     wrong = soak.threads(model, 32, max(1, count // 32))
     model.deparallelize()

@@ -1,4 +1,4 @@
-"""Requests of many threads while workers are killed at chosen moments."""
+"""Runs requests of many threads, and kills workers at chosen phases of the requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from parallelformers_ng.runtime.group import WorkerGroup
 from tests.zoo.case import token_ids
 from tests.zoo.decoders import gpt2
 
-PATIENCE_SECONDS = 120.0  # nobody may wait longer; who does counts as hung
+PATIENCE_SECONDS = 120.0  # a longer request counts as hung
 PHASES = ("idle", "prefill", "decode", "reply")
 
 
 @dataclass
 class Phase:
-    """The stage of a thread's running request, as far as its caller can tell."""
+    """Phase of a thread's running request. As a streamer, the object gets the tokens, and so observes the phase."""
 
     name: str = "idle"
 
@@ -41,19 +41,19 @@ class Phase:
         self.name = "reply"
 
 
-Job = Callable[[Any, Phase], torch.Tensor]  # of a model
+Job = Callable[[Any, Phase], torch.Tensor]  # runs a call of the given model
 
 
 @dataclass
 class Storm:
-    """Requests from many threads while workers are killed.
+    """The outcome of requests from many threads during kills of workers.
 
     Attributes:
-        outcomes: how many requests ended how: "right", "wrong", "untyped", or the name of a typed error.
-        latencies: seconds between a kill and the error of a request that was under way.
-        restarts: seconds from each kill until a group was ready again.
-        killed_in: kills by phase.
-        hung: requests that never came back.
+        outcomes: number of requests for each outcome: "right", "wrong", "untyped …", or the name of a typed error.
+        latencies: seconds from a kill to the error of a running request.
+        restarts: seconds from each kill until the group was ready again.
+        killed_in: number of kills in each phase.
+        hung: number of threads whose request never ended.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class Storm:
 
 
 def figures(count: int, seed: int) -> list[Figure]:
-    """50 kills per 1,000 requests."""
+    """Run a storm of 8 threads with 50 kills per 1,000 requests, and return the figures."""
     result = storm(count, 8, max(4, count // 20), seed)
     print(f"  outcomes {dict(result.outcomes)}, kills {dict(result.killed_in)}", flush=True)
     untyped = sum(number for name, number in result.outcomes.items() if name.startswith("untyped"))
@@ -79,14 +79,14 @@ def figures(count: int, seed: int) -> list[Figure]:
 
 
 def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup | None = None) -> Storm:
-    """Serve `requests` from `threads` threads and kill a worker `kills` times meanwhile.
+    """Run requests from several threads, and kill workers meanwhile.
 
     Args:
-        requests: at least so many; they go on until the last kill.
+        requests: minimum number of requests; requests continue until the last kill.
         threads: number of threads with requests.
-        kills: in each of `PHASES` in turn.
-        seed: seed of the requests, and of the kills.
-        calm: a group of two that says in peace what the right answers are; by default one of its own.
+        kills: number of kills, in each of `PHASES` in turn.
+        seed: seed of the requests and of the kills.
+        calm: group of two ranks that computes the right answers without kills; None to start a new group.
     """
     source, result, lock = random.Random(seed), Storm(), threading.Lock()
     jobs, wanted = _jobs(source, calm)
@@ -108,7 +108,7 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
                 outcome = "right" if torch.equal(jobs[number](model, phase), wanted[number]) else "wrong"
             except ParallelError as error:
                 outcome = type(error).__name__
-            except Exception as error:  # what no user could catch by name
+            except Exception as error:  # an error without a public type
                 outcome = f"untyped {type(error).__name__}"
             end, phase.name = time.monotonic(), "idle"
             with lock:
@@ -152,21 +152,21 @@ def storm(requests: int, threads: int, kills: int, seed: int, calm: WorkerGroup 
 
 
 def _jobs(source: random.Random, group: WorkerGroup | None) -> tuple[list[Job], list[torch.Tensor]]:
-    """Greedy and seeded generation and plain forwards, and what the whole model gives for each."""
+    """Return jobs of greedy generation, seeded generation and plain forwards, and the right answer to each job."""
     jobs: list[Job] = []
     for number in range(12):
         ids = token_ids(rows=1 + number % 3, length=source.randrange(3, 12), seed=source.randrange(1 << 30))
         if number % 3 == 2:
             jobs.append(lambda model, phase, ids=ids: model(ids).logits.argmax(-1))
             continue
-        # Transformers takes streamers for one row alone.
+        # transformers accepts a streamer only for a single row.
         ids, options = ids[:1], {"max_new_tokens": source.randrange(4, 16), "do_sample": number % 3 == 1}
         jobs.append(
             lambda model, phase, ids=ids, options=options, seed=number: model.generate(
                 ids, streamer=phase, **options, **({"seed": seed} if options["do_sample"] else {})
             )
         )
-    # Seeded draws are checked against one worker group in peace: the stream of one process is the caller's own.
+    # Seeded answers come from a calm group, because a single process draws from another random stream.
     calm = (
         parallelize(gpt2(), workers=group) if group is not None else parallelize(gpt2(), 2, workers={"device": "cpu"})
     )

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
-from parallelformers_ng.checkpoint.given import Given, open_given
 from parallelformers_ng.checkpoint.loading import Checkpoint, open_source, prepare_conversions
 from parallelformers_ng.checkpoint.location import Source, base_of_adapter, read_source, refuse_options
 from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.quantized_in_memory import ConvertedLayers, plain_counterpart
 from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
 from parallelformers_ng.errors import (
     AlreadyParallelizedError,
@@ -172,7 +172,7 @@ def parallelize(
     loaded: Any = model
     forget_end(loaded)
     replicas: list[Replica] = []
-    original: Given | None = None
+    original: ConvertedLayers | None = None
     try:
         if isinstance(workers, WorkerGroup):
             replicas.append(Replica(workers, None))
@@ -182,8 +182,8 @@ def parallelize(
         dequantize = bits is not None and bits.dequantize
         if source is not None:
             loaded = open_source(source, model, target, dequantize)
-        elif (plain := open_given(loaded, target, dequantize)) is not None:
-            original = Given(loaded, plain)
+        elif (plain := plain_counterpart(loaded, target, dequantize)) is not None:
+            original = ConvertedLayers(loaded, plain)
         if directories:
             loaded, wrappers = within(with_peft_adapters(loaded, directories))
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
@@ -297,7 +297,7 @@ def plan(
     model, _ = within(model)
     check_model(model)
     target = target_dtype(fp16, dtype)
-    plain = open_given(model, target, bits is not None and bits.dequantize) or model
+    plain = plain_counterpart(model, target, bits is not None and bits.dequantize) or model
     return _make_plan(plain, num_gpus, custom_policies, target, fitting, bits, budget)
 
 

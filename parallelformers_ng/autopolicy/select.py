@@ -59,5 +59,5 @@ def select(
         return prove(model, selection, world_size, tuple(parts)).selection
     except UnsupportedModelError as error:
         if type(model).forward is nn.Module.forward:  # without a forward, a twin cannot be run
-            return Selection((), "held in parts", vocabulary=False)
+            return Selection((), "leftovers", vocabulary=False)
         raise UnsupportedModelError(f"{error}{reasons}") from error

@@ -165,7 +165,7 @@ class Scales(_Encoding):
         return taken(self.encoding.scales(weight))
 
 
-def held_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
+def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
     """Return storage name → node, for the tensors that ranks hold for one tensor of the model.
 
     A tensor that the plan quantizes becomes two tensors: numbers and scales.

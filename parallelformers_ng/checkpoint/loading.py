@@ -1,7 +1,7 @@
-"""From a path or hub id to a model whose weights have not been read: each tensor remembers where its bytes are.
+"""Makes a model with unread weights from a path or a hub id: each tensor knows the place of its bytes in a file.
 
-transformers' own `from_pretrained` runs in the parent on tensors that only remember (`lazy`), so names, conversions,
-ties, missing and unexpected keys, casts and reports are its own.
+In the parent, transformers' `from_pretrained` runs on lazy tensors (`lazy.py`). So transformers itself handles names,
+conversions, ties, missing and unexpected keys, casts and reports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
-from parallelformers_ng.checkpoint.encoded import held_nodes
+from parallelformers_ng.checkpoint.encoded import stored_nodes
 from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
@@ -42,11 +42,11 @@ from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_ten
 
 
 class Checkpoint:
-    """The files of a model's tensors, and the way to each tensor.
+    """The unread tensors of a model: for each tensor, the node that reads its bytes from checkpoint files.
 
     Args:
-        nodes: name of a parameter or buffer → how to read it. What is not named is in memory.
-        copied: names of those that are read once, into the memory and the files that ranks map.
+        nodes: name of a parameter or buffer → node that reads the tensor. Tensors without a node are in memory.
+        copied: names in `nodes` of the tensors that the parent copies to memory and files that ranks map.
     """
 
     def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
-        """Take the unread tensors out of a model that `load_skeleton` made; `meta` tensors take their places."""
+        """Take the unread tensors from a model of `load_skeleton`, and replace these tensors by `meta` tensors."""
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
             of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
@@ -65,29 +65,28 @@ class Checkpoint:
         return cls(nodes, [tensor.name for tensor in plan.stored() if _must_be_copied(tensor, plan, nodes)])
 
     def of_model(self, plan: ShardPlan) -> list[str]:
-        """Return the tensors outside of files: missing parameters, and buffers that are computed."""
+        """Return the names of tensors that are not in files: missing parameters and computed buffers."""
         return [name for name, tensor in plan.tensors.items() if tensor.storage not in self.nodes]
 
-    def held(self, plan: ShardPlan) -> Checkpoint:
-        """Return how to read what the ranks hold of it, as integers and scales where the plan has a tensor
-        quantized."""
+    def as_stored(self, plan: ShardPlan) -> Checkpoint:
+        """Return the checkpoint of the tensors that ranks store: quantized numbers and scales for quantized tensors."""
         nodes: dict[str, Node] = {}
         for name, node in self.nodes.items():
-            nodes |= held_nodes(plan, name, node)
+            nodes |= stored_nodes(plan, name, node)
         return Checkpoint(nodes, [part.name for name in self.copied for part in plan.parts(name)])
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
-        """Return the plan of what ranks do not read out of the files."""
+        """Return a plan with only the tensors that ranks do not read from checkpoint files."""
         return dataclasses.replace(
             plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
         )
 
     def is_read(self, tensor: TensorPlan) -> bool:
-        """Return whether ranks read a tensor out of the files."""
+        """Return whether ranks read a tensor from checkpoint files."""
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
-        """Write to the store what is copied."""
+        """Write the copied tensors to the store."""
         for name in self.copied:
             node = self.nodes[name]
             store.take(store.plan.tensors[name], node)
@@ -95,16 +94,19 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """Return whether a rank has its part of a tensor in RAM that it does not own, or on disk other than it lies in
-    the checkpoint."""
+    """Return whether the parent must copy a tensor for at least one rank.
+
+    The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk and
+    the checkpoint file does not contain the bytes of the shard in the same form.
+    """
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
         place = plan.tiers.place(tensor.name, rank)
         if place == "cpu" and not plan.tiers.is_cuda:
             return True
-        lies_there = tensor.name not in plan.quantized and lies_in_file(nodes[tensor.name], shard, rank)
-        if place == "disk" and not lies_there:
+        is_in_file = tensor.name not in plan.quantized and lies_in_file(nodes[tensor.name], shard, rank)
+        if place == "disk" and not is_in_file:
             return True
     return False
 
@@ -112,18 +114,19 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model in evaluation mode whose weights have not been read.
+    """Return a model in evaluation mode with unread weights.
 
     Args:
         source: source of the files, with the arguments of `from_pretrained`.
-        model: a model on `meta` that is to get them; anything else stands for a new one.
-        dtype: data type of the loaded weights; None: the choice of `from_pretrained`, or the model's own.
-        dequantize: whether weights may be put in high precision that are quantized in a way that nothing computes with.
+        model: model on `meta` for the weights, if the source has no configuration; otherwise ignored.
+        dtype: data type of the loaded weights; None for the default of `from_pretrained`, or for the data type of
+            `model`.
+        dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
-        CheckpointError: a file is missing or damaged; it is named.
-        UnsupportedModelError: the configuration names no class that can be loaded, or weights are quantized in a way
-            that cannot be read.
+        CheckpointError: a file is missing or damaged; the message names the file.
+        UnsupportedModelError: the configuration names no class that can be loaded, or the format of quantized weights
+            cannot be read.
     """
     location, config = source.location, source.config
     if config is None:
@@ -132,7 +135,7 @@ def open_source(
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(_on_meta, cls, config)
     state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
-    vars(config).pop("quantization_config", None)  # of weights that are plain from here on
+    vars(config).pop("quantization_config", None)  # the unread weights are plain from here on
     built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():
@@ -147,22 +150,24 @@ def load_skeleton(
     dequantize: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """`open_source` of a path with arguments of `from_pretrained`."""
+    """Return a model with unread weights from a path, with arguments of `from_pretrained`; see `open_source`."""
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
 def fill_skeleton(
     model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> None:
-    """Give a model on `meta` its unread weights; what the model holds for real already, it keeps.
+    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay.
 
     Args:
-        dtype: data type to load in; None is the model's own.
+        model: model on `meta`; changed.
+        location: location of the checkpoint.
+        dtype: data type of the loaded weights; None for the model's data type.
         dequantize: same as in `open_source`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a parameter of the model is not in the checkpoint.
-        UnsupportedModelError: weights are quantized in a way that cannot be read.
+        CheckpointError: a file is missing or damaged, or a tensor is missing in the checkpoint or has another shape.
+        UnsupportedModelError: the format of quantized weights cannot be read.
     """
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
@@ -172,9 +177,9 @@ def fill_skeleton(
         if tensor.device.type != "meta":
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
-            actual = list(tensors[name].shape) if name in tensors else "nothing"
+            actual = f"has shape {list(tensors[name].shape)} for" if name in tensors else "does not contain"
             raise CheckpointError(
-                f"{location} holds {actual} for {name} {list(tensor.shape)} of {type(model).__name__}"
+                f"{location} {actual} {name}, which has shape {list(tensor.shape)} in {type(model).__name__}"
             )
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
@@ -182,10 +187,12 @@ def fill_skeleton(
 def _plain_state(
     location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of a checkpoint, under the names of a plain one if it is quantized."""
-    state, said = lazy_state(location), stored_quantization(location)
+    """Return the unread tensors of a checkpoint. Names are those of the plain model, even for quantized weights."""
+    state, quantization = lazy_state(location), stored_quantization(location)
     return (
-        state if said is None else unpacked(StoredTensors(state, said, location, dtype, plain, dequantize=dequantize))
+        state
+        if quantization is None
+        else unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
     )
 
 
@@ -202,27 +209,31 @@ def model_of(
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    """Return a model of a class whose weights are those of a state that has not been read.
+    """Return a model with unread weights.
 
     Args:
-        location: origin of the state, for errors.
-        dtype, options: arguments of `from_pretrained`.
+        cls: class of the model.
+        config: configuration of the model.
+        location: origin of `state`, for error messages.
+        dtype: data type of the weights, as for `from_pretrained`.
+        options: other arguments of `from_pretrained`.
+        state: name of a tensor in the checkpoint → unread tensor.
 
     Raises:
-        CheckpointError: they do not belong together.
+        CheckpointError: `state` does not fit the class or the configuration.
     """
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would count tensors of which none is read
+    logging.disable_progress_bar()  # the bar would count tensors that nobody reads yet
     log = logging.get_logger("transformers.modeling_utils")
 
     def named(record: Any) -> bool:
-        """transformers reports missing and unexpected keys of a checkpoint whose path it was not given."""
+        """Insert the location in transformers' reports of missing and unexpected keys."""
         record.msg = str(record.msg).replace("from: None\n", f"from: {location}\n")
         return True
 
     log.addFilter(named)
-    # Wrong shapes are refused below, with the file's name.
+    # `_refuse_wrong_shapes` raises an error with the name of the file.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
         model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
@@ -241,15 +252,15 @@ def model_of(
 
 def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
     for name, actual, wanted in mismatched:
-        # A converted tensor comes from several; then the directory has to do.
+        # A tensor that is converted from several stored tensors has no single file: the error names the directory.
         where = _path_of(state[name], location) if name in state else location
-        raise CheckpointError(f"{where} holds {list(actual)} for {name}, and the configuration says {list(wanted)}")
+        raise CheckpointError(f"{where} has shape {list(actual)} for {name}, but the configuration has {list(wanted)}")
 
 
 def _refuse_flipped_names(
     missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor], location: object
 ) -> None:
-    """A missing name of which another is one bit away was damaged; drawing random weights for it helps nobody."""
+    """Raise if a stored name differs from a missing name in one bit: the file is damaged."""
     stored = set(unexpected)
     for name in missing:
         for index, letter in enumerate(name):
@@ -257,7 +268,7 @@ def _refuse_flipped_names(
                 other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
                 if other in stored and other in state:
                     raise CheckpointError(
-                        f"{_path_of(state[other], location)} is damaged: it says {other!r} for {name}"
+                        f"{_path_of(state[other], location)} is damaged: the stored name {other!r} must be {name!r}"
                     )
 
 
@@ -268,10 +279,10 @@ def _refuse_codes(
     state: dict[str, LazyTensor],
     location: object,
 ) -> None:
-    """Raise for a weight of few bits without a description of its numbers."""
+    """Raise if weights are quantized, but the configuration does not describe their format."""
     lacking = {name.rpartition(".")[0] for name in missing}
-    beside = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
-    stored = {name: [state[name].node] for name in beside}
+    unexpected_names = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
+    stored = {name: [state[name].node] for name in unexpected_names}
     for name, weight in model.named_parameters():
         if isinstance(weight, LazyTensor) and weight.is_floating_point():
             stored[name] = list(leaves(weight.node, computed=False))
@@ -279,8 +290,8 @@ def _refuse_codes(
         for node in nodes:
             if not node.dtype.is_floating_point or node.dtype.itemsize == 1:
                 raise CheckpointError(
-                    f"{location} holds {name} as {node.dtype}, and its configuration does not say what that stands for:"
-                    " quantization_config is missing, or wrong"
+                    f"{location} stores {name} as {node.dtype}, but its configuration does not describe this format:"
+                    " quantization_config is missing or wrong"
                 )
 
 
@@ -289,12 +300,12 @@ def _path_of(tensor: LazyTensor, location: object) -> object:
 
 
 def prepare_conversions() -> None:
-    """Make transformers' table of renamed parameters, which the first load of a process otherwise waits for."""
+    """Create transformers' table of renamed parameters early, so that the first load does not wait for the table."""
     get_checkpoint_conversion_mapping("")
 
 
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    """Return all stored tensors by their names in the checkpoint, none of them read.
+    """Return name in the checkpoint → unread tensor, for all stored tensors.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -137,7 +137,7 @@ def shard_checkpoint(
         if tensor.name not in nodes:
             whole = get_tensor(model, tensor.name, tensor.is_buffer).detach()
             nodes[tensor.name] = FetchedLeaf(tensor.shape, tensor.dtype, functools.partial(_itself, whole))
-    nodes, stored = Checkpoint(nodes).held(plan).nodes, plan.held
+    nodes, stored = Checkpoint(nodes).as_stored(plan).nodes, plan.as_stored
     total = sum(stored.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (
         replaced_directory(Path(directory), files_of) as partial,

@@ -83,7 +83,7 @@ def write_index(
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
-    stored = plan.held
+    stored = plan.as_stored
     aliases = stored.aliases()
     tensors: dict[str, Any] = {}
     for name in names:

@@ -95,7 +95,7 @@ class Skeleton:
                 key = str(type(module)) if type(_CAN_RECORD_REGISTRY) is dict else module
                 _CAN_RECORD_REGISTRY[key] = module._can_record_outputs
                 module.__dict__.pop("_output_capturing_hooks_installed", None)
-        return model, plan.held
+        return model, plan.as_stored
 
 
 class _SkeletonPickler(ReferencePickler):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from parallelformers_ng.checkpoint.encoded import held_nodes, whole_node
+from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
 from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import map_file
@@ -48,7 +48,7 @@ class ShardStore:
 
     def __init__(self, plan: ShardPlan) -> None:
         self.plan = plan
-        self.layout = Layout(plan.held)
+        self.layout = Layout(plan.as_stored)
         self.fds: list[int] = []
         self._room = 0  # bytes that may be written before the next look at the free memory of the system
         weakref.finalize(self, _close_all, self.fds).atexit = False
@@ -91,7 +91,7 @@ class ShardStore:
     def take(self, tensor: TensorPlan, node: Node) -> None:
         """Write each rank's shard of a tensor from a node, as `write`. Numbers that are stored quantized are copied."""
         for part, shard in zip(
-            self.plan.parts(tensor.name), held_nodes(self.plan, tensor.name, node).values(), strict=True
+            self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
             self._write(part, read(shard, {}))
 
@@ -177,7 +177,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     The caller may close the descriptors afterwards. A mapping exists as long as a tensor uses it.
 
     Args:
-        plan: plan of the stored tensors (`ShardPlan.held`).
+        plan: plan of the stored tensors (`ShardPlan.as_stored`).
         fds: descriptors of the rank's memory file, the shared memory file, and the rank's disk file.
     """
     layout = Layout(plan)

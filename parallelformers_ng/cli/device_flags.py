@@ -7,7 +7,7 @@ from typing import Any
 
 from parallelformers_ng.errors import ParallelError
 
-_FLAGS = ("hosts", "gpus_per_host", "batch", "length", "network", "decode")
+_FLAGS = ("batch", "length")
 _OF_RANKS = {"ratio": None, "strategy": "tensor", "tensor": None}
 """Option of a plan → default. A forecast refuses these options, because a forecast chooses the best strategy."""
 
@@ -17,13 +17,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     flags = command.add_argument_group(
         "forecast", "Memory of each device, tokens per second and the best strategy, from data sheets."
     )
-    flags.add_argument("--device", metavar="NAME", help="h100, h200, a100, l40s, …; 'here': CPU ranks of this machine")
-    flags.add_argument("--hosts", type=int, metavar="N", help="number of equal hosts (default: 1)")
-    flags.add_argument("--gpus-per-host", type=int, metavar="N", help="devices of each host (default: --num-gpus)")
+    flags.add_argument("--device", metavar="NAME", help="h100, h200, a100, l40s, …; a wrong name lists all names")
     flags.add_argument("--batch", type=int, metavar="N", help="total of sequences decoded together (default: 1)")
     flags.add_argument("--length", type=int, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
-    flags.add_argument("--network", metavar="NAME", help="network between hosts (default: infiniband-ndr)")
-    flags.add_argument("--decode", metavar="MODE", help="eager, cuda_graphs or compile (default: cuda_graphs)")
 
 
 def forecast_arguments(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -45,8 +41,8 @@ def forecast_arguments(options: argparse.Namespace) -> dict[str, Any] | None:
                 f"{_flag(name)} is for a plan, but --device makes a forecast, which chooses the strategy; leave one of"
                 " the two flags out"
             )
-    flags.setdefault("gpus_per_host", options.num_gpus)
-    return {**flags, "device": options.device, "dtype": options.dtype, "quantize": options.quantize}
+    options_of_both = {name: getattr(options, name) for name in ("device", "num_gpus", "dtype", "quantize")}
+    return {**flags, **options_of_both}
 
 
 def _flag(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Brings the state of a caller's objects home: a logits processor that counts, a list that a hook appends to.
+"""Copies changes of objects on the workers back to the caller's objects: a processor that counts, a list of a hook.
 
-The objects cross to the workers by value, so what they change there is a copy. Caller and worker walk them in the same
-order, which gives every mutable part the same number on both sides; parts that changed come back and are written in
-place.
+The workers get copies of the caller's objects, and change the copies. Caller and worker visit the objects in the same
+order, so each mutable part has the same number in both processes. The worker sends the states of changed parts, and the
+caller writes these states to its own parts, in place.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from parallelformers_ng.wire.frame import Handle
 
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` that take objects with code of the caller's."""
+"""Arguments of `generate` that accept objects with the caller's code."""
 
 LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
 
 
 class ObjectState:
-    """The mutable parts of some objects.
+    """The mutable parts of the caller's objects, in the caller or on a worker.
 
     Args:
-        roots: the objects.
+        roots: objects to visit.
         stand_in: function that returns the stand-in for a value in the message; by default the value itself.
-        with_globals: their functions were sent by value, so that global variables, defaults and attributes of these are
-            parts as well.
+        with_globals: whether global variables, defaults and attributes of functions are parts, too. True for functions
+            that the caller sends by value.
+
+    Attributes:
+        parts: mutable parts, in the order of their numbers.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ObjectState:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._functions: set[int] = set()
-        self._out = stand_in
+        self._stand_in = stand_in
         roots = list(roots)
         self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
         for root in roots:
@@ -51,22 +54,23 @@ class ObjectState:
         self._before: list[bytes] = []
 
     def remember(self) -> None:
-        """Note the present state, to tell later what changed."""
+        """Store the present state of all parts for a later call of `changes`."""
         self._before = [cloudpickle.dumps(self._state(part)) for part in self.parts]
 
     def changes(self) -> dict[int, Any]:
-        """State of every part that changed since `remember`, by number."""
+        """Return number → state, for the parts that changed since `remember`."""
         states = {number: self._state(part) for number, part in enumerate(self.parts)}
         return {number: state for number, state in states.items() if cloudpickle.dumps(state) != self._before[number]}
 
     def restore(self, states: dict[int, Any], back: Callable[[Any], Any] | None = None) -> None:
-        """Write states that `changes` gave on the other side to the parts here, in place.
+        """Write the result of `changes` in the other process to the parts in this process, in place.
 
         Args:
-            back: the inverse of the other side's `stand_in`.
+            states: number of a part → its state in the other process.
+            back: function that returns the value for a stand-in: the inverse of the other process's `stand_in`.
         """
 
-        def here(item: Any) -> Any:
+        def received(item: Any) -> Any:
             if isinstance(item, Handle) and item.kind == "part":
                 return self.parts[item.payload]
             return item if back is None else back(item)
@@ -74,27 +78,29 @@ class ObjectState:
         for number, state in states.items():
             part = self.parts[number]
             if isinstance(part, (list, deque)):
-                new = [part[at] if _is_local(item) and at < len(part) else here(item) for at, item in enumerate(state)]
+                new = [
+                    part[at] if _is_local(item) and at < len(part) else received(item) for at, item in enumerate(state)
+                ]
                 part.clear()
                 part.extend(new)
             elif isinstance(part, dict):
-                state = [(here(key), item) for key, item in state]
+                state = [(received(key), item) for key, item in state]
                 local = {key: part[key] for key, item in state if _is_local(item) and key in part}
                 part.clear()
-                for key, item in state:  # a Counter's update() would count them
-                    part[key] = local.get(key) if _is_local(item) else here(item)
+                for key, item in state:  # a Counter's update() would add to the old counts
+                    part[key] = local.get(key) if _is_local(item) else received(item)
             elif isinstance(part, set):
                 part.clear()
-                part.update(map(here, state))
+                part.update(map(received, state))
             elif isinstance(part, types.CellType):
                 if not _is_local(state):
-                    part.cell_contents = here(state)
+                    part.cell_contents = received(state)
             else:
                 attributes = part.namespace if isinstance(part, _Global) else vars(part)
-                attributes.update((key, here(item)) for key, item in state if not _is_local(item))
+                attributes.update((key, received(item)) for key, item in state if not _is_local(item))
 
     def shares(self, other: ObjectState) -> bool:
-        """Return whether a part belongs to both."""
+        """Return whether any part belongs to this state and to the other state."""
         return not self._numbers.keys().isdisjoint(other._numbers)
 
     def _walk(self, obj: Any) -> None:
@@ -159,22 +165,25 @@ class ObjectState:
 
     def _state(self, part: Any) -> Any:
         if isinstance(part, (list, deque)):
-            return [self._there(item) for item in part]
+            return [self._to_message(item) for item in part]
         if isinstance(part, dict):
-            return [(self._there(key), self._there(item)) for key, item in part.items()]
+            return [(self._to_message(key), self._to_message(item)) for key, item in part.items()]
         if isinstance(part, set):
-            return set(map(self._there, part))
+            return set(map(self._to_message, part))
         if isinstance(part, types.CellType):
-            return self._there(part.cell_contents)
-        attributes = part.held() if isinstance(part, _Global) else vars(part)
-        return [(key, self._there(item)) for key, item in attributes.items()]
+            return self._to_message(part.cell_contents)
+        attributes = part.value_by_name() if isinstance(part, _Global) else vars(part)
+        return [(key, self._to_message(item)) for key, item in attributes.items()]
 
-    def _there(self, item: Any) -> Any:
-        """Return a stand-in for what is a part itself, or stays on its side; other values as they are."""
+    def _to_message(self, item: Any) -> Any:
+        """Return the form of a value in a message.
+
+        A handle replaces a part, and a value that cannot leave its process (a function, a module, a class).
+        """
         if id(item) in self._numbers:
             return Handle("part", self._numbers[id(item)])
-        if self._out is not None:
-            item = self._out(item)
+        if self._stand_in is not None:
+            item = self._stand_in(item)
         if isinstance(item, (types.FunctionType, types.MethodType, types.ModuleType, torch.nn.Module, type)):
             return Handle("local", None)
         return item
@@ -182,27 +191,27 @@ class ObjectState:
 
 @dataclass(eq=False)
 class _Global:
-    """A global variable that a function writes."""
+    """A global variable that one of the functions assigns."""
 
     namespace: dict[str, Any]
     name: str
 
-    def held(self) -> dict[str, Any]:
-        """Return its name and value if it has a name."""
+    def value_by_name(self) -> dict[str, Any]:
+        """Return a dictionary of the variable's name and value, empty if the variable is undefined."""
         return {self.name: self.namespace[self.name]} if self.name in self.namespace else {}
 
 
 def code_of(root: Any) -> Any:
-    """Return the function that is run when a callable is called."""
+    """Return the function that runs if a callable is called."""
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
         return root.__func__
-    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (not whether, but which)
+    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (the function itself is needed)
 
 
 def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names of global variables that code reads, and that it writes."""
+    """Return two sets of names: global variables that code reads, and global variables that code assigns."""
     read, written = set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
@@ -218,7 +227,7 @@ def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the objects with code of the caller's among the arguments of `generate`."""
+    """Yield the arguments of `generate` that contain the caller's code, one object at a time."""
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]
@@ -229,7 +238,7 @@ def _is_local(item: Any) -> bool:
 
 
 def _has_state(obj: Any) -> bool:
-    """Objects of the caller's classes, and the library's processors and criteria; not tokenizers, configurations, …."""
+    """Return whether an object is of the caller's class, or is a processor or criterion; False for tokenizers, …."""
     if not hasattr(obj, "__dict__"):
         return False
     if isinstance(obj, (LogitsProcessor, StoppingCriteria)):

@@ -1,1 +1,1 @@
-"""Forward hooks of the caller: registered here, called on the workers by value, their notes brought home."""
+"""Runs the caller's forward hooks on the workers, and copies their changes back to the caller."""

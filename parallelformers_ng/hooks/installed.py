@@ -1,4 +1,4 @@
-"""The caller's forward hooks on the modules of a rank."""
+"""Installs the caller's forward hooks on the modules of a rank, and collects the changes of the hooks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from parallelformers_ng.wire.frame import Handle
 
 _ABSENT = object()
 Place = tuple[str, str, int]
+"""Path of a module, name of its table of hooks, and number of the hook in the table."""
 
 
 class InstalledHooks:
-    """Hooks that stay on the modules from call to call, each in its place, while what they are comes anew.
+    """The caller's forward hooks on one rank. Each call replaces the hooks, and keeps their order on the modules.
 
     Args:
         model: the rank's model.
@@ -36,7 +37,15 @@ class InstalledHooks:
         self._attributes: dict[tuple[str, str], Any] = {}
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
-        """Have the modules call these hooks, and no others of the caller's, in the call of that number."""
+        """Install the hooks of a call, and remove the caller's other hooks.
+
+        Args:
+            packed: hooks of the call; None if the model has no hooks.
+            number: number of the call.
+
+        Raises:
+            ParallelError: the hooks have another number of mutable objects on this rank than in the caller.
+        """
         hooks = [] if packed is None else unpack(packed, self._model)
         wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in [place for place in self._installed if place not in wanted]:
@@ -47,24 +56,24 @@ class InstalledHooks:
             first = place not in known and any(other[:2] == place[:2] and other in known for other in later)
             self._put(place, hook, first)
         if packed is None:
-            return  # what the latest call has noted may still be asked for
+            return  # the caller may still request the changes of the latest call with hooks
         self._attributes = {}
-        self._state = ObjectState([hook.call for hook in hooks], self._there, with_globals=True) if hooks else None
+        self._state = ObjectState([hook.call for hook in hooks], self._to_caller, with_globals=True) if hooks else None
         if self._state is not None:
             if len(self._state.parts) != packed.parts:
                 raise ParallelError(
-                    f"the forward hooks hold {packed.parts} objects that change, and their copies on the workers"
-                    f" {len(self._state.parts)}, so that what they note cannot be brought home. Have them hold plain"
-                    " lists, dicts and objects, or call deparallelize() first"
+                    f"the forward hooks have {packed.parts} mutable objects, and {len(self._state.parts)} on workers,"
+                    " so the changes of the hooks cannot be copied back. Use only plain lists, dicts and objects in"
+                    " the hooks, or call deparallelize() first"
                 )
             self._state.remember()
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return the notes of the hooks in the call of that number; None if they were not installed for it."""
+        """Return the changes of the hooks in the call with this number; None if that call installed no hooks."""
         if self._state is None or number != self._number:
             return None
-        return self._state.changes(), {place: self._there(value) for place, value in self._attributes.items()}
+        return self._state.changes(), {place: self._to_caller(value) for place, value in self._attributes.items()}
 
     def _put(self, place: Place, hook: Hook, first: bool) -> None:
         module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
@@ -86,13 +95,16 @@ class InstalledHooks:
             getattr(module, table).pop(key, None)
 
     def _called(self, hook: Hook) -> Callable[..., Any]:
-        """Return a hook as a module calls it: it sees the weights of all heads, and what it sets on its module is
-        noted."""
+        """Return the function that a module calls for a hook.
 
-        def call(module: nn.Module, *seen: Any) -> Any:
+        The function gives the hook the attention weights of all heads, and records attributes that the hook sets on
+        the module.
+        """
+
+        def call(module: nn.Module, *arguments: Any) -> Any:
             before = dict(vars(module))
             try:
-                return hook.call(module, *(mapped(part, OwnHeads, gathered, in_place=True) for part in seen))
+                return hook.call(module, *(mapped(part, OwnHeads, gathered, in_place=True) for part in arguments))
             finally:
                 for name, value in vars(module).items():
                     if before.get(name, _ABSENT) is not value:
@@ -100,8 +112,8 @@ class InstalledHooks:
 
         return call
 
-    def _there(self, value: Any) -> Any:
-        """Return a value as it goes home."""
+    def _to_caller(self, value: Any) -> Any:
+        """Return a value for the caller: handles replace caches, modules of the model, and placeholders."""
         return mapped(value, (Cache, nn.Module, Placeholder), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:

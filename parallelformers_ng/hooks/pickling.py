@@ -1,7 +1,7 @@
-"""Hooks on their way to the workers: by value, in one piece, so that what they share stays shared.
+"""Pickles all hooks of a call together and by value, so that objects that hooks share stay shared on the workers.
 
-Modules of the model are named, not copied: on a worker they are that worker's. Objects that only exist in the caller's
-process, such as a handle of a cache, stay behind, and a `Placeholder` goes in their place.
+The pickle refers to modules of the model by path: a worker uses its own modules. A `Placeholder` replaces an object
+that only exists in the caller's process, such as the handle of a cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickle
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
 HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any]]
-"""States of what the hooks hold, by the numbers of `ObjectState`, and attributes of modules: (path, name) → value."""
+"""States of the hooks' mutable objects by number in `ObjectState`, and attributes of modules: (path, name) → value."""
 
 
 @dataclass
@@ -38,10 +38,11 @@ class Hook:
 
     Attributes:
         path: path of the module with the hook.
-        kind: the module's table that holds it.
-        number: its place in that table.
+        kind: name of the module's table of hooks.
+        number: key of the hook in the table.
         call: function or object to call.
-        with_kwargs, always: options of the registration.
+        with_kwargs: whether the hook gets the keyword arguments of the call.
+        always: whether torch calls the hook even if the forward raises an error.
     """
 
     path: str
@@ -54,12 +55,12 @@ class Hook:
 
 @dataclass
 class PackedHooks:
-    """Hooks as they travel.
+    """Hooks in the form of a message to the workers.
 
     Attributes:
-        data: a pickle.
-        tensors: tensors that the pickle names by number.
-        parts: how many mutable parts `ObjectState` finds in them, there as here.
+        data: pickle of the hooks.
+        tensors: tensors to which the pickle refers by number.
+        parts: number of mutable objects that `ObjectState` finds in the hooks, in the caller and on each worker.
     """
 
     data: bytes
@@ -67,19 +68,19 @@ class PackedHooks:
     parts: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With this it travels as a pickle, which is signed, and not field by field: `data` is code."""
+        """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
         vars(self).update(state)
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands on a worker for an object that stays with the caller."""
+    """Stand-in on a worker for an object that stays in the caller's process."""
 
     number: int
 
 
 def is_of_library(hook: Any) -> bool:
-    """Return whether a hook is part of how a model computes: torch's and transformers' own."""
+    """Return whether a hook belongs to torch or transformers, and not to the caller."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
@@ -87,10 +88,15 @@ def is_of_library(hook: Any) -> bool:
 
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHooks:
-    """Take hooks of `model` to the wire; what stays behind is added to `local`.
+    """Pickle hooks of a model for the workers.
+
+    Args:
+        model: model with the hooks.
+        hooks: hooks to pickle.
+        local: list to which objects are added that stay in the caller's process; a placeholder's number is an index.
 
     Raises:
-        ParallelError: one cannot cross, in words.
+        ParallelError: a hook cannot be sent.
     """
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
@@ -98,18 +104,18 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
             _HookPickler(buffer, model, tensors, local).dump(list(hooks))
     except ParallelError:
         raise
-    except Exception as error:  # reducers are foreign code and raise anything
+    except Exception as error:  # reducers are foreign code and may raise any error
         culprit = next((hook for hook in hooks if not _is_portable(model, hook)), hooks[0])
         raise ParallelError(
             f"the forward hook {described(culprit.call)} of {culprit.path or 'the model'} cannot be sent to the"
-            f" workers: {error}. Have it hold nothing that cannot be copied (a lock, an open file), or call"
+            f" workers: {error}. Remove objects that cannot be copied (a lock, an open file) from the hook, or call"
             " deparallelize() first"
         ) from error
     return PackedHooks(buffer.getvalue(), tensors)
 
 
 def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
-    """Return the hooks on a worker, where their tensors have arrived."""
+    """Return the unpickled hooks, on a worker that has received the tensors of the hooks."""
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule, "tensor": packed.tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip
@@ -124,14 +130,14 @@ def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         with _by_value([hook]):
             _HookPickler(io.BytesIO(), model, [], []).dump(hook)
-    except Exception:  # the very failure that is being located
+    except Exception:  # any error: this function locates the hook that fails
         return False
     return True
 
 
 @contextmanager
 def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
-    """Within it, the modules that define hooks go by value: imported anew, their global variables would be others."""
+    """Within the block, pickle the modules that define hooks by value: an imported copy would have new variables."""
     names = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
     modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith(LIBRARIES)]
     with _registering:
@@ -146,7 +152,7 @@ def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
 
 
 _registering = threading.RLock()
-"""Held while modules go by value: cloudpickle has one list of them for all threads."""
+"""Lock for the list of modules that cloudpickle pickles by value; all threads share the list."""
 
 
 class _HookPickler(ReferencePickler):
@@ -162,7 +168,7 @@ class _HookPickler(ReferencePickler):
         reduced = super().reducer_override(obj)
         if not isinstance(obj, types.FunctionType) or not obj.__closure__ or not isinstance(reduced, tuple):
             return reduced
-        # By itself cloudpickle gives each function cells of its own; a variable that two share would become two.
+        # By default cloudpickle gives each function its own cells; then two functions would no longer share a variable.
         make, (*code, empty), *rest = reduced
         assert len(empty) == len(obj.__closure__)
         cells = tuple(self._cells.setdefault(id(cell), new) for cell, new in zip(obj.__closure__, empty, strict=True))
@@ -175,8 +181,8 @@ class _HookPickler(ReferencePickler):
             if id(obj) in self._weights or obj.device.type == "meta":
                 name = self._weights.get(id(obj), "a weight")
                 raise ParallelError(
-                    f"a hook holds {name}, of which the workers have their parts. Have it hold the module, or a copy of"
-                    " the values made before parallelize"
+                    f"a hook refers to {name}, and each worker has only a shard of this weight. Use the module in the"
+                    " hook, or a copy of the values from before parallelize()"
                 )
             if type(obj) is torch.Tensor:
                 return "tensor", _place(self._tensors, obj)
@@ -186,6 +192,7 @@ class _HookPickler(ReferencePickler):
 
 
 def _place(items: list[Any], obj: Any) -> int:
+    """Return the index of an object in a list; append the object if the list does not contain it."""
     if not any(item is obj for item in items):
         items.append(obj)
     return next(place for place, item in enumerate(items) if item is obj)

@@ -1,4 +1,4 @@
-"""The forward hooks on the modules of a parallelized model, and the refusal of hooks that cannot work."""
+"""Finds the forward hooks on the modules of a parallelized model, and refuses hooks that cannot work."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class HookRegistry:
-    """The forward hooks of one model while it is parallelized.
+    """The forward hooks of one model while the model is parallelized.
 
-    The modules get tables that tell the registry of each new hook, so that a call looks only where there may be one. A
-    table that has hooks already is left in place, for their handles refer to it, and each call looks at it.
+    The registry replaces the modules' empty tables of hooks by tables that report each new hook. So a call reads only
+    tables of modules that may have hooks. A table with hooks stays, because the handles of its hooks refer to the
+    table. Every call reads such a table.
 
     Args:
-        model: every hook that it has passes `check`.
-        plan: how it is cut.
+        model: model whose hooks have passed `check`.
+        plan: plan of the model.
     """
 
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
         self._model = weakref.ref(model)
         self._plan = plan
         self.paths: dict[str, weakref.ref[nn.Module]] = {}
-        """Modules that may have hooks; `present` looks."""
-        self._noting = threading.Lock()  # while those are read or changed
+        """Path → module, for modules that may have hooks."""
+        self._paths_lock = threading.Lock()
         self._turn = threading.RLock()
         for path, module in model.named_modules():
             if any(vars(module)[name] for name in _FORWARD):
@@ -52,16 +53,22 @@ class HookRegistry:
 
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[CallHooks | None]:
-        """The hooks for a call, of each module in their order; None if there are none. Calls come one after another,
-        for each begins with what the one before has noted.
+        """Wait for the calls of other threads, and yield the hooks of this call; None if the model has no hooks.
+
+        Calls with hooks run one after another, because each call starts with the hooks' state from the previous call.
+
+        Args:
+            deadline: latest moment of the start, on the clock of `time.monotonic`.
 
         Raises:
-            ParallelError: one cannot be called, or there is a global one.
-            DeadlineExpiredError: other threads' calls took until `deadline`, on the clock of `time.monotonic`.
+            ParallelError: a hook cannot run on the workers, or torch has a global module hook.
+            DeadlineExpiredError: calls of other threads were still running at `deadline`.
         """
         _refuse_global_hooks()
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeadlineExpiredError("other calls of this model, whose forward hooks note something, were not done")
+            raise DeadlineExpiredError(
+                "calls with forward hooks run one after another, and earlier calls did not end in time"
+            )
         try:
             hooks, model = self.present(), self._model()
             yield CallHooks(model, hooks) if model is not None and hooks else None
@@ -72,36 +79,42 @@ class HookRegistry:
         """Return the hooks that the modules have now.
 
         Raises:
-            ParallelError: one cannot be called, in words; of a table that was left in place it is only known now.
+            ParallelError: a hook cannot run on the workers. For a table that the registry has not replaced, only this
+                method checks new hooks.
         """
-        with self._noting:
+        with self._paths_lock:
             references = [(path, reference()) for path, reference in self.paths.items()]
             modules = [(path, module) for path, module in references if module is not None]
             for path, module in modules:
                 if not any(vars(module)[name] or not isinstance(vars(module)[name], _Table) for name in _FORWARD):
-                    del self.paths[path]  # the tables tell of the next one
+                    del self.paths[path]  # the tables report the next hook
         hooks = [hook for path, module in modules for hook in hooks_of(path, module)]
         for hook in hooks:
             check_hook(self._plan, hook.path, hook.kind, hook.call)
         return hooks
 
     def leave(self) -> None:
-        """Make the hooks ordinary ones from now on."""
+        """Make the modules' tables of hooks ordinary tables, and keep the hooks."""
         model: Any = self._model()
         for module in model.modules():
             for name in (*_FORWARD, *_BACKWARD):
                 table = vars(module)[name]
                 if isinstance(table, _Table):
                     if table:
-                        table.registered = None  # their handles know this table
+                        table.registered = None  # the handles of its hooks refer to this table
                     else:
                         vars(module)[name] = OrderedDict()
 
     def admit(self, path: str, table: str, hook: Any) -> None:
-        """See that a hook that is being registered can be called on the ranks.
+        """Check that a new hook can run on the workers.
+
+        Args:
+            path: path of the module.
+            table: name of the module's table of hooks.
+            hook: hook that the caller registers.
 
         Raises:
-            ParallelError: it cannot be, in words.
+            ParallelError: the hook cannot run on the workers.
         """
         check_hook(self._plan, path, table, hook)
         if table in _FORWARD and not is_of_library(hook):
@@ -109,18 +122,18 @@ class HookRegistry:
             pack(model, [Hook(path, table, 0, hook)], [])
 
     def note(self, path: str, table: str) -> None:
-        """Take note of a module whose table has a new hook."""
+        """Record that a module has a new hook."""
         if table in _FORWARD:
             model: Any = self._model()
-            with self._noting:
+            with self._paths_lock:
                 self.paths[path] = weakref.ref(model.get_submodule(path))
 
 
 class CallHooks:
-    """The hooks of one call.
+    """The hooks of one call in the caller's process.
 
     Attributes:
-        packed: the hooks, ready to be sent.
+        packed: message with the hooks for the workers.
     """
 
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
@@ -131,25 +144,26 @@ class CallHooks:
         self.packed.parts = len(self._state.parts)
 
     def check_apart_from(self, arguments: ObjectState) -> None:
-        """
+        """Check that no hook shares an object with the arguments of the call: only one changed copy can return.
+
         Raises:
-            ParallelError: a hook and an argument have an object in common, which cannot come home twice.
+            ParallelError: a hook and an argument share an object.
         """
         if self._state.shares(arguments):
             raise ParallelError(
                 "a forward hook shares an object with a logits processor, a stopping criterion or"
-                " prefix_allowed_tokens_fn; each would bring home a copy of its own. Give each its own object"
+                " prefix_allowed_tokens_fn; the changes of only one of them could be kept. Use separate objects"
             )
 
     def bring_home(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
-        """Write down here what the hooks have noted on rank 0.
+        """Apply the changes of the hooks on rank 0 to the caller's objects and modules.
 
         Args:
-            changes: None if they were not called.
-            receive: makes of the handle of a cache what the caller gets.
+            changes: changes on rank 0; None if no hook was installed.
+            receive: function that returns the caller's object for the handle of a cache.
         """
 
-        def cache_of(handle: Handle) -> Any:
+        def local_object(handle: Handle) -> Any:
             if handle.kind == "module":
                 return self._model.get_submodule(handle.payload)
             return self._local[handle.payload] if handle.kind == "placeholder" else receive(handle)
@@ -157,13 +171,13 @@ class CallHooks:
         if changes is None:
             return
         states, attributes = changes
-        self._state.restore(states, lambda value: map_handles(value, cache_of))
+        self._state.restore(states, lambda value: map_handles(value, local_object))
         for (path, name), value in attributes.items():
-            vars(self._model.get_submodule(path))[name] = map_handles(value, cache_of)
+            vars(self._model.get_submodule(path))[name] = map_handles(value, local_object)
 
 
 class _Table(OrderedDict):
-    """A table of hooks that tells the registry of each new one."""
+    """A module's table of hooks that reports each new hook to the registry."""
 
     def __init__(self, registered: HookRegistry, path: str, name: str) -> None:
         super().__init__()
@@ -182,10 +196,10 @@ class _Table(OrderedDict):
 
 
 def check(model: nn.Module, plan: ShardPlan) -> None:
-    """See that a model that is about to be cut has no hook which it cannot have then.
+    """Check before parallelization that all hooks of a model can run on the workers.
 
     Raises:
-        ParallelError: it has, in words.
+        ParallelError: a hook cannot run on the workers, or torch has a global module hook.
     """
     _refuse_global_hooks()
     for path, module in model.named_modules():
@@ -198,30 +212,35 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
-    """
+    """Check that a hook can run on the workers, as far as its module and its kind decide.
+
+    Args:
+        path: path of the module; "" for the model.
+        table: name of the module's table of hooks.
+
     Raises:
-        ParallelError: a cut model cannot have this hook in this table of the module at `path`.
+        ParallelError: the hook is a backward hook, is on a module inside a sharded block, or belongs to a module.
     """
     if is_of_library(hook):
         return
     who = f"{described(hook)} on {path or 'the model'}"
     if table in _BACKWARD:
         raise ParallelError(
-            f"the backward hook {who} is refused: the workers compute without gradients, so that it would never be"
-            " called. Call deparallelize() first, or remove it"
+            f"the backward hook {who} is refused: the workers compute without gradients, so the hook would never be"
+            " called. Call deparallelize() first, or remove the hook"
         )
     block = next((block for block in plan.blocks if path and path != block and is_within(path, block)), None)
     if block is not None and plan.world_size > 1:
-        where = f"{block}, which is cut" if block else "the model, which is cut as one block"
+        where = f"{block}, which is sharded" if block else "the model, which is sharded as one block"
         raise ParallelError(
-            f"the forward hook {who} is refused: it lies within {where}, and would see one worker's part. Register it"
-            f" on {block or 'the model'} or something above it, or call deparallelize() first"
+            f"the forward hook {who} is refused: the module is inside {where}, so the hook would see one worker's"
+            f" shard. Register the hook on {block or 'the model'} or on a parent module, or call deparallelize() first"
         )
     owner = getattr(hook, "__self__", hook)
     if isinstance(owner, nn.Module):
         raise ParallelError(
-            f"the forward hook {who} is refused: it belongs to a module, {type(owner).__name__}, and what it notes"
-            " there would stay on the workers. Make it a function, or a method of an object that is no module"
+            f"the forward hook {who} is refused: the hook belongs to a module, {type(owner).__name__}, and changes of"
+            " that module would stay on the workers. Use a function, or a method of an object that is not a module"
         )
 
 
@@ -230,7 +249,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}
-        for number, hook in [*vars(module)[kind].items()]:  # another thread may be registering one
+        for number, hook in [*vars(module)[kind].items()]:  # another thread may register a hook meanwhile
             if not is_of_library(hook):
                 yield Hook(path, kind, number, hook, number in with_kwargs, number in always)
 
@@ -238,6 +257,6 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
 def _refuse_global_hooks() -> None:
     if torch_module._has_any_global_hook():
         raise ParallelError(
-            "torch has a global module hook. It would be called for every module: within the cut blocks it would see"
-            " one worker's part. Remove it, and register a hook on each module that needs it"
+            "torch has a global module hook, which torch calls for every module. Inside sharded blocks the hook would"
+            " see one worker's shard. Remove the hook, and register a hook on each module that needs it"
         )

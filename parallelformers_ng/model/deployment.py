@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import whole_node
-from parallelformers_ng.checkpoint.given import Given
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
+from parallelformers_ng.checkpoint.quantized_in_memory import ConvertedLayers
 from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
@@ -65,7 +65,7 @@ class Deployment:
         limit: RestartLimit | None = None,
         checkpoint: Checkpoint | None = None,
         show_progress: bool = True,
-        original: Given | None = None,
+        original: ConvertedLayers | None = None,
         code: LiveCode,
     ) -> None:
         self.plan = plan

@@ -84,9 +84,9 @@ def attach(
         progress: function that is called with the number of bytes loaded since its last call.
     """
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    stored = checkpoint.held(plan)
+    stored = checkpoint.as_stored(plan)
     group.call_each("attach", [(of_rank, stored) for of_rank in fds])
-    for names, size in _batches(plan.held, stored):
+    for names, size in _batches(plan.as_stored, stored):
         group.call("load", names)
         if progress is not None:
             progress(size)

@@ -58,7 +58,7 @@ def save_sharded(
     plan = deployment.plan
     names = saved_names(model, plan)
     # Rank 0 reports the progress: all ranks write at the same time, and rank 0 also writes replicated tensors.
-    stored = plan.held
+    stored = plan.as_stored
     total = sum(stored.tensors[name].bytes_on(0) for name in names)
     with (
         replaced_directory(Path(directory), files_of) as partial,

@@ -28,7 +28,7 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     """
     if budget is None:
         return None
-    plan = plan.held
+    plan = plan.as_stored
     layers = _layers(model, plan)
     places: list[dict[str, Place]] = []
     for rank, (name, room) in enumerate(budget.devices):

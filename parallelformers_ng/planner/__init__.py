@@ -1,1 +1,1 @@
-"""Forecasts of a model's memory and speed on devices that may not be here."""
+"""Forecasts the memory and the decode speed of a model on absent devices."""

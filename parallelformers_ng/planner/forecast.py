@@ -1,33 +1,84 @@
-"""Model, devices, sequences → whether it fits, how fast it is, and how to lay it out. Nothing is started."""
+"""Forecasts the memory and the decode speed of a model on devices, for each layout. Starts no processes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.api import check_model
 from parallelformers_ng.autopolicy.planning import CustomPolicies, make_plan
-from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
 from parallelformers_ng.options import FitOptions, QuantizeOptions, read_quantize
-from parallelformers_ng.planner.advice import advice
-from parallelformers_ng.planner.arrangement import Arrangement
-from parallelformers_ng.planner.devices import DEVICES, LINKS, Cluster, named
-from parallelformers_ng.planner.here import as_cluster, probe_here
-from parallelformers_ng.planner.search import Search
+from parallelformers_ng.planner.devices import LINKS, Device, device_named
+from parallelformers_ng.planner.observation import Observation, Work, observe
 from parallelformers_ng.sharding.casting import target_dtype
+from parallelformers_ng.sharding.pipeline import in_stages
+from parallelformers_ng.sharding.placed import Placed
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.wording import human_bytes
 
-HERE = "here"
+_TITLES = ("tensor × pipeline", "weights", "caches", "activations", "room", "tokens/s")
+_WIDTHS = {1, 2, 4, 8, 16}
+_ANY = 1 << 16
+"""Number of stages that is larger than the number of layers of any model."""
+_OPERATOR_SECONDS = 3e-6
+"""Fixed part of the seconds of an operator."""
+_READ_SHARE = 0.8
+"""Fraction of the data sheet's bandwidth that large matrix products reach."""
+_STEP_SECONDS = 50e-6
+"""Seconds of a decode step outside the model: the choice of a token, and the loop of `generate`."""
 
-_TITLES: tuple[str, ...] = (
-    "tensor × pipeline × replicas", "weights", "caches", "activations", "room", "tokens/s", "exchanges", "first token",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a device, in bytes.
+
+    Attributes:
+        weights: parameters and buffers.
+        caches: keys, values and states of all sequences at their full length.
+        activations: peak of temporary memory during the prefill of all prompts at once.
+        room: limit for the sum of weights, caches and activations.
+    """
+
+    weights: float
+    caches: float
+    activations: float
+    room: float
+
+    @property
+    def used(self) -> float:
+        return self.weights + self.caches + self.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= self.room
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A layout of a model over devices, with its memory and its decode speed.
+
+    Attributes:
+        tensor: number of ranks that share each layer.
+        pipeline: number of stages.
+        memory: memory of the fullest device.
+        tokens_per_second: decoded tokens per second of all sequences at their full length; None for several stages.
+    """
+
+    tensor: int
+    pipeline: int
+    memory: Memory
+    tokens_per_second: float | None
+
+    def __str__(self) -> str:
+        return f"{self.tensor} × {self.pipeline}"
 
 
 @dataclass(frozen=True)
@@ -35,19 +86,19 @@ class Forecast:
     """A forecast of a model's memory and speed.
 
     Attributes:
-        model: its class.
+        model: name of the model's class.
         device: name of the device.
-        hosts, gpus_per_host: how many there are.
-        batch, length: sequences at a time, and tokens of each, prompt and answer together.
-        dtype: data type of the computation.
-        arrangements: ways to lay it out, those that fit first, the fastest of them first.
-        notes: remarks on them, in sentences.
+        num_gpus: number of devices.
+        batch: number of sequences that are decoded together.
+        length: prompt and new tokens of a sequence.
+        dtype: name of the data type of the computation.
+        arrangements: layouts, sorted: layouts that fit come first, and faster layouts come before slower layouts.
+        notes: sentences about the best layout and the impossible layouts.
     """
 
     model: str
     device: str
-    hosts: int
-    gpus_per_host: int
+    num_gpus: int
     batch: int
     length: int
     dtype: str
@@ -56,28 +107,27 @@ class Forecast:
 
     @property
     def best(self) -> Arrangement | None:
-        """The one to take; None if none fits."""
+        """Best layout, the first of `arrangements`; None if no layout fits."""
         return self.arrangements[0] if self.arrangements[0].memory.fits else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data: bytes, seconds."""
-        arguments = {
-            name: getattr(self, name) for name in ("model", "device", "hosts", "gpus_per_host", "batch", "length")
-        }
-        ways = [each.as_dict() for each in self.arrangements]
-        fits = self.best is not None
-        return {**arguments, "dtype": self.dtype, "fits": fits, "arrangements": ways, "notes": self.notes}
+        """Return the forecast as plain data for JSON; sizes are in bytes."""
+        layouts = [
+            vars(each)
+            | {"memory": {name: round(size) for name, size in vars(each.memory).items()}, "fits": each.memory.fits}
+            for each in self.arrangements
+        ]
+        return vars(self) | {"fits": self.best is not None, "arrangements": layouts}
 
     def __str__(self) -> str:
-        hosts = f"{self.hosts} host{'s' * (self.hosts > 1)} with {self.gpus_per_host} {self.device} each"
-        head = f"{self.model} in {self.dtype} on {hosts}: {self.batch} sequences of {self.length} tokens"
-        rows = [_TITLES]
+        devices = f"{self.num_gpus} {self.device} of one host"
+        head = f"{self.model} in {self.dtype} on {devices}: {self.batch} sequences of {self.length} tokens"
+        rows: list[tuple[str, ...]] = [_TITLES]
         for each in self.arrangements:
-            memory = each.memory
-            sizes = (human_bytes(size) for size in (memory.weights, memory.caches, memory.activations, memory.room))
-            speed = (f"{each.tokens_per_second:.0f}", f"{each.exchange_share:.0%}", f"{each.prompt_seconds:.2f} s")
-            rows.append((str(each), *sizes, *(speed if memory.fits else ("does not fit", "", ""))))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+            sizes = map(human_bytes, vars(each.memory).values())
+            speed = "" if each.tokens_per_second is None else f"{each.tokens_per_second:.0f}"
+            rows.append((str(each), *sizes, speed if each.memory.fits else "does not fit"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([head, "", *table, "", *self.notes])
 
@@ -86,88 +136,157 @@ def forecast(
     model: PreTrainedModel,
     *,
     device: str = "h100",
-    hosts: int = 1,
-    gpus_per_host: int = 8,
+    num_gpus: int = 8,
     batch: int = 1,
     length: int = 4096,
-    network: str = "infiniband-ndr",
-    decode: str = "auto",
     dtype: torch.dtype | str | None = None,
     custom_policies: CustomPolicies = None,
     quantize: str | QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> Forecast:
-    """Forecast the memory and speed of `model` on devices that may not be here. A model on `meta` will do.
+    """Forecast the memory and the decode speed of a model on absent devices of one host.
 
-    A rank's share of the model runs on `meta`, once as a prompt and once as a decode step; what it does is timed by
-    data sheets: docs/planning.md has the model, its sources, and how it compares with what was measured.
+    One rank's shard of the model runs on `meta`: once for the prefill, and once for a decode step. Figures of data
+    sheets turn the bytes that the decode step moves into seconds. docs/planning.md has the formulas and their sources,
+    and compares forecasts with measurements.
 
     Args:
-        model: a transformers model that generates.
-        device: a name of `parallelformers_ng.planner.devices.DEVICES`: "h100", "a100", ….  "here": CPU ranks of this
-            machine, which are started and measured: seconds, while nothing else should run.
-        hosts: how many.
-        gpus_per_host: devices of each.
-        batch: sequences that are decoded at a time, over all replicas.
-        length: tokens of each, prompt and answer together; memory and speed are those at the end.
-        network: between hosts: "infiniband-ndr", "ethernet-100g", ….
-        decode: decode mode of `parallelize`: "eager", "cuda_graphs" or "compile"; "auto" is "cuda_graphs".
+        model: transformers model with `generate`, loaded or on `meta`.
+        device: name of an entry of `parallelformers_ng.planner.devices.DEVICES`: "h100", "a100", ….
+        num_gpus: number of devices.
+        batch: number of sequences that are decoded together.
+        length: prompt and new tokens of a sequence. The forecast describes the last decode step.
         dtype: same as in `parallelize`.
         custom_policies: same as in `parallelize`.
         quantize: same as in `parallelize`.
 
     Raises:
-        ParallelError: an argument has a value that it does not take.
-        UnsupportedModelError: no policy fits, it does not generate, or it cannot be followed without numbers.
+        ParallelError: an argument is invalid.
+        UnsupportedModelError: no policy fits the model, the model does not generate or returns no cache, or its
+            forward fails on `meta`.
     """
-    for name, value, least in (
-        ("hosts", hosts, 1),
-        ("gpus_per_host", gpus_per_host, 1),
-        ("batch", batch, 1),
-        ("length", length, 2),
-    ):
+    for name, value, least in (("num_gpus", num_gpus, 1), ("batch", batch, 1), ("length", length, 2)):
         if value < least:
             raise ParallelError(f"{name} is {value}; it takes a number, at least {least}")
-    if decode not in _DECODE:
-        raise ParallelError(f"decode is {decode!r}; it takes one of {', '.join(map(repr, _DECODE))}")
     check_model(model)
     target, bits = target_dtype(False, dtype), read_quantize(quantize)
-    computed = target or model.dtype
-    if device == HERE:
-        cluster_of = _here(hosts, gpus_per_host, decode, computed)
-    else:
-        cluster_of = _by_data_sheet(device, hosts, gpus_per_host, network, computed)
 
+    @functools.cache
     def planned(ranks: int, quantize: QuantizeOptions | None) -> ShardPlan:
         return make_plan(model, ranks, custom_policies, target, FitOptions(), quantize)
 
-    search = Search(model, cluster_of, batch, length, planned, bits)
-    steps = "cuda_graphs" if decode == "auto" else decode
-    arrangements = sorted(
-        search.arrangements(steps, computed), key=lambda each: (not each.memory.fits, -each.tokens_per_second)
-    )
+    chosen, impossible, observations = device_named(device), list[str](), dict[int, Observation]()
+    arrangements = list[Arrangement]()
+    for tensor in sorted(n for n in {*_WIDTHS, num_gpus} if n <= max(_WIDTHS) and num_gpus % n == 0):
+        try:
+            shard_plan = planned(tensor, bits)
+            fullest = max(range(tensor), key=shard_plan.bytes_per_rank.__getitem__)
+            observations[tensor] = observe(model, shard_plan, fullest, batch, length)
+        except UnsupportedModelError as error:
+            impossible.append(f"{tensor} ranks per layer are impossible: {error}")
+            continue
+        stages, memory = _laid_out(model, shard_plan, observations[tensor], num_gpus // tensor, chosen.usable)
+        speed = None if stages > 1 else batch / step_seconds(chosen, observations[tensor].step, tensor)
+        arrangements.append(Arrangement(tensor, stages, memory, speed))
     if not arrangements:
-        raise UnsupportedModelError("; ".join(search.refusals))
-    name = str(computed).removeprefix("torch.")
-    notes = advice(arrangements, search)
-    return Forecast(type(model).__name__, device, hosts, gpus_per_host, batch, length, name, arrangements, notes)
+        raise UnsupportedModelError("; ".join(impossible))
+    arrangements.sort(key=lambda each: (not each.memory.fits, -(each.tokens_per_second or 0)))
+    best = arrangements[0]
+    memory = best.memory
+    sequences = math.floor((memory.room - memory.weights) / (memory.used - memory.weights) * batch)
+    if memory.fits:
+        notes = [f"Best layout: {best}. Up to {sequences} sequences of {length} tokens fit."]
+    else:
+        notes = [
+            f"The model does not fit: layout {best} needs {human_bytes(memory.used)} on the fullest device,"
+            f" {human_bytes(memory.used - memory.room)} more than the limit of {human_bytes(memory.room)}."
+            " The model would fit"
+        ]
+        stages, wider = _laid_out(model, planned(best.tensor, bits), observations[best.tensor], _ANY, memory.room)
+        if wider.fits:
+            notes.append(f"- on {best.tensor * stages} devices: {best.tensor} × {stages};")
+        if sequences > 0:
+            notes.append(f"- with {sequences} sequences at a time instead of {batch};")
+        if bits is None:
+            int8_plan = planned(best.tensor, QuantizeOptions("int8"))
+            int8_memory = _memory(model, int8_plan, observations[best.tensor], best.pipeline, memory.room)
+            if int8_memory.fits:
+                notes.append(
+                    f"- with quantize='int8': {human_bytes(int8_memory.weights)} of weights on the fullest device;"
+                )
+        if len(notes) == 1:
+            notes.append("- on devices with more memory.")
+        notes[-1] = notes[-1].rstrip(";.") + "."
+    name = str(target or model.dtype).removeprefix("torch.")
+    return Forecast(type(model).__name__, device, num_gpus, batch, length, name, arrangements, [*notes, *impossible])
 
 
-def _by_data_sheet(
-    device: str, hosts: int, gpus_per_host: int, network: str, dtype: torch.dtype
-) -> Callable[[int], Cluster]:
-    chosen = named(DEVICES, device, "device", HERE)
-    if dtype not in chosen.flops:
-        known = ", ".join(str(each).removeprefix("torch.") for each in chosen.flops)
-        raise ParallelError(f"dtype is {dtype}, and of a {device} the figures of {known} are known; give dtype")
-    cluster = Cluster(chosen, hosts, gpus_per_host, LINKS[chosen.link], named(LINKS, network, "network"))
-    return lambda ranks: cluster
+def _laid_out(
+    model: nn.Module, plan: ShardPlan, observation: Observation, most: int, room: float
+) -> tuple[int, Memory]:
+    """Return the smallest number of stages in which the model fits, and the memory of the fullest device.
+
+    If the model does not fit, the number of stages is the largest possible number.
+
+    Args:
+        plan: plan for the ranks of one stage.
+        observation: observation of the fullest rank of `plan`.
+        most: upper limit of the number of stages.
+        room: limit of each device's memory in bytes.
+    """
+    stages = min(most, max(1, math.floor(max(plan.bytes_per_rank) / room)))
+    while True:
+        try:
+            memory = _memory(model, plan, observation, stages, room)
+        except PlacementError:  # the model has fewer layers than stages
+            stages = most = stages - 1
+            continue
+        if memory.fits or stages == most:
+            return stages, memory
+        stages += 1
 
 
-def _here(hosts: int, ranks: int, decode: str, dtype: torch.dtype) -> Callable[[int], Cluster]:
-    if hosts > 1 or decode not in ("auto", "eager"):
-        raise ParallelError(f"device is {HERE!r}, which is one host and decode='eager'; leave hosts and decode out")
-    probed = functools.cache(lambda count: probe_here(count, dtype))
-    return lambda count: as_cluster(probed(count), probed(1), ranks, dtype)
+def _memory(model: nn.Module, plan: ShardPlan, observation: Observation, stages: int, room: float) -> Memory:
+    """Return the memory of the fullest device, if the layers of a plan are divided into stages.
+
+    Args:
+        plan: plan for the ranks of one stage.
+        observation: observation of the fullest rank of `plan`.
+        stages: number of stages.
+        room: limit of each device's memory in bytes.
+
+    Raises:
+        PlacementError: the model has fewer layers than stages.
+    """
+    if stages == 1:
+        return Memory(max(plan.bytes_per_rank), sum(observation.caches.values()), observation.peak, room)
+    staged = in_stages(plan, model, [1 / stages] * stages)
+    first = {layer.path: layer.attributes[0]["stop"].holders[0] for layer in staged.layers if layer.cls is Placed}
+    caches = [0.0] * staged.world_size
+    for unit, size in observation.caches.items():
+        for rank in range(first.get(unit, 0), first.get(unit, 0) + plan.world_size):
+            caches[rank] += size
+    fullest = max(zip(staged.bytes_per_rank, caches, strict=True), key=sum)
+    return Memory(*fullest, observation.peak, room)
 
 
-_DECODE = ("auto", "eager", "cuda_graphs", "compile")
+def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
+    """Return the seconds of a compiled decode step on one rank.
+
+    The operators between two matrix products count as one kernel, which moves the bytes of the largest operator. A
+    kernel takes `_OPERATOR_SECONDS`, plus the time to move its bytes.
+
+    Args:
+        works: operators and exchanges of the step, in order.
+        ranks: number of ranks that share each layer.
+    """
+    kernels, exchanged, open_ = list[float](), 0.0, False
+    for work in works:
+        if work.exchanges:
+            exchanged += LINKS[device.link].exchange_seconds(ranks, work.moved, work.gathers)
+        elif work.fuses and open_:
+            kernels[-1] = max(kernels[-1], work.moved)
+        else:
+            kernels.append(work.moved)
+        open_ = work.fuses
+    busy = sum(kernels) / (device.bandwidth * _READ_SHARE) + len(kernels) * _OPERATOR_SECONDS
+    return busy + (exchanged if ranks > 1 else 0.0) + _STEP_SECONDS

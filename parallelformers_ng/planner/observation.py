@@ -1,12 +1,12 @@
-"""Runs one rank's share of a model on `meta`, if nothing is computed, and notes what it would do: the operators with
-their arithmetic and the bytes that they move, the exchanges with other ranks, the caches, the memory in between."""
+"""Runs one rank's shard of a model on `meta`, and records the bytes that operators move, exchanges, caches and memory.
+
+Tensors on `meta` have shapes but no numbers, so nothing is computed.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.kernels.recognition import is_computed_at_once
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.cache_names import CACHES
 from parallelformers_ng.sharding.experts import has_experts_interface
@@ -33,7 +32,7 @@ from parallelformers_ng.sharding.stages import units
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
 _LOOK_UPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
-"""Operators that read of their first input no more than they give."""
+"""Operators that read only as many bytes of their first input as they return."""
 
 
 @dataclass(frozen=True)
@@ -41,115 +40,93 @@ class Work:
     """One operator, or one exchange between ranks.
 
     Attributes:
-        unit: path of the unit of the model that it is in; "" for what is in none.
-        flops: multiplications and additions.
-        moved: bytes read from memory and written to it.
-        fuses: a compiler makes one kernel of it and its neighbours: it is no product, no attention and no look-up.
-        exchanged: bytes of the tensor that ranks sum or gather; 0 for what is no exchange.
-        gathers: it is a gather.
-        native: on CPU ranks it is part of one call, for all of a decoder layer.
+        moved: bytes that an operator reads and writes, or bytes of the tensor that ranks sum or gather.
+        fuses: whether a compiler can fuse the operator with its neighbours. A compiler cannot fuse matrix products,
+            attention and look-ups.
+        exchanges: whether the work is a sum or a gather between ranks.
+        gathers: whether the work is a gather between ranks.
     """
 
-    unit: str
-    flops: float = 0.0
-    moved: float = 0.0
+    moved: float
     fuses: bool = False
-    exchanged: int = 0
+    exchanges: bool = False
     gathers: bool = False
-    native: bool = False
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward.
-
-    Attributes:
-        work: operations, in order.
-        peak: bytes of what is neither weights nor caches, at most.
-        sizes: bytes of the output of each unit, in their order.
-    """
-
-    work: list[Work]
-    peak: int
-    sizes: list[int]
-
-    @property
-    def exchanges(self) -> int:
-        """How often ranks exchange something."""
-        return sum(each.exchanged > 0 for each in self.work)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The work of a rank for sequences of some length.
+    """The work and the memory of one rank for sequences of a given length.
 
     Attributes:
-        batch, length: sequences, and tokens of each.
-        prompt: all tokens but the last, at once.
-        step: work for the last token, with the others in the caches.
-        caches: unit → bytes of its caches at the end.
+        peak: peak of temporary memory during the prefill, in bytes, without weights and caches.
+        step: work of the last decode step, in order.
+        caches: path of a unit of the model → bytes of its caches after the last decode step.
     """
 
-    batch: int
-    length: int
-    prompt: Pass
-    step: Pass
+    peak: int
+    step: list[Work]
     caches: dict[str, int]
 
 
 def observe(model: PreTrainedModel, plan: ShardPlan, rank: int, batch: int, length: int) -> Observation:
-    """Run a rank's share of a model.
+    """Run one rank's shard of a model on `meta`: the prefill, then one decode step.
 
     Args:
-        model: on any device; it stays as it is.
-        plan: in which every rank holds a part of every layer.
-        batch: sequences.
-        length: tokens of each, at least 2.
+        model: model on any device; stays unchanged.
+        plan: plan of one stage, in which every rank holds a shard of every layer.
+        rank: rank of the shard.
+        batch: number of sequences.
+        length: number of tokens of each sequence, at least 2.
 
     Raises:
-        UnsupportedModelError: it does not generate, keeps no caches, or asks on its way for numbers.
+        UnsupportedModelError: the model does not generate, returns no cache, or its forward fails on `meta`.
     """
     if not model.can_generate():
-        raise UnsupportedModelError(f"{type(model).__name__} does not generate: there is no token to time")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not generate; a forecast needs a model with generate()"
+        )
     recorder = _Recorder()
     counted = _on_meta(model)
     _count_experts(counted, recorder)
-    share = cut(counted, plan, rank, _Peers(rank, plan.world_size, recorder))
-    recorder.watch(share, model)
+    shard = cut(counted, plan, rank, _Peers(rank, plan.world_size, recorder))
+    known = dict(shard.named_modules())
+    for path in units(model):
+        if path in known:  # a unit may also be a bare parameter
+            recorder.watch(path, known[path])
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     prompt: dict[str, Any] = {"input_ids": ids[:, 1:]}
     token: dict[str, Any] = {"input_ids": ids[:, :1]}
     if model.config.is_encoder_decoder:
         prompt, token = prompt | {"decoder_input_ids": ids[:, 1:]}, {"decoder_input_ids": ids[:, :1]}
-    if "logits_to_keep" in inspect.signature(share.forward).parameters:  # as `generate` calls it
+    if "logits_to_keep" in inspect.signature(shard.forward).parameters:  # as `generate` calls it
         prompt["logits_to_keep"] = 1
     try:
         with torch.inference_mode():
-            first, output = recorder.record(lambda: share(**prompt, use_cache=True))
+            _, peak, output = recorder.record(lambda: shard(**prompt, use_cache=True))
             if model.config.is_encoder_decoder:
                 token["encoder_outputs"] = (output.encoder_last_hidden_state,)
             name = next((each for each in CACHES if output.get(each) is not None), "")
             if not name:
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} keeps nothing from token to token; it cannot be planned"
+                    f"{type(model).__name__} returns no cache; a forecast needs a model that caches its tokens"
                 )
             caches = output[name]
-            second, output = recorder.record(lambda: share(**token, use_cache=True, **{name: caches}))
+            step, _, output = recorder.record(lambda: shard(**token, use_cache=True, **{name: caches}))
             cache_bytes = recorder.caches(output.get(name, caches))
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever modelling code raises if a number is missing
+    except Exception as error:  # modelling code may raise any error if it needs numbers
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be run without its numbers, and nothing else can be planned by: {reason}"
+            f"{type(model).__name__} fails on the meta device, and a forecast runs the model there: {reason}"
         ) from error
     finally:
         look_ups.forget()
-    return Observation(batch, length, first, second, cache_bytes)
+    return Observation(peak, step, cache_bytes)
 
 
 def _on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without its weights."""
+    """Return a copy of a model whose tensors are on `meta`."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_like(tensor, device="meta")
@@ -158,116 +135,90 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes operators. Each storage that one makes has a number, by which its life and its unit are known."""
+    """Records operators, and numbers the storages that operators create.
+
+    The numbers identify the unit that created a storage, and the changes of memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.work: list[Work] = []
         self._units = [""]
-        self._native: set[str] = set()
-        self._sizes: list[int] = []
         self._numbers = WeakIdKeyDictionary()
-        self._made_in: dict[int, str] = {}
-        self._lives: list[tuple[int, int]] = []
-        self._held: set[int] = set()
-        self._forms: dict[
-            Any, tuple[Any, ...]
-        ] = {}  # what an operator makes of tensors of such forms: it takes torch long
+        self._creators: dict[int, str] = {}
+        self._size_changes: list[tuple[int, int]] = []
+        self._cache_numbers: set[int] = set()
 
-    def watch(self, share: nn.Module, model: nn.Module) -> None:
-        """Have the work of a share of a model be known by the model's units."""
-        known = dict(share.named_modules())
-        self._native = {path for path, module in model.named_modules() if is_computed_at_once(module)}
-        for path in units(model):
-            if path in known:  # else it is a bare parameter
-                known[path].register_forward_pre_hook(lambda *_, path=path: self._units.append(path), prepend=True)
-                known[path].register_forward_hook(self._leave, always_call=True)
+    def watch(self, path: str, unit: nn.Module) -> None:
+        """Record the path of a unit as the creator of the storages that the unit creates."""
+        unit.register_forward_pre_hook(lambda *_: self._units.append(path), prepend=True)
+        unit.register_forward_hook(lambda *_: self._units.pop() and None, always_call=True)
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._units.pop()
-        self._sizes.append(sum(tensor.nbytes for tensor in itertools.islice(tensors_in(output), 1)))
-
-    def record(self, forward: Callable[[], Any]) -> tuple[Pass, Any]:
-        """Run a forward; return its work and its output."""
-        self.work, self._lives, self._sizes = [], [], []
+    def record(self, forward: Callable[[], Any]) -> tuple[list[Work], int, Any]:
+        """Run a forward; return its work, the peak of its temporary memory in bytes, and its output."""
+        self.work, self._size_changes = [], []
         with self:
             output = forward()
         caches = _caches_of(output)
-        self._held = {self._number(tensor) for tensor in caches}
+        self._cache_numbers = {self._number(tensor) for tensor in caches}
         level = peak = 0
-        for number, size in self._lives:
-            level += 0 if number in self._held else size
+        for number, size in self._size_changes:
+            level += 0 if number in self._cache_numbers else size
             peak = max(peak, level)
-        return Pass(self.work, peak, self._sizes), output
+        return self.work, peak, output
 
     def caches(self, cache: Any) -> dict[str, int]:
-        """Unit → bytes that it made of what caches hold."""
+        """Return, for each unit, the bytes of cache tensors that the unit created."""
         cache_bytes: dict[str, int] = {}
         for tensor in tensors_in(cache):
-            unit = self._made_in.get(self._number(tensor), "")
+            unit = self._creators.get(self._number(tensor), "")
             cache_bytes[unit] = cache_bytes.get(unit, 0) + tensor.nbytes
         return cache_bytes
-
-    def note(self, **work: Any) -> None:
-        unit = self._units[-1]
-        self.work.append(Work(unit, native=unit in self._native, **work))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = kwargs or {}, func._overloadpacket
         if kind is _aten._local_scalar_dense and args[0].dtype is torch.bool:
-            return True  # what modelling code asks so: whether all tokens are there, none of them padding
+            return True  # modelling code tests whether the attention mask has no padding
         if kind is not _ATTENTION and kind not in flop_registry:
             with self:
-                parts = func.decompose(*args, **kwargs)  # what it is made of is noted instead
+                parts = func.decompose(*args, **kwargs)  # the recorder gets the simpler operators instead
             if parts is not NotImplemented:
                 return parts
-        leaves = tree_leaves((args, kwargs))
-        before = [tensor for tensor in leaves if isinstance(tensor, Tensor)]
-        known = {self._number(tensor) for tensor in before}
-        key = (func, len(args), *kwargs, *(_form(each) if isinstance(each, Tensor) else repr(each) for each in leaves))
-        form = self._forms.get(key)
-        output = func(*args, **kwargs) if form is None else torch.empty_strided(*form[:2], dtype=form[2], device="meta")
-        after = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
-        fresh = [tensor for tensor in after if self._number(tensor, is_new=True) not in known]
-        if form is None and fresh and output is fresh[0]:
-            self._forms[key] = _form(output)
-        if fresh or func._schema.is_mutable:  # else it is a view
-            flops = self._flops(kind, args, kwargs, output)
-            fuses = not flops and kind not in _LOOK_UPS
-            self.note(flops=flops, moved=self._moved(kind, before, after), fuses=fuses)
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        input_numbers = {self._number(tensor) for tensor in inputs}
+        output = func(*args, **kwargs)
+        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+        new_numbers = {self._number(tensor, is_new=True) for tensor in outputs} - input_numbers
+        if new_numbers or func._schema.is_mutable:  # a view creates no storage and writes nothing
+            fuses = kind is not _ATTENTION and kind not in flop_registry and kind not in _LOOK_UPS
+            self.work.append(Work(self._moved(kind, inputs, outputs), fuses))
         return output
 
-    def _flops(self, kind: Any, args: Any, kwargs: Any, output: Any) -> float:
-        if kind is _ATTENTION:
-            query, key, value = args[:3]
-            causal = kwargs.get("is_causal", len(args) > 5 and args[5])
-            pairs = math.prod(query.shape[:-1]) * key.shape[-2] * (0.5 if causal else 1.0)
-            return 2 * pairs * (query.shape[-1] + value.shape[-1])
-        return flop_registry[kind](*args, **kwargs, out_val=output) if kind in flop_registry else 0.0
-
-    def _moved(self, kind: Any, before: list[Tensor], after: list[Tensor]) -> float:
-        written = sum(_bytes(tensor) for tensor in after)
+    def _moved(self, kind: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
+        """Return the bytes that an operator reads and writes."""
+        written = sum(_bytes(tensor) for tensor in outputs)
         if kind in _LOOK_UPS:
             return 2 * written
-        if kind is _aten.cat:  # what caches hold stays where it is, as ranks append to it in place
-            return 2 * sum(_bytes(tensor) for tensor in before if self._number(tensor) not in self._held)
-        return written + sum(_bytes(tensor) for tensor in before)
+        if kind is _aten.cat:  # ranks append to caches in place, without a copy of the old tokens
+            return 2 * sum(_bytes(tensor) for tensor in inputs if self._number(tensor) not in self._cache_numbers)
+        return written + sum(_bytes(tensor) for tensor in inputs)
 
     def _number(self, tensor: Tensor, is_new: bool = False) -> int:
+        """Return the number of a tensor's storage; `is_new` records the size of a storage without a number."""
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage)
         if number is None:
-            number = self._numbers[storage] = len(self._made_in)
-            self._made_in[number] = self._units[-1]
+            number = self._numbers[storage] = len(self._creators)
+            self._creators[number] = self._units[-1]
             if is_new:
-                size, lives = storage.nbytes(), self._lives
-                lives.append((number, size))
-                weakref.finalize(storage, lives.append, (number, -size))
+                size, changes = storage.nbytes(), self._size_changes
+                changes.append((number, size))
+                weakref.finalize(storage, changes.append, (number, -size))
         return number
 
 
 class _Peers(Communicator):
-    """A rank's end of a group that is not there."""
+    """Communicator of a rank without other ranks: records exchanges, and sends nothing."""
 
     def __init__(self, rank: int, world_size: int, recorder: _Recorder) -> None:
         super().__init__(rank, world_size)
@@ -277,32 +228,32 @@ class _Peers(Communicator):
         return _Peers(self.rank % width, width, self._recorder)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        self._recorder.note(exchanged=tensor.nbytes)
+        self._recorder.work.append(Work(tensor.nbytes, exchanges=True))
         return tensor
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         whole = tensor.new_empty((*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :]))
-        self._recorder.note(exchanged=whole.nbytes, gathers=True)
+        self._recorder.work.append(Work(whole.nbytes, exchanges=True, gathers=True))
         return whole
 
     def abort(self, reason: str) -> None:
-        raise AssertionError("a group that is not there has nothing to abort")
+        raise AssertionError("an observed rank has no group to abort")
 
 
 def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
-    """Have stacked experts note their reads and operations instead of computing: the router's numbers, absent here,
-    would choose the experts.
+    """Replace the forwards of stacked experts by recorders of their reads, because the router has no numbers on `meta`.
 
-    Of `E` experts, `n` tokens that choose `k` each, all as likely, meet E (1 - (1 - k / E) ** n) different ones.
+    If each of n tokens chooses k of E experts, and all experts are equally likely, E (1 - (1 - k / E) ** n) different
+    experts are used on average.
     """
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any) -> Tensor:
         stacked = [each for each in self._parameters.values() if each is not None and each.ndim == 3]
-        count, chosen, each = stacked[0].shape[0], top_k_index.numel(), top_k_index.shape[-1]
-        met = count * (1 - (1 - each / count) ** (chosen // each))
+        count, choices, per_token = stacked[0].shape[0], top_k_index.numel(), top_k_index.shape[-1]
+        used_experts = count * (1 - (1 - per_token / count) ** (choices // per_token))
         numbers = sum(stack.numel() for stack in stacked) / count
-        states = 2 * _bytes(hidden_states) * each
-        recorder.note(flops=2 * numbers * chosen, moved=met * numbers * stacked[0].itemsize + states)
+        states = 2 * _bytes(hidden_states) * per_token
+        recorder.work.append(Work(used_experts * numbers * stacked[0].itemsize + states))
         return torch.empty_like(hidden_states)
 
     for module in model.modules():
@@ -311,17 +262,17 @@ def _count_experts(model: nn.Module, recorder: _Recorder) -> None:
             module.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in memory; a repeated number counts once."""
+    """Return the bytes of a tensor in memory. Numbers that an expanded tensor repeats count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield every tensor that an object holds, at whatever depth, once."""
+    """Yield every tensor in an object once, at any depth of containers and attributes.
+
+    Args:
+        seen: ids of the objects that are already visited; updated.
+    """
     seen = set() if seen is None else seen
     if id(value) in seen:
         return

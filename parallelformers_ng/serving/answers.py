@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallelformers_ng.serving.bare_calls import BareReader
-from parallelformers_ng.serving.engine import Asked, Engine
+from parallelformers_ng.serving.engine import Engine, GenerationJob
 from parallelformers_ng.serving.likelihoods import Likelihood
 from parallelformers_ng.serving.text import Detokenizer, Stopper
 from parallelformers_ng.serving.tools import AnswerReader, Read
@@ -50,7 +50,7 @@ class Form:
     reader: Callable[[], AnswerReader | BareReader | None]
 
 
-async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGenerator[Piece, None]:
+async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
     Raises:
@@ -91,11 +91,11 @@ async def write(engine: Engine, form: Form, index: int, job: Asked) -> AsyncGene
     yield end
 
 
-async def write_all(engine: Engine, form: Form, jobs: Sequence[Asked]) -> AsyncGenerator[Piece, None]:
+async def write_all(engine: Engine, form: Form, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers."""
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
-    async def run(index: int, one: Asked) -> None:
+    async def run(index: int, one: GenerationJob) -> None:
         try:
             async with contextlib.aclosing(write(engine, form, index, one)) as stream:
                 async for piece in stream:

@@ -39,7 +39,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationJob:
     """Job of the engine: one answer to one prompt.
 
     Attributes:
@@ -178,7 +178,7 @@ class Engine:
         """
         return 1 if self.model.config.is_encoder_decoder else len(ids)
 
-    async def generate(self, job: Asked) -> AsyncGenerator[NewTokens, None]:
+    async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
         If the caller closes the generator, the call ends within one decode step.
@@ -270,7 +270,7 @@ class Engine:
         error = self._ping.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
 
-    def _config(self, job: Asked) -> GenerationConfig:
+    def _config(self, job: GenerationJob) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)
         room = self.positions - len(job.ids)
         settings = {**job.settings, "max_new_tokens": min(job.settings["max_new_tokens"], room)}

@@ -14,7 +14,7 @@ from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.serving.answers import Form, Piece, write_all
 from parallelformers_ng.serving.api_errors import api_error, bad_request
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.engine import Asked, Engine, Places, draw_seed
+from parallelformers_ng.serving.engine import Engine, GenerationJob, Places, draw_seed
 from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.requests import (
     ApiRequest,
@@ -184,7 +184,7 @@ class Generation:
 
     async def _jobs(
         self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
-    ) -> list[Asked]:
+    ) -> list[GenerationJob]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
         constraint = request.constraint(forced)
@@ -207,7 +207,7 @@ class Generation:
                 # Each answer of a request has its own seed, and the same request seed gives the same answers.
                 answer_seed = (seed + number) % (1 << 63)
                 jobs.append(
-                    Asked(
+                    GenerationJob(
                         prompt.ids,
                         settings,
                         answer_seed,

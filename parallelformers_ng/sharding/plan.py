@@ -76,7 +76,7 @@ class ShardPlan:
         return self.world_size // self.stages
 
     @property
-    def held(self) -> ShardPlan:
+    def as_stored(self) -> ShardPlan:
         """The plan of the tensors that ranks store: quantized numbers and scales replace the quantized tensors."""
         if not self.quantized:
             return self
@@ -113,12 +113,12 @@ class ShardPlan:
     @property
     def bytes_whole(self) -> int:
         """Bytes of the whole model, after the cast and the quantization."""
-        return sum(tensor.bytes_whole for tensor in self.held.stored())
+        return sum(tensor.bytes_whole for tensor in self.as_stored.stored())
 
     @property
     def bytes_per_rank(self) -> list[int]:
         """Bytes of parameters and buffers on each rank."""
-        stored = list(self.held.stored())
+        stored = list(self.as_stored.stored())
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
     def bytes_in(self, place: Place, rank: int) -> int:
@@ -126,17 +126,19 @@ class ShardPlan:
         tiers, total = self.tiers, self.bytes_per_rank[rank]
         if tiers is None:
             return total if place == "device" else 0
-        return sum(tensor.bytes_on(rank) for tensor in self.held.stored() if tiers.place(tensor.name, rank) == place)
+        return sum(
+            tensor.bytes_on(rank) for tensor in self.as_stored.stored() if tiers.place(tensor.name, rank) == place
+        )
 
     def bytes_moved(self, rank: int) -> int:
         """Return the bytes of offloaded weights that a rank loads when all layers run once, as in a decode step."""
-        tensors, moved = self.held.tensors, () if self.tiers is None else self.tiers.moved(rank)
+        tensors, moved = self.as_stored.tensors, () if self.tiers is None else self.tiers.moved(rank)
         return sum(tensors[name].bytes_on(rank) for _, names in moved for name in names)
 
     @property
     def replicated(self) -> dict[str, int]:
         """Replicated tensors: name → bytes, largest first."""
-        whole = {tensor.name: tensor.bytes_whole for tensor in self.held.stored() if tensor.is_replicated}
+        whole = {tensor.name: tensor.bytes_whole for tensor in self.as_stored.stored() if tensor.is_replicated}
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
     @property
@@ -172,7 +174,7 @@ class ShardPlan:
 
         All parameters of two or more dimensions are cuttable, except those of convolutions.
         """
-        cuttable = [tensor for tensor in self.held.stored() if tensor.name in self.cuttable]
+        cuttable = [tensor for tensor in self.as_stored.stored() if tensor.name in self.cuttable]
         total = sum(tensor.bytes_whole for tensor in cuttable)
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
@@ -186,7 +188,7 @@ class ShardPlan:
                 "rule": tensor.rule,
                 "shapes": [list(shard.shape(tensor.shape)) for shard in tensor.shards],
             }
-            for tensor in self.held.stored()
+            for tensor in self.as_stored.stored()
         ]
         return {
             "model": self.model_class,
@@ -222,7 +224,7 @@ class ShardPlan:
             f"warning: {self.warning}" if self.warning else "",
             self.why_uncut,
         ]
-        return "\n".join([*filter(None, lines), tensor_table(self.held.stored())])
+        return "\n".join([*filter(None, lines), tensor_table(self.as_stored.stored())])
 
     def _tiers_in_words(self) -> Iterator[str]:
         """Yield a line for each rank with its bytes by place; yield no line if all weights are on the devices."""

@@ -82,7 +82,7 @@ class Selection:
     Attributes:
         policies: policies with at least one block in the model.
         source: origin of the policies: "custom", "written" or "inferred", joined by "+" if policies have different
-            origins; "held in parts" if only leftovers are cut.
+            origins; "leftovers" if no policy applies and only leftovers are cut.
         vocabulary: whether embeddings and output heads are cut by rows of the vocabulary.
         leftovers: whether large parameters that policies leave whole are cut.
         customs: policies of the caller, which may cut foreign code.

@@ -1,5 +1,5 @@
-"""Tests that hooks run once, on the workers, with the inputs of the whole model, and that their changes return to the
-caller."""
+"""Tests that hooks run once, on the workers, with the inputs of the whole model, and that changes by hooks return to
+the caller."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def first_tensor(output: Any) -> Any:
 
 
 def listen(model: Any, paths: tuple[str, ...], notes: list[Any], pre: bool = False) -> list[Any]:
-    """Register hooks on several modules that append (path, value) to one list."""
+    """Register hooks on several modules; each hook appends (path, value) to one list."""
 
     def on(path: str) -> Any:
         module = model.get_submodule(path)
@@ -141,7 +141,7 @@ def test_recorded_outputs_include_changes_by_hooks(groups: Groups) -> None:
     requested_outputs = {"output_hidden_states": True, "output_attentions": True}
     whole = decoder("Llama")
     with parallelize(decoder("Llama"), workers=groups(2)) as model, torch.no_grad():
-        for _ in range(2):  # at the second pass transformers' recorder is there before the hook
+        for _ in range(2):  # in the second pass, transformers' recorder is registered before the hook
             handles = [m.model.layers[0].register_forward_hook(lambda *seen: seen[2] * 2) for m in (whole, model)]
             assert_same(
                 model(**text_inputs(), **requested_outputs).hidden_states,
@@ -213,7 +213,7 @@ def test_notes_in_objects_globals_and_on_modules(groups: Groups) -> None:
 
 
 def test_hook_may_call_modules_and_keep_outputs(groups: Groups) -> None:
-    """The hook is a logit lens: it applies the output head to each layer's hidden states."""
+    """The hook is a logit lens: the hook applies the output head to each layer's hidden states."""
 
     def register(model: Any, notes: list[Any], outputs: list[Any]) -> None:
         def lens(module: nn.Module, args: Any, output: Any) -> None:
@@ -314,16 +314,19 @@ def holding(model: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a projection": (
         lambda m: m.model.layers[0].self_attn.q_proj.register_forward_hook(nothing),
-        r"nothing on model\.layers\.0\.self_attn\.q_proj .* within model\.layers\.0, which is cut",
+        r"nothing on model\.layers\.0\.self_attn\.q_proj .* inside model\.layers\.0, which is sharded",
     ),
     "a feed-forward's activation": (
         lambda m: m.model.layers[1].mlp.act_fn.register_forward_pre_hook(nothing),
-        r"see one worker's part. Register it on model\.layers\.1 or something above it",
+        r"see one worker's shard\. Register the hook on model\.layers\.1 or on a parent module",
     ),
     "backward": (lambda m: m.lm_head.register_full_backward_hook(nothing), "compute without gradients"),
     "backward, before": (lambda m: m.register_full_backward_pre_hook(nothing), "compute without gradients"),
     "a lock": (lambda m: m.lm_head.register_forward_hook(locked()), "locked.* of lm_head cannot be sent .*lock"),
-    "a weight": (lambda m: m.lm_head.register_forward_hook(holding(m)), "holds lm_head.weight, of which the workers"),
+    "a weight": (
+        lambda m: m.lm_head.register_forward_hook(holding(m)),
+        "refers to lm_head.weight, and each worker has only a shard",
+    ),
     "a module": (lambda m: m.lm_head.register_forward_hook(Listening()), "belongs to a module, Listening"),
 }
 

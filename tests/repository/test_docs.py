@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("*.md", "docs/*.md", "docker/*.md", "examples/**/*.md", "benchmarks/results/*.md")
 DOCUMENTS = sorted(path for pattern in FOLDERS for path in ROOT.glob(pattern))
 BLOCK = re.compile(r"^(<!-- not run: [^\n]+ -->\n)?^( *)```(\w*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
-NOT_RUN = {"README.md": 2, "docs/planning.md": 1, "CONTRIBUTING.md": 2, "docker/README.md": 1}
+NOT_RUN = {"README.md": 2, "CONTRIBUTING.md": 2, "docker/README.md": 1}
 """Number of blocks marked as not to be run, by document. Keep it small."""
 
 

@@ -130,7 +130,7 @@ def test_tied_embeddings_stay_or_are_quantized_once(groups) -> None:
     expected = rounded(model, [*linears(model), "lm_head.weight"])
     expected.tie_weights()
     parallelize(model, workers=groups(2), quantize=QuantizeOptions("int8", embeddings=True))
-    stored = [tensor.name for tensor in model.shard_plan.held.stored()]
+    stored = [tensor.name for tensor in model.shard_plan.as_stored.stored()]
     assert ("lm_head.weight" in stored) != ("model.embed_tokens.weight" in stored)
     assert largest_difference(model(**text_inputs()).logits, expected(**text_inputs()).logits) <= 1e-4
     model.deparallelize()

@@ -31,7 +31,7 @@ _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4
 """Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move."""
 
 
-def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
+def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
     """Return a plain model with unread weights for a quantized model; None if the model is not quantized.
 
     Args:
@@ -70,11 +70,11 @@ def open_given(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bo
     return adapted
 
 
-class Given:
+class ConvertedLayers:
     """A quantized model whose quantized layers have been converted to plain layers, in place.
 
     Args:
-        plain: result of `open_given` for `model`.
+        plain: result of `plain_counterpart` for `model`.
 
     Attributes:
         names: names of the parameters that the conversion added to the model.
