@@ -92,8 +92,10 @@ class StreamingQuantizedLinear(QuantizedLinear):
 
 
 def _dense(input: Tensor) -> Tensor:
-    """Return a contiguous copy of a strided input of a linear layer, for example of the last states of many prompts. torch
-    would instead copy the weight, once for each prompt."""
+    """Return a contiguous copy of a strided input of a linear layer, for example of the last states of many prompts.
+
+    torch would instead copy the weight, once for each prompt.
+    """
     return input if input.is_contiguous() else input.contiguous()
 
 
