@@ -32,6 +32,7 @@ _create_dot, _masked_load, _masked_store = (
 
 def interpret() -> None:
     """Have the interpreter run the kernels of this process, until it ends. Idempotent."""
+    triton.knobs.propagate_env = False  # processes that this one starts compile their kernels
     triton.knobs.runtime.interpret = True
     names = [module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")]
     for module in (tl, tl.core, tl.standard, tl.math, *map(importlib.import_module, names)):

@@ -22,7 +22,8 @@ def compiled(folder: Path, *arguments: str) -> dict[str, dict[str, list[int]]]:
     """Compile in a process of its own: in this one the kernels belong to the interpreter."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", *arguments]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    root = Path(__file__).parents[3]
+    output = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     lines: dict[str, dict[str, list[int]]] = json.loads(output)["kernels"]
     return lines
 
