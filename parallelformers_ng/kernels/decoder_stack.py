@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
 
-class DecoderStack(nn.ModuleList):
+class LayersAsOne(nn.ModuleList):
     """Decoder layers. To a model that only hands its states from one to the next they show themselves as one layer.
 
     Attributes:
@@ -27,8 +27,6 @@ class DecoderStack(nn.ModuleList):
     """
 
     as_one = False
-    _in_c: _StackInC | None = None
-    _was_read = False  # layers that cannot be computed as one at the first step are not looked at again
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -37,14 +35,28 @@ class DecoderStack(nn.ModuleList):
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Return the output of the last layer for `hidden`, with the arguments of each layer."""
+        raise NotImplementedError
+
+    def run_modules(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """Return the same, from the modules."""
+        for layer in self:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+class DecoderStack(LayersAsOne):
+    """Decoder layers that the C kernels compute as one."""
+
+    _in_c: _StackInC | None = None
+    _was_read = False  # layers that cannot be computed as one at the first step are not looked at again
+
+    def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         whole = self._read() if is_step(hidden) and may_serve() else None
         step = None if whole is None else whole.step_for(hidden, **kwargs)
         layer: Any
         last = self[-1]
         if whole is None or step is None or (isinstance(last, Placed) and not last.is_merged):
-            for layer in self:
-                hidden = layer(hidden, **kwargs)
-            return hidden
+            return self.run_modules(hidden, **kwargs)
         run = functools.partial(whole.run, step=step, cache=kwargs[CACHE])
         if not isinstance(last, Placed):
             return run(hidden)
@@ -68,14 +80,17 @@ class DecoderStack(nn.ModuleList):
 
 
 @functools.cache
-def with_layers_as_one(cls: Any) -> Any:
-    """Return the class of a model whose forward does nothing between one of its `layers`, a DecoderStack, and the
-    next."""
+def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
+    """Return the class of a model whose forward does nothing between one of its `layers`, `LayersAsOne`, and the next.
+
+    Args:
+        device: type of the device that computes.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # If layers are of several types, each type has a mask of its own.
-        if not may_serve() or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
+        if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
         self.layers.as_one = True
         try:

@@ -43,7 +43,7 @@ def _fp8_as_float32(bits):
     return placed * 1.329227995784916e36  # 2 ** 120
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a recording has more rows than the step before it
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,

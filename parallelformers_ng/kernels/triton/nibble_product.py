@@ -43,7 +43,7 @@ def _scaled(integers, scales, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr):
     return tl.reshape(wide.to(scales.dtype), [OUTPUTS, PAIRS])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def nibble_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,

@@ -1,7 +1,7 @@
 """The sum of a residual and its norm.
 
     s = x + d        y = s / √(mean(s²) + ε) ⊙ w                          (RMSNorm)
-                     y = (s − mean(s)) / √(var(s) + ε) ⊙ w + b            (LayerNorm)
+                     y = (s − mean(s)) / √(var(s) + ε) ⊙ w + b            (LayerNorm).
 
 s is rounded to the data type of x before its norm, as modelling code does.
 

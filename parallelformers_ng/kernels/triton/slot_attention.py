@@ -7,7 +7,7 @@ and its mask shows. A row that attends to nothing gets zeros. Query heads of one
 
 Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
 
-    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V
+    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
 
 In the second one a program for each row and query head adds them up. It may count the new token as well: no program of
 that launch reads the counter.
@@ -37,7 +37,7 @@ _PROGRAMS = 512
 _MOST_SPLITS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def split_kernel(
     q, keys, values, mask, slopes, lengths, parts, largest, sums,
     kv_heads, groups, room, splits, new, window, q_row, key_row, key_head, value_row, value_head,
@@ -96,7 +96,7 @@ def split_kernel(
         tl.store(parts + place, mixed, mask=is_query[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
@@ -138,7 +138,7 @@ def attention_launches(
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
-    splits = splits_of(rows * kv_heads, room)
+    splits = splits_of(power_of_two(rows) * kv_heads, room)
     parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
     largest, sums = (torch.empty((rows * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
     block = power_of_two(width)
@@ -163,9 +163,12 @@ def attention_launches(
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Return the number of splits of the keys, by the number of rows times key/value heads and the room of the cache.
+    """Return the number of splits of the keys. It depends on nothing that changes from step to step.
 
-    It depends on nothing that changes from step to step.
+    Args:
+        pairs: key/value heads, times rows rounded up to a power of two. A recording has that number of rows; its
+            kernels were compiled in the step before it.
+        room: positions of the cache.
     """
     of_keys = -(-room // (2 * _KEYS_AT_ONCE))
     return max(1, min(_MOST_SPLITS, of_keys, _PROGRAMS // max(1, pairs)))

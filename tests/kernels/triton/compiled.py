@@ -102,13 +102,13 @@ def source_of(launch: Launch) -> ASTSource:
         at = (launch.kernel.arg_names.index(name),)
         if isinstance(value, Tensor):
             signature[name], is_aligned = f"*{_TYPES[value.dtype]}", True
-        elif value is None or (type(value) is int and value == 1):
+        elif value is None or (type(value) is int and value == 1 and name not in launch.kernel.do_not_specialize):
             signature[name], constants[name] = "constexpr", value
             continue
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32" if value < 1 << 31 else "i64"
             is_aligned = type(value) is int and value % 16 == 0
-        if is_aligned:
+        if is_aligned and name not in (launch.kernel.do_not_specialize or ()):
             attributes[at] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in launch.kernel.arg_names}
     return ASTSource(launch.kernel, signature, constants, attributes)
