@@ -1,6 +1,6 @@
 """Rotary positions of queries and keys, and the write of keys and values into a slot cache.
 
-    q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            q = (q₁ | q₂), the halves of a head
+    q ↦ q ⊙ cos + (−q₂ | q₁) ⊙ sin            (q₁ | q₂): the halves of a head of q.
     keys[row, head, p] = the same of k         values[row, head, p] = v         p: position of the row.
 
 Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
