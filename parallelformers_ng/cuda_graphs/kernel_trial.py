@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
 from parallelformers_ng.errors import GroupError
 
-KernelMode: TypeAlias = Literal["modules", "kernels", "both"]
+KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
+"""Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
+both; by the kernels."""
 REPLAYS = 5
 """Runs of a recorded step, of which the fastest counts."""
 _logger = logging.getLogger(__name__)
@@ -38,8 +41,11 @@ class Kernels(Protocol):
     def computing(self, mode: KernelMode) -> AbstractContextManager[None]:
         """Within it, steps are computed in this way."""
 
+    def are_served(self) -> bool:
+        """Return whether the kernels could compute all layers in the latest step."""
+
     def difference(self) -> str:
-        """Return how both ways differ since the last call, "" if they agree."""
+        """Return how both ways differ in the latest step, "" if they agree."""
 
 
 class KernelTrial:
@@ -78,6 +84,10 @@ class KernelTrial:
         reason = self._agreed(self._tried(self._kernels.obstacle), device)
         if not reason:
             saved = snapshot()
+            # Ranks that compute both ways exchange more than ranks that do not: first all must know that all do.
+            reason = self._agreed(self._tried(lambda: self._unserved(step)), device)
+            _restore(saved)
+        if not reason:
             reason = self._agreed(self._tried(lambda: self._differ(step)), device)
             _restore(saved)
         if not reason:
@@ -88,10 +98,15 @@ class KernelTrial:
             result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
             _logger.info("decode steps %s", result)
 
-    def _differ(self, step: Callable[[], Any]) -> str:
-        with CaptureCheck() as check, self._kernels.computing("both"):
+    def _unserved(self, step: Callable[[], Any]) -> str:
+        with CaptureCheck() as check, self._kernels.computing("watched"):
             self._recorder.warm_up(step)
-        return self._kernels.difference() or check.found
+        return check.found or ("" if self._kernels.are_served() else "a layer is not one that they compute")
+
+    def _differ(self, step: Callable[[], Any]) -> str:
+        with self._kernels.computing("both"):
+            self._recorder.warm_up(step)
+        return self._kernels.difference()
 
     def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
         """Return that the kernels are slower, "" if they are not."""
@@ -105,7 +120,8 @@ class KernelTrial:
 
     def _milliseconds(self, step: Callable[[], Any], counts: Sequence[Tensor], starts: Sequence[Tensor]) -> float:
         """Return the shortest time of a recorded step."""
-        output, graph = self._recorder.record(step)
+        with masks_converted_once():
+            output, graph = self._recorder.record(step)
         try:
             times = []
             for _ in range(REPLAYS):

@@ -39,11 +39,13 @@ class DeviceStack(LayersAsOne):
     """Decoder layers that the kernels of `kernels/triton` may compute.
 
     Attributes:
-        mode: way to compute a step: by the modules, by the kernels, or by both in turn.
+        mode: way to compute a step.
+        is_served: whether the kernels could compute the latest step that was not left to the modules unseen.
         worst: difference between the two, in units of what is allowed; None before a comparison.
     """
 
     mode: KernelMode = "modules"
+    is_served = False
     worst: Tensor | None = None
     _known: list[DeviceLayer] | None = None
     _was_read = False
@@ -52,7 +54,8 @@ class DeviceStack(LayersAsOne):
         if self.mode == "modules" or not may_serve(hidden.device.type):
             return self.run_modules(hidden, **kwargs)
         step, known = DeviceStep.of(hidden, **kwargs), self._read()
-        if step is None or known is None or not all(layer.fits(hidden, step) for layer in known):
+        self.is_served = step is not None and known is not None and all(layer.fits(hidden, step) for layer in known)
+        if step is None or known is None or not self.is_served or self.mode == "watched":
             return self.run_modules(hidden, **kwargs)
         if self.mode == "both":
             for layer, module in zip(known, self, strict=True):
@@ -142,21 +145,20 @@ class StepKernels:
     def computing(self, mode: KernelMode) -> Iterator[None]:
         """Within it, steps are computed in this way."""
         for stack in self._stacks:
-            stack.mode = mode
+            stack.mode, stack.is_served, stack.worst = mode, False, None
         try:
             yield
         finally:
             for stack in self._stacks:
                 stack.mode = "modules"
 
+    def are_served(self) -> bool:
+        """Return whether the kernels could compute all layers in the latest step."""
+        return all(stack.is_served for stack in self._stacks)
+
     def difference(self) -> str:
         """Return how the layers that ran both ways differ, "" if they agree. Waits for the device."""
-        noted = [stack.worst for stack in self._stacks if stack.worst is not None]
-        for stack in self._stacks:
-            stack.worst = None
-        if len(noted) < len(self._stacks):
-            return "a layer is not one that they compute"
-        worst = max(excess.item() for excess in noted)
+        worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
         return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
 
 

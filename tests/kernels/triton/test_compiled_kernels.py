@@ -1,4 +1,4 @@
-"""Registers, memory and loads of the kernels, by the compiler of the pinned Triton. No GPU is used: see `compiled.py`."""
+"""Registers, memory and loads of the kernels, by the pinned Triton. No GPU is used: see `compiled.py`."""
 
 from __future__ import annotations
 
