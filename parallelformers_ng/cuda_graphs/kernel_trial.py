@@ -96,7 +96,7 @@ class KernelTrial:
         self.mode = "modules" if reason else "kernels"
         if self._communicator.rank == 0:
             result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
-            _logger.info("decode steps %s", result)
+            _logger.log(logging.WARNING if reason else logging.INFO, "decode steps %s", result)
 
     def _unserved(self, step: Callable[[], Any]) -> str:
         with CaptureCheck() as check, self._kernels.computing("watched"):

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.preload import IMPORTS
-from tests.zoo.build import largest_difference
-from tests.zoo.case import text_inputs
-from tests.zoo.decoders import decoder, gpt2
+from tests.devices.test_pretended_batching import calls, together
+from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
+from tests.zoo.build import build, largest_difference
+from tests.zoo.case import VOCABULARY, text_inputs
+from tests.zoo.decoders import SPECIAL_IDS, decoder, gpt2
 
 HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 SERVED = "decode steps are computed by the Triton kernels"
@@ -59,18 +62,31 @@ def test_kernels_of_a_served_layer(family: str, scheme: str, products: str, inte
     assert sum(count for name, count in of_layer.items() if products in name) == 4, of_layer
 
 
+def of_whole_groups(layers: int) -> Any:
+    """Return a Llama whose widths are multiples of 32."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
+    return build(LlamaForCausalLM, LlamaConfig(**sizes, **heads, **SPECIAL_IDS)).to(torch.bfloat16)
+
+
+def test_weights_of_4_bits_are_read_as_they_lie(interpreting: WorkerGroup) -> None:
+    less, more = (step_of(interpreting, of_whole_groups(n), quantize={"scheme": "int4", "group": 32}) for n in (1, 2))
+    assert sum(more.values()) - sum(less.values()) <= 10
+    assert more["parallelformers_ng.nibble_product.default"] == 2 * 4
+
+
 @pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_tokens_equal_those_of_transformers(family: str, interpreting: WorkerGroup) -> None:
     """Rows of unlike lengths are padded on the left, in the second call to a bucket of four."""
     whole = decoder(family)
-    calls = [text_inputs(), *({name: each[[0, 1, 1]] for name, each in text_inputs().items()} for _ in range(2))]
-    for inputs in calls:
+    rows = [text_inputs(), *({name: each[[0, 1, 1]] for name, each in text_inputs().items()} for _ in range(2))]
+    for inputs in rows:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["attention_mask"][0, :3] = 0
-    want = [whole.generate(**inputs, **HOW, output_logits=True, return_dict_in_generate=True) for inputs in calls]
+    want = [whole.generate(**inputs, **HOW, output_logits=True, return_dict_in_generate=True) for inputs in rows]
     with parallelize(decoder(family), workers=interpreting, decode="cuda_graphs") as model:
         interpreting.call("graphs")
-        for inputs, wanted in zip(calls, want, strict=True):
+        for inputs, wanted in zip(rows, want, strict=True):
             output = model.generate(**inputs, **HOW, output_logits=True, return_dict_in_generate=True)
             assert torch.equal(output.sequences, wanted.sequences)
             for ours, theirs in zip(output.logits, wanted.logits, strict=True):
@@ -88,6 +104,9 @@ def test_the_same_call_twice_gives_the_same_bits(interpreting: WorkerGroup) -> N
             for _ in range(2)
         ]
         assert torch.equal(*logits)
+        model.generate(**text_inputs(), **HOW)
+        step = interpreting.call("last_step")
+        assert (step.get(TO_DEVICE, 0), step[TO_HOST], step[WAITS]) == (0, 1, 1)
         assert interpreting.call("said_of_kernels") == [SERVED]
 
 
@@ -123,6 +142,15 @@ def test_other_models_keep_their_operators(interpreting: WorkerGroup) -> None:
             model.generate(**text_inputs(), **HOW)
             assert not any("parallelformers_ng" in name for name in interpreting.call("launched"))
             assert SERVED not in interpreting.call("said_of_kernels")
+
+
+@pytest.mark.slow
+def test_rows_of_a_batch_use_the_kernels(interpreting: WorkerGroup) -> None:
+    want = [decoder("Llama").generate(**call) for call in calls()]
+    with parallelize(decoder("Llama"), workers=interpreting, batching={"prefill_chunk": 4, "rows": 3}) as model:
+        assert all(map(torch.equal, together(model, calls()), want))
+        assert interpreting.call("said_of_kernels") == [SERVED]
+        assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * 2
 
 
 def test_ranks_use_the_kernels_together() -> None:
