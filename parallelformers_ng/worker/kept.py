@@ -59,4 +59,6 @@ class Kept:
         if model is not None:
             self.let_go(model)
         self.batch = self.trial = None
+        for steps in self.steps.values():
+            steps.trial = None
         look_ups.forget()
