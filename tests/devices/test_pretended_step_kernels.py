@@ -22,17 +22,22 @@ HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": Fa
 SERVED = "decode steps are computed by the Triton kernels"
 
 
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[WorkerGroup]:
-    """Yield a group of one rank with the interpreter."""
+def interpreters(ranks: int) -> Iterator[WorkerGroup]:
+    """Yield a group whose ranks have the interpreter."""
     from tests.pretend_cuda.caller import believe
 
     target = "tests.pretend_cuda.interpreting:InterpretingRunner"
     with pytest.MonkeyPatch.context() as patch:
         believe(patch)
-        group = WorkerGroup(1, "cuda", target=target, imports=IMPORTS, timeout=60)
+        group = WorkerGroup(ranks, "cuda", target=target, imports=IMPORTS, timeout=60)
         yield group
         group.close()
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[WorkerGroup]:
+    """Yield one rank with the interpreter."""
+    yield from interpreters(1)
 
 
 def step_of(group: WorkerGroup, model: Any, **options: Any) -> dict[str, int]:
@@ -153,18 +158,27 @@ def test_rows_of_a_batch_use_the_kernels(interpreting: WorkerGroup) -> None:
         assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * 2
 
 
-def test_ranks_use_the_kernels_together() -> None:
-    from tests.pretend_cuda.caller import believe
+@pytest.fixture(scope="module")
+def interpreting_two() -> Iterator[WorkerGroup]:
+    """Yield two ranks with the interpreter."""
+    yield from interpreters(2)
 
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("", SERVED),
+        ("no Triton", f"{LEFT}another rank cannot use them"),
+        pytest.param("slow", SERVED, marks=pytest.mark.slow),  # rank 0 decides
+    ],
+    ids=["none", "no Triton", "slow"],
+)
+def test_ranks_decide_together(fault: str, line: str, interpreting_two: WorkerGroup) -> None:
+    """The fault is on rank 1 alone."""
     whole = decoder("Llama")
-    with pytest.MonkeyPatch.context() as patch:
-        believe(patch)
-        target = "tests.pretend_cuda.interpreting:InterpretingRunner"
-        group = WorkerGroup(2, "cuda", target=target, imports=IMPORTS, timeout=60)
-        try:
-            with parallelize(decoder("Llama"), workers=group, decode="cuda_graphs") as model:
-                assert torch.equal(model.generate(**text_inputs(), **HOW), whole.generate(**text_inputs(), **HOW))
-                assert group.call("said_of_kernels") == [SERVED]
-                assert group.call("launched")["parallelformers_ng.attend.default"] == 2 * 2
-        finally:
-            group.close()
+    with parallelize(decoder("Llama"), workers=interpreting_two, decode="cuda_graphs") as model:
+        interpreting_two.call("spoil_kernels", fault, 1)
+        assert torch.equal(model.generate(**text_inputs(), **HOW), whole.generate(**text_inputs(), **HOW))
+        assert interpreting_two.call("said_of_kernels") == [line]
+        launched = interpreting_two.call("launched").get("parallelformers_ng.attend.default", 0)
+        assert launched == (2 * 2 if line == SERVED else 0)

@@ -45,8 +45,14 @@ class InterpretingRunner(CountingRunner):
         lines, _notes.lines = _notes.lines, []
         return lines
 
-    def spoil_kernels(self, fault: str = "") -> None:
-        """Have the kernels fail from now on: "wrong", "slow", "old card", "no Triton", "no memory", "" for none."""
+    def spoil_kernels(self, fault: str = "", rank: int | None = None) -> None:
+        """Have the kernels fail from now on.
+
+        Args:
+            fault: "wrong", "slow", "old card", "no Triton", "no memory", "" for none.
+            rank: the only rank with the fault; None for all.
+        """
+        fault = fault if rank in (None, self.rank) else ""
         order.kernel_cost = 1000 if fault == "slow" else 1
         torch.cuda.get_device_capability = lambda device=None: (7, 5) if fault == "old card" else (9, 0)
         step_kernels.find_spec = lambda name: None if fault == "no Triton" else name  # type: ignore[attr-defined]
