@@ -74,7 +74,7 @@ def of_whole_groups(layers: int) -> Any:
     return build(LlamaForCausalLM, LlamaConfig(**sizes, **heads, **SPECIAL_IDS)).to(torch.bfloat16)
 
 
-def test_weights_of_4_bits_are_read_as_they_lie(interpreting: WorkerGroup) -> None:
+def test_weights_of_4_bits_are_served(interpreting: WorkerGroup) -> None:
     less, more = (step_of(interpreting, of_whole_groups(n), quantize={"scheme": "int4", "group": 32}) for n in (1, 2))
     assert sum(more.values()) - sum(less.values()) <= 10
     assert more["parallelformers_ng.nibble_product.default"] == 2 * 4
