@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-LEAST_CAPABILITY = (8, 0)
-"""Oldest cards: their tensor cores multiply bfloat16, and they copy to shared memory while they compute."""
-
 
 @dataclass(frozen=True)
 class Launch:
