@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
@@ -136,12 +137,15 @@ class CapturedSteps:
         communicator: communicator of the ranks; either all ranks use a recording, or no rank does.
 
     Attributes:
+        recorder: recorder of the steps.
+        trial: decides whether kernels compute the steps; None if the model has no layers for kernels.
         reason: reason why steps of the last call ran without a recording; "" if recordings were used.
     """
 
     def __init__(self, recorder: CudaRecorder, communicator: Communicator) -> None:
         self.reason = ""
-        self._recorder = recorder
+        self.recorder = recorder
+        self.trial: KernelTrial | None = None
         self._communicator = communicator
         self._caches: dict[int, ReusableCache] = {}  # bucket of rows → cache
         self._current: ReusableCache | None = None
@@ -230,7 +234,6 @@ class CapturedSteps:
         return reusable.renew()
 
     def _step(self, reusable: ReusableCache, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        steps: dict[Any, CapturedStep | str | None] = reusable.steps
         try:
             if args or not _is_step(kwargs):
                 raise Uncapturable("a step has more than one token per row")
@@ -240,6 +243,18 @@ class CapturedSteps:
         except Uncapturable as error:
             self.reason = str(error)
             return forward(*args, **kwargs)
+        if self.trial is None:
+            return self._known_step(reusable, forward, arguments)
+        if self.trial.mode is None and not reusable.phase:  # a window counts in Python the tokens of each run
+            counts = [layer.cumulative_length for layer in reusable.layers]
+            self.trial.decide(lambda: forward(**kwargs), reusable.snapshot, counts)
+        with self.trial.computing():
+            return self._known_step(reusable, forward, arguments)
+
+    def _known_step(self, reusable: ReusableCache, forward: Forward, arguments: StepArguments) -> Any:
+        """Return a step that may be recorded, from its recording if there is one."""
+        steps: dict[Any, CapturedStep | str | None] = reusable.steps
+        kwargs = arguments.given
         width = reusable.rows if arguments.can_be_padded else arguments.rows
         key = (width, reusable.phase, arguments.key(width))
         if key not in steps and len(steps) < MOST_KINDS_OF_STEP:
@@ -260,7 +275,7 @@ class CapturedSteps:
 
     def _warm_up(self, reusable: ReusableCache, forward: Forward, kwargs: dict[str, Any]) -> tuple[Any, str | None]:
         with CaptureCheck() as check:
-            output = self._recorder.warm_up(lambda: forward(**kwargs))
+            output = self.recorder.warm_up(lambda: forward(**kwargs))
         failure = self._agreed(check.found or odd_output(output, reusable.cache))
         self.reason = failure or self.reason
         return output, failure or None
@@ -270,7 +285,7 @@ class CapturedSteps:
     ) -> CapturedStep | str:
         step, failure = None, ""
         try:
-            step = CapturedStep(forward, arguments, reusable, width, self._recorder, self._communicator)
+            step = CapturedStep(forward, arguments, reusable, width, self.recorder, self._communicator)
         except GroupError:
             raise
         except Exception as last:  # devices raise many types of errors while recording

@@ -41,10 +41,11 @@ class CudaRecorder:
         """Run a step on the stream of recording, so that libraries initialize themselves; return the step's output."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            output = step()
-        current.wait_stream(self._stream)
-        return output
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:
+            current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
         """Record a step without computing it.
@@ -71,6 +72,15 @@ class CudaRecorder:
             raise
         self._graphs += 1
         return output, graph
+
+    def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Return the device's time of one replay. Waits for the device."""
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after)
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
         """Destroy a graph and free its memory at once, even if objects refer to the graph. NCCL waits for this."""

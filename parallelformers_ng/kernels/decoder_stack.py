@@ -19,7 +19,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
 
-class DecoderStack(nn.ModuleList):
+class LayersAsOne(nn.ModuleList):
     """A list of decoder layers. While `as_one` is true, the slice of all layers contains a single function, `run`.
 
     Attributes:
@@ -27,8 +27,6 @@ class DecoderStack(nn.ModuleList):
     """
 
     as_one = False
-    _in_c: _StackInC | None = None
-    _was_read = False  # a failed check whether layers can run as one is not repeated
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -37,14 +35,28 @@ class DecoderStack(nn.ModuleList):
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Return the last layer's output for `hidden`, `[batch, tokens, hidden]`. Every layer gets `kwargs`."""
+        raise NotImplementedError
+
+    def run_modules(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """Return the output of `run`, computed by the modules."""
+        for layer in self:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+class DecoderStack(LayersAsOne):
+    """Decoder layers that the C kernels compute in one call."""
+
+    _in_c: _StackInC | None = None
+    _was_read = False  # a failed check whether layers can run as one is not repeated
+
+    def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         stack = self._read() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         layer: Any
         last = self[-1]
         if stack is None or step is None or (isinstance(last, Placed) and not last.is_merged):
-            for layer in self:
-                hidden = layer(hidden, **kwargs)
-            return hidden
+            return self.run_modules(hidden, **kwargs)
         run = functools.partial(stack.run, step=step, cache=kwargs[CACHE])
         if not isinstance(last, Placed):
             return run(hidden)
@@ -69,14 +81,19 @@ class DecoderStack(nn.ModuleList):
 
 
 @functools.cache
-def with_layers_as_one(cls: Any) -> Any:
-    """Return a subclass of a model's class whose forward runs `layers`, a DecoderStack, as one layer. The model's
-    forward must do nothing between its layers."""
+def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
+    """Return a subclass of a model's class whose forward runs its `layers`, a `LayersAsOne`, as one layer.
+
+    The model's forward must do nothing between its layers.
+
+    Args:
+        device: type of the device that computes.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # If layers are of several types, each type has a mask of its own.
-        if not may_serve() or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
+        if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
         self.layers.as_one = True
         try:

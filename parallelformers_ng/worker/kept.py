@@ -4,6 +4,8 @@
 | --- | --- | --- |
 | recordings and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
 | keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
+| choice of kernels or modules | `cuda_graphs.kernel_trial.KernelTrial` | attributes, configurations, adapters, hooks |
+| modules that Triton kernels replace | `kernels.step_kernels.forget` | attributes, configurations, adapters, hooks |
 | addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
 | configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |
 | bounds of ids that were looked up on a device | `sharding.look_ups` | none; deleted with the model |
@@ -18,7 +20,8 @@ from torch import nn
 
 from parallelformers_ng.batching.rounds import RankBatch
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
-from parallelformers_ng.kernels import installation
+from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
+from parallelformers_ng.kernels import installation, step_kernels
 from parallelformers_ng.sharding import look_ups
 
 
@@ -28,11 +31,13 @@ class Kept:
     Attributes:
         steps: recordings of steps, by kind of call: "call" for single calls, "rows" for batches.
         batch: the batch of this rank; None before the first batch.
+        trial: decides whether kernels compute recorded steps; None before the first recording, or without such kernels.
     """
 
     def __init__(self) -> None:
         self.steps: dict[str, CapturedSteps] = {}
         self.batch: RankBatch | None = None
+        self.trial: KernelTrial | None = None
 
     def forget_steps(self) -> None:
         """Delete the recordings of steps, and free the memory of their caches."""
@@ -45,10 +50,15 @@ class Kept:
         if self.batch is not None:
             self.batch.forget_prefixes()
         installation.forget(model)
+        step_kernels.forget(model)
+        if self.trial is not None:
+            self.trial.mode = None
 
     def drop(self, model: nn.Module | None) -> None:
         """Delete all kept data, when the rank drops its model."""
         if model is not None:
             self.let_go(model)
-        self.batch = None
+        self.batch = self.trial = None
+        for steps in self.steps.values():
+            steps.trial = None
         look_ups.forget()

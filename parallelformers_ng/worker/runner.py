@@ -18,6 +18,7 @@ from parallelformers_ng.batching.rounds import News, RankBatch, Round
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
+from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
 from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
@@ -35,6 +36,7 @@ from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
+from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
 from parallelformers_ng.runtime import titles
@@ -88,6 +90,7 @@ class ModelRunner(RankWeights):
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
         self.alike = True
+        self.kernels: StepKernels | None = None
 
     def build(self, skeleton: Skeleton) -> None:
         """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here."""
@@ -101,10 +104,13 @@ class ModelRunner(RankWeights):
         if not self.code.of_step:
             kernels = installation if self.device.type == "cpu" else on_devices
             kernels.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
+            if self.device.type == "cuda" and self.plan.tiers is None:
+                install_stacks(model)
         inject(model, self.plan, self.rank, self.communicator)
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
         self.model = model
+        self.kernels = StepKernels.of(model, self.device)
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
@@ -230,7 +236,11 @@ class ModelRunner(RankWeights):
             if isinstance(recorder, str):
                 return recorder
             self.kept.steps[kind] = CapturedSteps(recorder, self.communicator)
-        return self.kept.steps[kind]
+        steps = self.kept.steps[kind]
+        if self.kept.trial is None and self.kernels is not None:
+            self.kept.trial = KernelTrial(self.kernels, steps.recorder, self.communicator)
+        steps.trial = self.kept.trial
+        return steps
 
     def forget_steps(self) -> None:
         """Delete the recordings of steps, and free the memory of their caches."""

@@ -82,6 +82,9 @@ DEVICES = {
         "name, total_memory in bytes, multi_processor_count, … of a device; makes the context",
         f"{_CUDA}: get_device_properties",
     ),
+    "torch.cuda.get_device_capability": Entry(
+        "(major, minor) of a device's compute capability; makes the context", f"{_CUDA}: get_device_capability"
+    ),
     "torch.AcceleratorError": Entry(
         "raised at a call of CUDA that fails; after an error of a kernel, at all that follow in the process",
         "c10/cuda/CUDAException.cpp: c10_cuda_check_implementation; CUDA runtime, cudaErrorAssert",
@@ -152,6 +155,10 @@ STREAMS = {
     ),
     "torch.cuda.Event.synchronize": Entry(
         "None", f"{_STREAMS}: Event.synchronize", waits="all that was queued before the event"
+    ),
+    "torch.cuda.Event.elapsed_time": Entry(
+        "milliseconds between two events with enable_timing=True that the device has reached",
+        f"{_STREAMS}: Event.elapsed_time; CUDA runtime, cudaEventElapsedTime",
     ),
 }
 

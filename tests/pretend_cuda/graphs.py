@@ -40,6 +40,7 @@ class Recording:
         self._before: dict[int, torch.Tensor] = {}
         self._written: set[int] = set()
         self._last: torch.Tensor | None = None
+        self._cost = 0
 
     def operator(self, func: Any, args: Any, kwargs: Any, compute: Callable[[Any, Any], Any]) -> Any:
         """Record an operator on host tensors, and the tensors that the operator makes.
@@ -71,6 +72,7 @@ class Recording:
 
         if writes or not leaves or any(leaf is not None for leaf in fresh):  # a view needs no step
             self._steps.append(again)
+            self._cost += order.kernel_cost if func.namespace == "parallelformers_ng" else 1
         return output
 
     def collective(self, group: Any, hosts: list[torch.Tensor], run: Callable[[], None]) -> None:
@@ -102,6 +104,7 @@ class Recording:
     def run(self) -> None:
         memory.check(self._outside, "a replay")
         order.queued(self._outside, self._written, "a replay")
+        order.replayed += self._cost
         for step in self._steps:
             step()
 

@@ -8,6 +8,7 @@ operators below. The table names the place in torch's source (2.13). A copy into
 | --- | --- | --- |
 | `linear`, `matmul` | one product | `native/Linear.cpp`, `native/LinearAlgebra.cpp`; `cuda/Blas.cpp` |
 | `rms_norm` | 1 if input and weight are of one type, else those of its parts | `rms_norm_symint` in `native/layer_norm.cpp`; `_fused_rms_norm` has a CUDA kernel in `native_functions.yaml` |
+| `attend` of `kernels/triton` | 2 | `slot_attention.py` |
 | `layer_norm` | 1 | `native_layer_norm`, `cuda/layer_norm_kernel.cu` |
 | `scaled_dot_product_attention` | 1; 2 more for a mask of booleans | `convert_boolean_attn_mask_` in `native/transformers/attention.cpp`: a fill and a `where`; its output is `[batch, queries, heads, width]` in memory, `mem_eff_attention`'s and cuDNN's |
 """  # noqa: E501
@@ -35,6 +36,7 @@ _WHOLE = {
     aten.rms_norm.default: 1,
     aten.scaled_dot_product_attention.default: 1,
 }
+_TWO_LAUNCHES = {"parallelformers_ng::attend"}
 _OF_MASK = 2
 _NOTHING = {
     *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default),
@@ -70,8 +72,8 @@ class KernelCount(TorchDispatchMode):
         output = func(*args, **kwargs)
         if func is aten.scaled_dot_product_attention.default:
             output = output.transpose(1, 2).contiguous().transpose(1, 2)  # the layout of the device's kernels
-        if not (_is_view(func) or func in _NOTHING or func in _EXCHANGES or _is_on_host(output)):
-            kernels = [str(func)] * _WHOLE.get(func, 1)
+        if not (_is_view(func) or func in _NOTHING or func in _EXCHANGES or _is_on_host(output, args)):
+            kernels = [str(func)] * (2 if func.name() in _TWO_LAUNCHES else _WHOLE.get(func, 1))
             mask = next(iter(args[3:4]), kwargs.get("attn_mask"))
             if func is aten.scaled_dot_product_attention.default and mask is not None and mask.dtype is torch.bool:
                 kernels += ["conversion of a mask"] * _OF_MASK
@@ -131,8 +133,9 @@ def _is_view(func: Any) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
-def _is_on_host(output: Any) -> bool:
-    return all(each.device.type == "cpu" for each in _tensors(output))
+def _is_on_host(output: Any, args: Any) -> bool:
+    """Return whether an operator computed on the host. One without an output writes to its arguments."""
+    return all(each.device.type == "cpu" for each in _tensors(args if output is None else output))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

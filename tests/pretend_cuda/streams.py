@@ -83,6 +83,11 @@ class Event:
         self.recorded = True
         self.marks = (stream or order.current).marks
         self._launched = ledger.launched
+        self._replayed = order.replayed
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return the operators of graphs that were replayed between two events: a pretended device has no clock."""
+        return float(other._replayed - self._replayed)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or order.current).wait_event(self)
@@ -110,9 +115,13 @@ class Order:
     Attributes:
         default: stream with most of the work.
         leaving: for each host storage, positions of copies that read it, and a reference to its tensor.
+        replayed: operators of replayed graphs, for `Event.elapsed_time`.
+        kernel_cost: number of operators that one of the package's kernels counts for.
     """
 
     def __init__(self) -> None:
+        self.replayed = 0
+        self.kernel_cost = 1
         self.default = Stream(0)
         self._begun: int | None = None  # position of the default stream at the first use of another stream
         self._done: Marks = {}  # positions that the host has waited for

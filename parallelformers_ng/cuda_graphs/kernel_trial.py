@@ -1,0 +1,163 @@
+"""Decides, once for a model, whether kernels compute its recorded steps, or its modules.
+
+The first step that may be recorded is run in both ways, from the same cache. The kernels compute from then on if
+
+- on every rank each layer's output, and what it wrote to the cache, agrees with the modules' on the model's own inputs;
+- a recording of the step with the kernels is not slower than one without them, by the clock of rank 0's device.
+
+Else the modules compute, and the log says why, in one line. The first step is run once more in the chosen way: the same
+call twice gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.masks import masks_converted_once
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
+from parallelformers_ng.errors import GroupError
+
+KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
+"""Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
+both; by the kernels."""
+REPLAYS = 5
+"""Runs of a recorded step, of which the fastest counts."""
+_logger = logging.getLogger(__name__)
+
+
+class Kernels(Protocol):
+    """Kernels that can compute parts of a step in the place of modules."""
+
+    def obstacle(self) -> str:
+        """Return why no kernel can run here, "" if nothing is known against it."""
+
+    def computing(self, mode: KernelMode) -> AbstractContextManager[None]:
+        """Within it, steps are computed in this way."""
+
+    def are_served(self) -> bool:
+        """Return whether the kernels could compute all layers in the latest step."""
+
+    def difference(self) -> str:
+        """Return how both ways differ in the latest step, "" if they agree."""
+
+
+class KernelTrial:
+    """The trial of one model's kernels, and its result.
+
+    Args:
+        kernels: kernels of the model.
+        recorder: recorder of its steps.
+        communicator: the ranks, which decide together.
+
+    Attributes:
+        mode: how steps are computed: in the modules, or by the kernels; None before the trial.
+    """
+
+    def __init__(self, kernels: Kernels, recorder: CudaRecorder, communicator: Communicator) -> None:
+        self.mode: KernelMode | None = None
+        self._kernels = kernels
+        self._recorder = recorder
+        self._communicator = communicator
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within it, steps are computed as the trial has decided."""
+        return self._kernels.computing(self.mode or "modules")
+
+    def decide(
+        self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
+    ) -> None:
+        """Try the kernels in a step, and leave the cache as it is.
+
+        Args:
+            step: runs a step over a cache. Its tensors stay where they are until this returns.
+            snapshot: returns the tensors of the cache, each with a copy.
+            counts: tensors among them that say where a step writes.
+        """
+        device = counts[0].device
+        reason = self._agreed(self._tried(self._kernels.obstacle), device)
+        if not reason:
+            saved = snapshot()
+            # Ranks that compute both ways exchange more than ranks that do not: first all must know that all do.
+            reason = self._agreed(self._tried(lambda: self._unserved(step)), device)
+            _restore(saved)
+        if not reason:
+            reason = self._agreed(self._tried(lambda: self._differ(step)), device)
+            _restore(saved)
+        if not reason:
+            reason = self._agreed(self._tried(lambda: self._slower(step, saved, counts)), device, of_first=True)
+            _restore(saved)
+        self.mode = "modules" if reason else "kernels"
+        if self._communicator.rank == 0:
+            result = f"are left to their operators: {reason}" if reason else "are computed by the Triton kernels"
+            _logger.log(logging.WARNING if reason else logging.INFO, "decode steps %s", result)
+
+    def _unserved(self, step: Callable[[], Any]) -> str:
+        with CaptureCheck() as check, self._kernels.computing("watched"):
+            self._recorder.warm_up(step)
+        return check.found or ("" if self._kernels.are_served() else "a layer is not one that they compute")
+
+    def _differ(self, step: Callable[[], Any]) -> str:
+        with self._kernels.computing("both"):
+            self._recorder.warm_up(step)
+        return self._kernels.difference()
+
+    def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
+        """Return that the kernels are slower, "" if they are not."""
+        starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]
+        with self._kernels.computing("kernels"):
+            self._recorder.warm_up(step)
+            _restore(saved)
+            ours = self._milliseconds(step, counts, starts)
+        theirs = self._milliseconds(step, counts, starts)
+        return "" if ours <= theirs else f"a step takes {ours:.2f} ms with the kernels, and {theirs:.2f} ms without"
+
+    def _milliseconds(self, step: Callable[[], Any], counts: Sequence[Tensor], starts: Sequence[Tensor]) -> float:
+        """Return the shortest time of a recorded step."""
+        with masks_converted_once():
+            output, graph = self._recorder.record(step)
+        try:
+            times = []
+            for _ in range(REPLAYS):
+                for count, start in zip(counts, starts, strict=True):
+                    count.copy_(start)
+                with self._communicator.launching():
+                    times.append(self._recorder.milliseconds(graph))
+            return min(times)
+        finally:
+            del output
+            self._recorder.destroy(graph)
+
+    @staticmethod
+    def _tried(part: Callable[[], str]) -> str:
+        """Return the result of a part of the trial, or its error in words."""
+        try:
+            return part()
+        except GroupError:
+            raise
+        except Exception as error:  # a compiler that is missing, memory that is, whatever a device says
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+    def _agreed(self, reason: str, device: torch.device, of_first: bool = False) -> str:
+        """Return why the kernels do not compute on any rank, "" if nothing speaks against them.
+
+        Args:
+            of_first: whether rank 0 alone decides.
+        """
+        if self._communicator.world_size == 1:
+            return reason
+        against = self._communicator.all_gather(torch.tensor([bool(reason)], device=device)).tolist()
+        if of_first:
+            return (reason or "rank 0 has decided so") if against[0] else ""
+        return reason or ("another rank cannot use them" if any(against) else "")
+
+
+def _restore(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, copy in saved:
+        tensor.copy_(copy)

@@ -1,0 +1,267 @@
+"""Llama's decoder layer for one new token of each sequence on a CUDA device, in ten kernels: those of `kernels/triton`
+and the products of the layer's own modules.
+
+1. Residual + norm.
+2. q, k, v: quantized weights in one kernel, others as `side_by_side.py` computes them.
+3. Positions of q and k, and the write of k and v into the cache.
+4. Attention, two kernels.
+5. The output projection.
+6. Residual + norm.
+7. gate, up: as q, k, v.
+8. act(gate) ⊙ up.
+9. The down projection.
+
+The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
+them: see `step_kernels.py`. Never run on a GPU: unmeasured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import StaticCache
+
+from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.kernels.on_devices import DeviceRMSNorm
+from parallelformers_ng.kernels.operators import Guard, is_usual, shape_of
+from parallelformers_ng.kernels.recognition import is_decoder_layer, is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.sharding.cache_names import CACHE
+from parallelformers_ng.sharding.encoding import SCALE
+from parallelformers_ng.sharding.heads import HeadParallel
+from parallelformers_ng.sharding.linear import RowParallel
+from parallelformers_ng.sharding.quantized import QuantizedLinear
+
+MOST_COLUMNS = 1 << 14
+"""Widest hidden states of the norm kernel."""
+_MOST_ROWS = 16
+"""Rows of the weight-only products. With more, a weight is dequantized once for all of them."""
+_GROUP = 32
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class DeviceStep:
+    """The arguments that all layers of a step share, as the kernels take them.
+
+    Attributes:
+        cos, sin: `[rows or 1, width]`.
+        mask: `[rows or 1, positions]`, bytes.
+        cache: the cache.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, mask: Tensor, cache: StaticCache) -> None:
+        self.cos, self.sin = cos.flatten(0, 1), sin.flatten(0, 1)
+        self.mask = mask.flatten(0, 2).view(torch.uint8)
+        self.cache: Any = cache
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> DeviceStep | None:
+        """Return the step of a layer's arguments, None if the kernels do not compute it."""
+        cache = others.pop(CACHE, None)
+        rows = hidden.shape[0]
+        fits = (
+            hidden.ndim == 3
+            and hidden.shape[1] == 1
+            and hidden.is_contiguous()
+            and hidden.dtype in _DTYPES
+            and type(cache) is StaticCache
+            and attention_mask is not None
+            and attention_mask.dtype is torch.bool
+            and attention_mask.ndim == 4
+            and attention_mask.shape[0] in (1, rows)
+            and attention_mask.shape[1:3] == (1, 1)
+            and attention_mask.is_contiguous()
+            and position_embeddings is not None
+            and all(_is_rotation(angles, hidden) for angles in position_embeddings)
+            and not any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
+        )
+        if not fits:
+            return None
+        assert attention_mask is not None
+        assert position_embeddings is not None
+        return cls(*position_embeddings, attention_mask, cache)
+
+
+def _is_rotation(angles: Tensor, hidden: Tensor) -> bool:
+    rows = hidden.shape[0]
+    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, rows) and angles.shape[1] == 1
+    return one_of_each and angles.dtype is hidden.dtype and angles.is_contiguous()
+
+
+class DeviceLayer:
+    """One decoder layer, as the kernels compute it.
+
+    Args:
+        layer: the module.
+        operators: the operators of `kernels/triton`.
+
+    Attributes:
+        guard: conditions under which the modules need not be called.
+    """
+
+    def __init__(self, layer: Any, operators: Any) -> None:
+        self._operators = operators
+        self._attention, self._mlp = attention, mlp = layer.self_attn, layer.mlp
+        self._norms: tuple[Any, Any] = (layer.input_layernorm, layer.post_attention_layernorm)
+        self._head_norms: list[Any] = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        norms = [*self._norms, *self._head_norms]
+        self.guard = Guard([(norm, "weight") for norm in norms], (layer, attention, mlp, mlp.act_fn, *norms))
+
+    @classmethod
+    def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
+        """Return the kernels' view of a decoder layer, None if the kernels do not compute it."""
+        attention: Any = getattr(layer, "self_attn", None)
+        kind: Any = type(attention)
+        if kind.__bases__[0] is HeadParallel:
+            kind = kind.__bases__[1]
+        feed_forward: Any = getattr(layer, "mlp", None)
+        layer_kind: Any = type(layer)
+        feed_forward_kind: Any = type(feed_forward)
+        if (
+            not is_decoder_layer(layer_kind)
+            or attention is None
+            or normed_heads(kind) is None
+            or not is_gated_feed_forward(feed_forward_kind)
+            or not is_silu(type(feed_forward.act_fn))
+        ):
+            return None
+        known = cls(layer, operators)
+        norms = [*known._norms, *known._head_norms]
+        fits = (
+            bool(known._head_norms) == bool(normed_heads(kind))
+            and all(isinstance(norm, DeviceRMSNorm) for norm in norms)
+            and all(norm.weight.shape == (attention.head_dim,) for norm in known._head_norms)
+            and all(norm.weight.shape[0] <= MOST_COLUMNS for norm in known._norms)
+            and all(isinstance(each, nn.Linear) for each in (attention.q_proj, attention.k_proj, attention.v_proj))
+            and len({norm.variance_epsilon for norm in known._head_norms}) <= 1
+            and attention.config._attn_implementation == "sdpa"
+            and attention.head_dim % 2 == 0
+        )
+        return known if fits and not known.guard.patched else None
+
+    def fits(self, hidden: Tensor, step: DeviceStep) -> bool:
+        """Return whether the kernels compute this step of the layer."""
+        attention, layers = self._attention, step.cache.layers
+        cached = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
+        if type(cached) is not ReusableLayer or not cached.is_initialized or not is_usual():
+            return False
+        rows, kv_heads, room, width = cached.keys.shape
+        sizes = [shape_of(each)[0] for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        return (
+            rows == hidden.shape[0]
+            and sizes == [kv_heads * width * shared for shared in (attention.num_key_value_groups, 1, 1)]
+            and width == attention.head_dim == step.cos.shape[-1]
+            and cached.values.shape == cached.keys.shape
+            and all(states.stride()[2:] == (width, 1) for states in (cached.keys, cached.values))
+            and cached.keys.dtype is cached.values.dtype is hidden.dtype
+            and step.mask.shape[-1] == room
+            and all(norm.weight.dtype is hidden.dtype for norm in (*self._norms, *self._head_norms))
+            and all(norm.weight.shape == hidden.shape[2:] for norm in self._norms)
+            and not self.guard.has_hooks()
+        )
+
+    def cached(self, step: DeviceStep) -> ReusableLayer:
+        """Return the part of a step's cache that this layer has."""
+        layer: ReusableLayer = step.cache.layers[self._attention.layer_idx]
+        return layer
+
+    def run(self, residual: Tensor, added: Tensor | None, step: DeviceStep) -> tuple[Tensor, Tensor]:
+        """Compute a step of the layer.
+
+        Args:
+            residual: `[rows, 1, hidden]`.
+            added: output of the feed-forward before, which is not yet in the residual; None for the first layer.
+
+        Returns:
+            The residual in the midst of the layer, and what the feed-forward adds to it.
+        """
+        residual, normed = self._normed(self._norms[0], residual, added)
+        residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))
+        gate, up = self._products((self._mlp.gate_proj, self._mlp.up_proj), normed)
+        return residual, self._product(self._mlp.down_proj, self._operators.gated(gate, up, "silu"))
+
+    def _normed(self, norm: Any, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight, epsilon = norm._parameters["weight"], norm.variance_epsilon
+        if added is None:
+            return residual, self._operators.norm(residual, weight, None, epsilon, False)
+        residual, normed = self._operators.sum_and_norm(residual, added, weight, None, epsilon, False)
+        return residual, normed
+
+    def _attended(self, normed: Tensor, step: DeviceStep) -> Tensor:
+        """Return what attention adds to the residual."""
+        attention, cached = self._attention, self.cached(step)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = (states.flatten(0, -2) for states in self._products(projections, normed))
+        weights = [norm._parameters["weight"] for norm in self._head_norms] or [None, None]
+        epsilon = self._head_norms[0].variance_epsilon if self._head_norms else 0.0
+        keys, values, count = cached.keys, cached.values, cached.cumulative_length.view(1)
+        self._operators.rotate_and_write(q, k, v, step.cos, step.sin, *weights, epsilon, keys, values, count)
+        scale = float(attention.scaling)
+        attended = self._operators.attend(q, keys, values, count, 1, scale, step.mask, 0, None, count)
+        return self._product(attention.o_proj, attended.unsqueeze(1))
+
+    def _product(self, layer: Any, states: Tensor) -> Tensor:
+        """Return the output of a linear layer, summed over the ranks if it is row-parallel."""
+        operator = self._operator([layer], states)
+        if operator is None:
+            output: Tensor = layer(states)
+            return output
+        output = operator(states, *_small_parts([layer]))
+        return layer.communicator.all_reduce(output) if isinstance(layer, RowParallel) else output
+
+    def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of column-parallel layers that read the same states."""
+        operator = self._operator(layers, states)
+        if operator is None:
+            return [layer(states) for layer in layers]
+        weights, scales, biases = _small_parts(layers)
+        return operator(states, weights, scales, biases).split([len(weight) for weight in weights], dim=-1)
+
+    def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
+        """Return the operator that multiplies by the quantized weights of all layers; None if no kernel reads them."""
+        if states.shape[0] > _MOST_ROWS or not all(_is_read(layer, states.dtype) for layer in layers):
+            return None
+        kinds = {layer.encodings["weight"][0].kind for layer in layers}
+        if len(kinds) > 1 or len({layer._parameters["bias"] is None for layer in layers}) > 1:
+            return None
+        return self._operators.nibble_product if kinds == {"int4"} else self._operators.byte_product
+
+
+def _is_read(layer: Any, dtype: torch.dtype) -> bool:
+    """Return whether the kernels read a layer's weight as it lies, and nothing else happens in the layer."""
+    if not isinstance(layer, QuantizedLinear) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not _is_plain(type(layer)) or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    parts: Any = layer._parameters
+    (encoding, of_readers), weight, scales = layer.encodings["weight"], parts["weight"], parts["weight" + SCALE]
+    if of_readers is not dtype or not scales.is_contiguous() or not weight.is_contiguous():
+        return False
+    if encoding.kind == "int4":
+        inputs = weight.shape[1] * encoding.per_byte
+        return encoding.block == _GROUP and inputs == _GROUP * scales.shape[1] and scales.dtype is dtype
+    return encoding.has_scale_per_output(scales) and scales.dtype is torch.float32
+
+
+def _is_plain(cls: type) -> bool:
+    """Return whether a class is a quantized linear layer, or such a layer whose outputs are summed over the ranks."""
+    if cls.__bases__[0] is RowParallel:
+        cls = cls.__bases__[1]
+    return cls is QuantizedLinear or QuantizedLinear in cls.__bases__
+
+
+def _small_parts(layers: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the small numbers, the scales and the biases of quantized layers."""
+    weights, scales, biases = (
+        [layer._parameters[name] for layer in layers] for name in ("weight", "weight" + SCALE, "bias")
+    )
+    return weights, scales, [] if biases[0] is None else biases

@@ -1,0 +1,196 @@
+"""Decoder layers on a CUDA device that kernels compute in a recorded step, once they have proven themselves.
+
+`cuda_graphs/kernel_trial.py` decides: the first step of a model runs every layer both ways, on the model's own inputs.
+Until then, and for all other steps, the modules compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallelformers_ng.cuda_graphs.kernel_trial import KernelMode
+from parallelformers_ng.kernels.decoder_stack import LayersAsOne, with_layers_as_one
+from parallelformers_ng.kernels.device_layer import DeviceLayer, DeviceStep
+from parallelformers_ng.kernels.operators import may_serve
+from parallelformers_ng.kernels.recognition import is_decoder
+
+_LEAST_CAPABILITY = (8, 0)
+_OPERATORS = {
+    "norm_kernel": ("norm", "sum_and_norm"),
+    "rotary_kernel": ("rotate_and_write",),
+    "slot_attention": ("attend",),
+    "gate_kernel": ("gated",),
+    "byte_product": ("byte_product",),
+    "nibble_product": ("nibble_product",),
+}
+_TOLERANCE = 2e-2
+"""Largest difference of what a layer adds to its input, as a share of the largest number that it adds."""
+
+
+class DeviceStack(LayersAsOne):
+    """Decoder layers that the kernels of `kernels/triton` may compute.
+
+    Attributes:
+        mode: way to compute a step.
+        is_served: whether the kernels could compute the latest step that was not left to the modules unseen.
+        worst: difference between the two, in units of what is allowed; None before a comparison.
+    """
+
+    mode: KernelMode = "modules"
+    is_served = False
+    worst: Tensor | None = None
+    _known: list[DeviceLayer] | None = None
+    _was_read = False
+
+    def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        if self.mode == "modules" or not may_serve(hidden.device.type):
+            return self.run_modules(hidden, **kwargs)
+        step, known = DeviceStep.of(hidden, **kwargs), self._read()
+        self.is_served = step is not None and known is not None and all(layer.fits(hidden, step) for layer in known)
+        if step is None or known is None or not self.is_served or self.mode == "watched":
+            return self.run_modules(hidden, **kwargs)
+        if self.mode == "both":
+            for layer, module in zip(known, self, strict=True):
+                hidden = self._compared(layer, module, hidden, step, kwargs)
+            return hidden
+        residual, added = known[0].run(hidden, None, step)
+        for layer in known[1:]:
+            residual, added = layer.run(residual, added, step)
+        return residual + added
+
+    def _compared(
+        self, layer: DeviceLayer, module: Any, hidden: Tensor, step: DeviceStep, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run a layer both ways, and return the output of its module."""
+        cached = layer.cached(step)
+        count = cached.cumulative_length
+        position = count.view(1).clone()
+        residual, added = layer.run(hidden, None, step)
+        counted = count - position
+        ours = [residual + added, *(states.index_select(2, position) for states in (cached.keys, cached.values))]
+        count.copy_(position.view(()))
+        output: Tensor = module(hidden, **kwargs)
+        theirs = [output, *(states.index_select(2, position) for states in (cached.keys, cached.values))]
+        self._note(_excess(ours[0], output, output - hidden))
+        for mine, wanted in zip(ours[1:], theirs[1:], strict=True):
+            self._note(_excess(mine, wanted, wanted))
+        self._note((counted != 1).float().max() * 2)  # above what is allowed
+        return output
+
+    def _note(self, excess: Tensor) -> None:
+        excess = torch.nan_to_num(excess.float(), nan=torch.inf)
+        self.worst = excess if self.worst is None else self.worst.maximum(excess)
+
+    def _read(self) -> list[DeviceLayer] | None:
+        """Return the kernels' view of all layers, kept until something changes; None if a layer is not known."""
+        if self._known is not None and not all(layer.guard.holds() for layer in self._known):
+            self.forget()
+        if not self._was_read:
+            views = [DeviceLayer.of(module, _operators()) for module in self]
+            known = [layer for layer in views if layer is not None]
+            self._known, self._was_read = known if known and len(known) == len(views) else None, True
+        return None if any(module.training for module in self) else self._known
+
+    def forget(self) -> None:
+        """Read the layers anew before the next step."""
+        self._known, self._was_read = None, False
+
+
+def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
+    """Return the largest difference, in units of what is allowed: a share of what was added, and the rounding of the
+    sum."""
+    rounding = 2 * torch.finfo(theirs.dtype).eps * theirs.abs().max().float()
+    return (ours.float() - theirs.float()).abs().max() / (_TOLERANCE * added.abs().max().float() + rounding)
+
+
+class StepKernels:
+    """The kernels of a rank's model, for `KernelTrial`.
+
+    Args:
+        stacks: decoder layers of the model.
+        device: device of the rank.
+    """
+
+    def __init__(self, stacks: list[DeviceStack], device: torch.device) -> None:
+        self._stacks = stacks
+        self._device = device
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device) -> StepKernels | None:
+        """Return the kernels of a model, None if it has no layers for them."""
+        stacks = [module for module in model.modules() if isinstance(module, DeviceStack)]
+        return cls(stacks, device) if stacks else None
+
+    def obstacle(self) -> str:
+        """Return why no kernel can run here, "" if nothing is known against it. Imports Triton if it is installed."""
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        if torch.version.hip is not None:
+            return "the device is not one of NVIDIA"
+        capability = torch.cuda.get_device_capability(self._device)
+        if capability < _LEAST_CAPABILITY:
+            return f"the device has compute capability {'.'.join(map(str, capability))}, and 8.0 is the least"
+        _operators()
+        return ""
+
+    @contextlib.contextmanager
+    def computing(self, mode: KernelMode) -> Iterator[None]:
+        """Within it, steps are computed in this way."""
+        for stack in self._stacks:
+            stack.mode, stack.is_served, stack.worst = mode, False, None
+        try:
+            yield
+        finally:
+            for stack in self._stacks:
+                stack.mode = "modules"
+
+    def are_served(self) -> bool:
+        """Return whether the kernels could compute all layers in the latest step."""
+        return all(stack.is_served for stack in self._stacks)
+
+    def difference(self) -> str:
+        """Return how the layers that ran both ways differ, "" if they agree. Waits for the device."""
+        worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
+        return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
+
+
+def install_stacks(model: nn.Module) -> None:
+    """Change the classes of the decoder layers that the kernels may compute. Nothing of Triton is imported.
+
+    Args:
+        model: its norms have their classes for devices; its tensors may still be missing.
+    """
+    for module in [*model.modules()]:
+        layers: Any = getattr(module, "layers", None)
+        cls: type = type(module)
+        if type(layers) is nn.ModuleList and is_decoder(cls):
+            layers.__class__ = DeviceStack
+            module.__class__ = with_layers_as_one(cls, "cuda")
+
+
+def forget(model: nn.Module) -> None:
+    """Have the kernels read a model's modules anew: attributes of theirs were set."""
+    for module in model.modules():
+        if isinstance(module, DeviceStack):
+            module.forget()
+
+
+_loaded: list[Any] = []
+
+
+def _operators() -> Any:
+    """Return the operators of `kernels/triton` as attributes, imported once."""
+    if not _loaded:
+        folder = f"{__package__}.triton"
+        files = {file: importlib.import_module(f"{folder}.{file}") for file in _OPERATORS}
+        names = {name: getattr(files[file], name) for file, each in _OPERATORS.items() for name in each}
+        _loaded.append(SimpleNamespace(**names))
+    return _loaded[0]

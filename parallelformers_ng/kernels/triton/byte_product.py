@@ -1,0 +1,145 @@
+"""Products of 1 to 16 rows with weights of 8 bits, as they lie: integers, or fp8 (e4m3).
+
+    y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
+
+Up to three weights that read the same x are one launch (q | k | v, gate | up). Each keeps its own tensors.
+
+Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
+fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
+
+Launches: 1, with a program for every 32 outputs. Each program sums over all inputs by itself.
+Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
+the card: 2 · rows / 32 bytes for each number of Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from parallelformers_ng.kernels.triton.launch import Launch, operator
+
+MOST_ROWS = 16
+MOST_WEIGHTS = 3
+OUTPUTS_OF_PROGRAM = 32
+_INPUTS_AT_ONCE = 256
+WARPS = 2
+"""One for every 16 outputs: with more, two warps would widen the same numbers."""
+
+
+@triton.jit
+def _fp8_as_float32(bits):
+    """Return the numbers of fp8 bits that were read as int8: an fp8 exponent counts from 7, one of float32 from 127.
+
+    NaN, which no encoder writes, is read as 480.
+    """
+    placed = ((bits.to(tl.int32) << 20) & -0x78100000).to(tl.float32, bitcast=True)
+    return placed * 1.329227995784916e36  # 2 ** 120
+
+
+@triton.jit(do_not_specialize=["rows"])  # a recording has more rows than the step before it
+def byte_product_kernel(
+    x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
+    rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
+    FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute some outputs of one weight for all rows."""
+    tile = tl.program_id(0)
+    q, s, b, outputs, left = q0, s0, b0, outputs0, 0
+    if tile >= tl.cdiv(outputs0, OUTPUTS):
+        tile -= tl.cdiv(outputs0, OUTPUTS)
+        q, s, b, outputs, left = q1, s1, b1, outputs1, outputs0
+        if tile >= tl.cdiv(outputs1, OUTPUTS):
+            tile -= tl.cdiv(outputs1, OUTPUTS)
+            q, s, b, outputs, left = q2, s2, b2, outputs2, outputs0 + outputs1
+    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)
+    is_output, is_row = output < outputs, row < rows
+    numbers_at = q + output.to(tl.int64)[:, None] * inputs
+    states_at = x + row[None, :] * x_row
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, inputs, INPUTS):
+        input = start + tl.arange(0, INPUTS)
+        is_input = input < inputs
+        numbers = tl.load(numbers_at + input[None, :], mask=is_output[:, None] & is_input[None, :], other=0)
+        states = tl.load(states_at + input[:, None], mask=is_input[:, None] & is_row[None, :], other=0.0)
+        wide = _fp8_as_float32(numbers) if FP8 else numbers.to(tl.float32)
+        sums = tl.dot(wide.to(x.dtype.element_ty), states, sums)
+    scales = tl.load(s + output, mask=is_output, other=0.0)
+    sums *= scales[:, None]
+    if b is not None:
+        sums += tl.load(b + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    place = y + row[None, :] * y_row + left + output[:, None]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+def byte_product_launch(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
+) -> Launch:
+    """Return the launch that writes y.
+
+    Args:
+        x: `[rows, inputs]`, dense along the inputs, bf16 or fp16.
+        weights: one to three, `[outputs, inputs]`, contiguous, int8 or fp8.
+        scales: one a weight, `[outputs, 1]`, fp32, contiguous.
+        biases: one a weight, `[outputs]`, or empty.
+        y: `[rows, sum of the outputs]`, contiguous.
+    """
+    is_fp8 = weights[0].dtype is torch.float8_e4m3fn
+    if is_fp8:
+        weights = [weight.view(torch.int8) for weight in weights]
+    constants: dict[str, Any] = {
+        "FP8": is_fp8,
+        "ROWS": MOST_ROWS,
+        "OUTPUTS": OUTPUTS_OF_PROGRAM,
+        "INPUTS": _INPUTS_AT_ONCE,
+    }
+    arguments = joint_arguments(x, weights, scales, biases, y)
+    return Launch(byte_product_kernel, (programs(weights),), arguments, constants, warps=WARPS, stages=4)
+
+
+def joint_arguments(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
+) -> dict[str, Any]:
+    """Return the arguments of a product with one to three weights. A missing weight has no outputs."""
+    rows, inputs = x.shape
+    arguments: dict[str, Any] = {"x": x, "y": y, "rows": rows, "inputs": inputs}
+    arguments |= {"x_row": x.stride(0), "y_row": y.stride(0)}
+    for place in range(MOST_WEIGHTS):
+        at = place if place < len(weights) else 0
+        arguments |= {f"q{place}": weights[at], f"s{place}": scales[at], f"b{place}": biases[at] if biases else None}
+        arguments[f"outputs{place}"] = weights[at].shape[0] if at == place else 0
+    return arguments
+
+
+def programs(weights: Sequence[Tensor]) -> int:
+    """Return the number of programs for some weights: none computes outputs of two of them."""
+    return sum(-(-weight.shape[0] // OUTPUTS_OF_PROGRAM) for weight in weights)
+
+
+@operator("byte_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
+def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """Return y, `[…, sum of the outputs]`, for x of `[…, inputs]`."""
+    outputs = sum(weight.shape[0] for weight in weights)
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases, y.view(-1, outputs)).run()
+    return y
+
+
+def byte_product_twin(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    """Return y: weights are widened in memory, and each is multiplied by itself."""
+    outputs = [
+        functional.linear(x, weight.to(x.dtype)) * scale.flatten()
+        for weight, scale in zip(weights, scales, strict=True)
+    ]
+    if biases:
+        outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
+    return torch.cat(outputs, -1).to(x.dtype)

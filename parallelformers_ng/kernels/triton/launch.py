@@ -1,0 +1,62 @@
+"""One launch of a kernel, as data: the same description runs it, and compiles it for a card that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all that a launch needs.
+
+    Attributes:
+        kernel: function decorated with `triton.jit`.
+        grid: numbers of programs, one to three.
+        arguments: tensors, numbers, and None for an optional tensor that is absent; by name.
+        constants: arguments of type `tl.constexpr`, by name.
+        warps: groups of 32 threads of a program.
+        stages: iterations of the inner loop whose loads are in flight together.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 1
+
+    def run(self) -> None:
+        """Queue the kernel on the current stream. A grid without programs is no launch."""
+        if all(self.grid):
+            options = {"num_warps": self.warps, "num_stages": self.stages}
+            self.kernel[self.grid](**self.arguments, **self.constants, **options)
+
+
+_library = torch.library.Library("parallelformers_ng", "FRAGMENT")
+
+
+def operator(schema: str) -> Callable[[Any], Any]:
+    """Return the decorator that makes an operator of torch of a function: modes of torch see its tensors.
+
+    `torch.library.custom_op` would import the compiler for its first call.
+
+    Args:
+        schema: name, arguments and results, as in torch's `native_functions.yaml`.
+    """
+
+    def decorated(function: Any) -> Any:
+        name = schema.partition("(")[0]
+        _library.define(schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        return getattr(torch.ops.parallelformers_ng, name).default
+
+    return decorated
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,211 @@
+"""Attention of one query of each row over a slot cache, `[rows, kv_heads, positions, width]`.
+
+    y = softmax(scale · q Kᵀ + slope · (t − e + 1)) V          t: position of a key, e: keys of the row
+
+Rows have lengths of their own, which lie on the device. A row attends to the positions t < e that its window reaches
+and its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
+
+Launches: 2. In the first one, programs for each row, key/value head and split of the keys write partial results:
+
+    m = max of the scores        l = Σ exp(score − m)        a = Σ exp(score − m) · V.
+
+In the second one a program for each row and query head adds them up. It may count the new token as well: no program of
+that launch reads the counter.
+
+Bytes: q, and the keys and values of the attended positions, are read once, with a byte of the mask for each position of
+a row and key/value head. Nothing else of the cache is read, whatever lies there. The partial results are written once
+and read once: 4 · (width + 2) for each split and query head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.rotary_kernel import row_step
+
+LEAST_QUERIES = 16
+"""Rows of the smallest product of a tensor core."""
+_KEYS_AT_ONCE = 64
+_PROGRAMS = 512
+"""Programs that keep the largest cards busy: about four for each multiprocessor."""
+_MOST_SPLITS = 64
+
+
+@triton.jit(do_not_specialize=["splits"])
+def split_kernel(
+    q, keys, values, mask, slopes, lengths, parts, largest, sums,
+    kv_heads, groups, room, splits, new, window, q_row, key_row, key_head, value_row, value_head,
+    mask_row, length_row, scale,
+    QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Compute m, l and a of one split for the query heads of one key/value head."""
+    pair, split = tl.program_id(0), tl.program_id(1)
+    row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
+    is_query, is_column = query < groups, column < WIDTH
+    end = tl.minimum(tl.load(lengths + row * length_row).to(tl.int32) + new, room)
+    start = 0
+    if window > 0:
+        start = tl.maximum(end - window, 0)
+    of_split = tl.cdiv(tl.cdiv(end - start, splits), KEYS) * KEYS
+    first = start + split * of_split
+    last = tl.minimum(first + of_split, end)
+    heads_at = (head * groups + query) * WIDTH
+    states = tl.load(
+        q + row * q_row + heads_at[:, None] + column[None, :], mask=is_query[:, None] & is_column[None, :], other=0.0
+    )
+    slope = tl.zeros([QUERIES], tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head * groups + query, mask=is_query, other=0.0)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
+    keys_at = keys + row * key_row + head * key_head + column[None, :]
+    values_at = values + row * value_row + head * value_head + column[None, :]
+    for at in range(first, last, KEYS):
+        position = at + tl.arange(0, KEYS)
+        shown = position < last
+        if mask is not None:
+            shown = tl.load(mask + row * mask_row + position, mask=shown, other=0) != 0
+        place = position.to(tl.int64)[:, None] * WIDTH
+        loaded = shown[:, None] & is_column[None, :]
+        key = tl.load(keys_at + place, mask=loaded, other=0.0)
+        scores = tl.dot(states, tl.trans(key), input_precision="ieee") * scale
+        if slopes is not None:
+            scores += slope[:, None] * (position - end + 1).to(tl.float32)[None, :]
+        scores = tl.where(shown[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - anchor[:, None])
+        shrink = tl.exp(highest - anchor)
+        value = tl.load(values_at + place, mask=loaded, other=0.0)
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = higher
+    slot = (row * kv_heads + head) * groups + query
+    tl.store(largest + slot * splits + split, highest, mask=is_query)
+    tl.store(sums + slot * splits + split, total, mask=is_query)
+    if first < last:
+        place = (slot * splits + split)[:, None] * WIDTH + column[None, :]
+        tl.store(parts + place, mixed, mask=is_query[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    parts, largest, sums, counter, y, splits,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Compute y of one row and query head, of the partial results of its splits."""
+    slot = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
+    is_split, is_column = split < splits, column < WIDTH
+    highest = tl.load(largest + slot * splits + split, mask=is_split, other=float("-inf"))
+    total = tl.load(sums + slot * splits + split, mask=is_split, other=0.0)
+    anchor = tl.max(highest)
+    share = tl.exp(highest - tl.where(anchor == float("-inf"), 0.0, anchor))
+    place = (slot * splits + split)[:, None] * WIDTH + column[None, :]
+    part = tl.load(parts + place, mask=(is_split & (highest > float("-inf")))[:, None] & is_column[None, :], other=0.0)
+    whole = tl.sum(total * share)
+    mixed = tl.sum(part * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(y + slot * WIDTH + column, mixed.to(y.dtype.element_ty), mask=is_column)
+    if counter is not None and slot == 0:
+        tl.store(counter, tl.load(counter) + 1)
+
+
+def attention_launches(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float, y: Tensor,
+    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Return the launches that write y.
+
+    Args:
+        q: `[rows, heads · width]`, dense along the last dimension.
+        keys, values: `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
+        lengths: `[rows]` or `[1]`, integers.
+        new: tokens of each row that `lengths` does not count yet.
+        scale: factor of the scores.
+        y: `[rows, heads · width]`, contiguous.
+        mask: `[rows or 1, positions]`, bytes; 0 hides a position.
+        window: number of positions that a row attends to, 0 for all.
+        slopes: `[heads]`, fp32, ALiBi's.
+        counter: a number that is increased by one.
+    """
+    rows, kv_heads, room, width = keys.shape
+    heads = q.shape[1] // width
+    splits = splits_of(power_of_two(rows) * kv_heads, room)
+    parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
+    largest, sums = (torch.empty((rows * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
+    block = power_of_two(width)
+    partial: dict[str, Any] = {"parts": parts, "largest": largest, "sums": sums, "splits": splits}
+    arguments: dict[str, Any] = {
+        "q": q,
+        "keys": keys,
+        "values": values,
+        "mask": mask,
+        "slopes": slopes,
+        "lengths": lengths,
+    }
+    arguments |= {"kv_heads": kv_heads, "groups": heads // kv_heads, "room": room, "new": new, "window": window}
+    arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
+    arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "scale": scale}
+    arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
+    queries = max(LEAST_QUERIES, power_of_two(heads // kv_heads))
+    shape: dict[str, Any] = {"QUERIES": queries, "WIDTH": width, "BLOCK": block, "KEYS": _KEYS_AT_ONCE}
+    first = Launch(split_kernel, (rows * kv_heads, splits), arguments | partial, shape, warps=4, stages=2)
+    shape = {"WIDTH": width, "BLOCK": block, "SPLITS": power_of_two(splits)}
+    return first, Launch(combine_kernel, (rows * heads,), partial | {"counter": counter, "y": y}, shape, warps=4)
+
+
+def splits_of(pairs: int, room: int) -> int:
+    """Return the number of splits of the keys. It depends on nothing that changes from step to step.
+
+    Args:
+        pairs: key/value heads, times rows rounded up to a power of two. A recording has that number of rows; its
+            kernels were compiled in the step before it.
+        room: positions of the cache.
+    """
+    of_keys = -(-room // (2 * _KEYS_AT_ONCE))
+    return max(1, min(_MOST_SPLITS, of_keys, _PROGRAMS // max(1, pairs)))
+
+
+@operator(
+    "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, int new, float scale, Tensor? mask=None,"
+    " int window=0, Tensor? slopes=None, Tensor(a!)? counter=None) -> Tensor"
+)
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
+    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y, `[rows, heads · width]`. See `attention_launches`."""
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, slopes, counter):
+        launch.run()
+    return y
+
+
+def attention_twin(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
+    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y, row by row."""
+    rows, kv_heads, room, width = keys.shape
+    y = torch.zeros_like(q)
+    for row, length in enumerate(lengths.expand(rows).tolist()):
+        end = min(length + new, room)
+        position = torch.arange(max(0, end - window) if window else 0, end)
+        if mask is not None:
+            position = position[mask.expand(rows, -1)[row, position] != 0]
+        if len(position):
+            queries = q[row].view(kv_heads, -1, width)
+            scores = queries @ keys[row][:, position].transpose(1, 2) * scale
+            if slopes is not None:
+                scores = scores + slopes.view(kv_heads, -1, 1).to(q.dtype) * (position - end + 1).to(q.dtype)
+            wide = scores if scores.dtype is torch.float64 else scores.float()
+            y[row] = (wide.softmax(-1).to(q.dtype) @ values[row][:, position]).flatten()
+    return y
