@@ -89,8 +89,8 @@ def bandwidth(nbytes: int, start: float, seconds: float) -> dict[str, Any]:
 
     Args:
         nbytes: bytes of the tensor.
-        start: start time on the clock of `time.monotonic`, in seconds. Several processes must read at the same time,
-            because one process alone gets more bandwidth.
+        start: start time on the clock of `time.monotonic`, in seconds. Give several processes the same start, because
+            one process alone gets more bandwidth of the RAM.
         seconds: duration in seconds.
     """
     data = _ones(nbytes)

@@ -43,9 +43,9 @@ _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 class CheckpointFile:
     """A checkpoint file that stays open in the process that opened it first.
 
-    Workers on the same host open the file through that process (`/proc/PID/fd`), also after a restart. So workers read
-    the same file, even if a save has put a new file of the same name into the directory. Workers on other hosts open
-    the file by its path, or from the hub's cache, if size and header are the same.
+    Workers on the same host open the file through the first process (`/proc/PID/fd`), also after a restart of the
+    workers. So workers read the same file, even if a save has put a new file of the same name into the directory.
+    Workers on other hosts open the file by its path, or from the hub's cache, if size and header are the same.
 
     Args:
         path: path of the file.

@@ -150,7 +150,7 @@ class Dispatcher:
 
     Attributes:
         replica: the replica with the workers.
-        steps: argument `steps`; set to None after the workers have failed to capture a step.
+        steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
 

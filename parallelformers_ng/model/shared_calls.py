@@ -155,7 +155,7 @@ class SharedCalls:
             tokens: maximum number of tokens of the sequence, prompt included.
 
         Raises:
-            BatchingError: a limit is exceeded.
+            BatchingError: the prompt, the new tokens or the whole sequence exceed a limit of `BatchingOptions`.
         """
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),

@@ -21,8 +21,8 @@ class NgramAttentionParallel(NarrowedHeadParallel):
     all heads are computed from the hidden state.
 
     For future streams, the modelling code writes and reads relative positions in different orders of positions,
-    streams and heads. A head thus reads relative positions of other heads. Each rank computes the relative positions of
-    all heads and keeps those that its heads read.
+    streams and heads. So a head of a future stream reads relative positions that were computed for other heads. Each
+    rank computes the relative positions of all heads and keeps only those that its heads read.
     """
 
     num_attn_heads: int

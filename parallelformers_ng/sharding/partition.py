@@ -279,7 +279,7 @@ def _head_width(size: int, heads: int, parts: int) -> int:
     """Return the columns of one head if all heads of all packed parts are equally wide."""
     if size % heads:
         counted = f"its {heads} heads" if parts == 1 else f"{heads}, the heads of its {parts} parts together"
-        raise PolicyError(f"its width {size} is not a multiple of {counted}")
+        raise PolicyError(f"a layer has width {size}, which is not a multiple of {counted}")
     return size // heads
 
 

@@ -7,7 +7,8 @@ other ranks receive its result. If consecutive blocks are on the same ranks, onl
                     │                      │                         │         │
     rank 1:  ─────── ► ─────────────────── ► ─ block 2 ─ block 3 ─ ► ─ head ─ ► choose a token
 
-The modelling code between blocks (masks, positions, norms) thus has its real inputs on every rank.
+So on every rank the modelling code between blocks (masks, positions, norms) gets the inputs that it gets in one
+process.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ class Kept:
     """The data that one rank keeps from its calls.
 
     Attributes:
-        steps: recordings of steps, by kind of call: "call" for single calls, "rows" for batches.
+        steps: recorded decode steps (CUDA graphs), by kind of call: "call" for single calls, "rows" for batches.
         batch: the batch of this rank; None before the first batch.
-        trial: decides whether kernels compute recorded steps; None before the first recording, or without such kernels.
+        trial: decides whether Triton kernels compute recorded decode steps; None before the first recording, or without
+            Triton kernels.
     """
 
     def __init__(self) -> None:
