@@ -161,8 +161,8 @@ def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
             continue
         if key not in _TRANSFORMER or value != _TRANSFORMER[key]:
             raise UnsupportedModelError(
-                f"{files.name} sets {key} to {value!r} for the Transformer module of sentence-transformers; the server does not support"
-                " this value"
+                f"{files.name} sets {key} to {value!r} for the Transformer module of sentence-transformers; the server"
+                " does not support this value"
             )
     return bool(config.get("do_lower_case")), config.get("max_seq_length")
 
