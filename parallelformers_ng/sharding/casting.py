@@ -1,8 +1,9 @@
 """Computes a model's data types after `dtype=`, which equal those of `from_pretrained(dtype=…)`.
 
 `from_pretrained` does not cast every tensor. It builds the class with another default data type. A tensor keeps its
-data type if the modelling code names that type (rotary frequencies, a router's bias). `dtype=` casts all
-other tensors, including buffers that are not saved in checkpoints. A copy of the class, built the same way on `meta`, shows each tensor's type.
+data type if the modelling code names that type (rotary frequencies, a router's bias). `dtype=` casts all other tensors,
+including buffers that are not saved in checkpoints. A copy of the class, built the same way on `meta`, shows each
+tensor's type.
 """
 
 from __future__ import annotations

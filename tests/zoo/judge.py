@@ -59,7 +59,7 @@ class Verdict:
 
 
 def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = False) -> list[dict[str, Any]]:
-    """Return whether the sharded model of a type equals the whole model: one `Verdict`, as a dictionary, per world size.
+    """Return whether the sharded model of a type equals the whole model: a `Verdict`, as a dictionary, per world size.
 
     Args:
         model_type: name of the type, from its configuration.
