@@ -69,7 +69,7 @@ def _copied(module: nn.Module) -> nn.Module | None:
 
 
 class LiveEdits:
-    """The modules of a model with foreign code.
+    """The modules of a model whose code neither torch nor transformers defines.
 
     A model class with foreign code also builds the small copy, so the copy has the same code. Functions that the
     program assigned to modules, and modules that the program replaced, must be applied to a small copy.

@@ -101,7 +101,8 @@ def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference, relative to the largest absolute value; infinite for different shapes."""
+    """Return the largest absolute difference, divided by the largest absolute value of `wanted`; infinity if the shapes
+    differ."""
     if got.shape != wanted.shape:
         return float("inf")
     if not wanted.is_floating_point():

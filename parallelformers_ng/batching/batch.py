@@ -128,7 +128,8 @@ class Batch:
     def take(self, news: list[News], order: Round, seconds: float) -> None:
         """Give each call the result of a round.
 
-        All ranks report the same tokens. Only the rank that chose a row's token reports the row's failure and states.
+        All ranks report the same tokens. Only the rank that chose a row's token reports a failure of the row and new
+        states of the caller's objects (processors, criteria).
 
         Args:
             news: report of each rank.

@@ -127,7 +127,8 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
 
     Args:
         ours: function that returns the names of the replaceable files in an existing directory; None if the directory
-            is not a sharded directory. Files that are not replaceable are kept.
+            is not a sharded directory. All other files of the old
+            directory move to the new directory.
 
     Raises:
         CheckpointError: `target` exists, and is neither an empty directory nor a sharded directory.

@@ -119,7 +119,7 @@ class _Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Return this half; None if the object of a module has its own forward, which the kernel would skip."""
+        """Return this half of the layer; None if a module object has its own forward, which the kernel would skip."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:

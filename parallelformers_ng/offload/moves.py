@@ -49,7 +49,7 @@ class MovedLayer:
 
 
 class MappedLayer(MovedLayer):
-    """Weights of a layer that are views of mapped files, which other code can read at any time.
+    """A layer whose weights are views of mapped files. Code outside the layer can read the weights at any time.
 
     While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
 

@@ -127,7 +127,8 @@ class HeadShare:
 def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Sequence[float] = ()) -> list[HeadShare]:
     """Give each rank whole query heads, and the key/value heads that the rank's query heads read.
 
-    Query heads are divided evenly, or in whole groups. An even division may cut groups: with 6 query and 3 key/value
+    Query heads are divided evenly, or in whole groups: the query heads that read one key/value head are a group. An
+    even division may cut groups: with 6 query and 3 key/value
     heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a rank holds one key/value head for each query head, and its
     `groups` is 1. Whole groups would be q0–q3 with k0 k1, and q4 q5 with k2. The division with fewer heads on its
     largest rank is chosen. For example, 9 query and 3 key/value heads on 2 ranks become 6 + 3 query heads with 2 + 1

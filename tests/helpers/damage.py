@@ -90,7 +90,7 @@ def damaged(kind: str, intact: Path, folder: Path, rounds: int) -> Iterator[Dama
     """Yield copies of a checkpoint, one damage each; a round has every damage possible for its kind, 17 over all kinds.
 
     Args:
-        kind: "one", "several" or "sharded".
+        kind: "one" or "several" safetensors files, or "sharded" for a directory of `save_sharded`.
         intact: path of the checkpoint.
         folder: empty directory; the copies are made in it one after another.
     """
