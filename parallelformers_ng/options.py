@@ -226,8 +226,12 @@ class FitOptions:
     def parts(self, world_size: int) -> list[float]:
         """Return the fraction of the model for each rank, or for each stage; the sum is 1. Empty for equal fractions.
 
+        Args:
+            world_size: number of ranks.
+
         Raises:
-            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages.
+            ParallelError: `ratio` has more or fewer numbers than there are ranks or stages, or `stages` refuses
+                `world_size`.
         """
         ratio = self.ratio or ()
         count, unit = (self.stages(world_size), "stages") if self.has_stages else (world_size, "ranks")

@@ -38,10 +38,13 @@ class Proposal:
 
 
 def policies_of(parts: Iterable[tuple[str, dict[str, Rule]]]) -> tuple[type[Policy], ...]:
-    """Return one policy for each block class.
+    """Return one policy for each block class, in the order of their first pairs.
+
+    A policy is named `Inferred{block}Policy`. All its rules are optional, because another model may lack a path.
 
     Args:
-        parts: pairs of a block's class name and rules by path.
+        parts: pairs of a block's class name and rules by path. Pairs with the same class name are merged; for a path
+            with several rules, the last rule counts.
     """
     plans: dict[str, dict[str, Rule]] = {}
     for block, rules in parts:

@@ -34,12 +34,15 @@ _TRIALS = 60
 class Trials:
     """The trials of rules on one twin.
 
+    An object allows 60 calls of `match`; every further call returns False.
+
     Attributes:
         twin: the twin.
         base: policies that every trial applies.
         world_size: number of ranks.
-        parts: fraction of the twin for each rank, as for `build_plan`.
-        failure: reason why the latest trial failed, as text; "" for success.
+        parts: fraction of the twin for each rank, with the sum 1; empty for equal fractions.
+        failure: reason why the latest trial failed, as text; "" after `match` has returned True. The text has no
+            meaning after `same_tokens` has returned True.
     """
 
     def __init__(self, twin: Twin, base: Selection, world_size: int, parts: Sequence[float] = ()) -> None:

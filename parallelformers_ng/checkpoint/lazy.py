@@ -49,7 +49,10 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored tensor; None if the tensor is not stored quantized."""
+        """Encoding of the stored numbers and scales, with `dim` as in this tensor.
+
+        None if the tensor is not stored quantized, or is made from stored tensors in a way that loses the scales.
+        """
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 

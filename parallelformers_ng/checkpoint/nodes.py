@@ -49,8 +49,9 @@ class FetchedLeaf(Leaf):
     """A stored tensor that a function returns.
 
     Attributes:
-        fetch: function that returns the whole tensor.
-        name: name of the tensor, for messages.
+        fetch: function without arguments that returns the whole tensor, of `shape` and `dtype`. Every read calls the
+            function, and passes on its exceptions.
+        name: name of the tensor, for messages; "" if no message needs the name.
     """
 
     fetch: Callable[[], torch.Tensor] = field(repr=False)

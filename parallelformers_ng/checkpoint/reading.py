@@ -89,7 +89,11 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part."""
+    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part.
+
+    The result is False if an operation must run on whole operands. Only the names of operations are checked: a stored
+    tensor and a `Computed` node always give True.
+    """
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))

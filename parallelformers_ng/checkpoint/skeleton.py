@@ -32,7 +32,17 @@ from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickle
 
 
 class Skeleton:
-    """The pickled modules and the pickled plan of a model: a few hundred bytes per layer, without weights."""
+    """The pickled modules and the pickled plan of a model, without weights.
+
+    A Llama layer has about 2 KB of pickled modules, and 2 KB of pickled plan for 2 ranks or 4 KB for 8 ranks.
+
+    Args:
+        model: pickle of the modules with a name, a shape and a data type instead of each tensor.
+        plan: pickle of the `ShardPlan`, without its policies.
+
+    Attributes:
+        model, plan: the arguments of the same names.
+    """
 
     def __init__(self, model: bytes, plan: bytes) -> None:
         self.model = model

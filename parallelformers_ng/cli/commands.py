@@ -39,7 +39,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast."""
+    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ParallelError: the flags contradict each other or have wrong values, or no policy fits the model.
+        OSError: the configuration or the policy file cannot be found.
+        ValueError: transformers does not know the model type of the configuration.
+    """
     from parallelformers_ng import forecast as make_forecast
     from parallelformers_ng import plan as make_plan
     from parallelformers_ng.checkpoint.model_class import empty_model

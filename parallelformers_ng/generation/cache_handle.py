@@ -130,6 +130,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def self_attention_cache(self) -> Any:
+        """Handle of the decoder's self-attention cache. Each access makes a new handle; all these handles are equal."""
         return self._subcache("self_attention_cache")
 
     @property

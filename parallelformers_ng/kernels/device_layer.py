@@ -98,14 +98,17 @@ def _is_rotation(angles: Tensor, hidden: Tensor) -> bool:
 
 
 class DeviceLayer:
-    """One decoder layer, as the kernels compute it.
+    """The kernels' view of one decoder layer of Llama's kind (`transformers.models.llama`).
+
+    The kernels compute one new token of each sequence. Only `of` checks whether the kernels can compute the layer.
 
     Args:
-        layer: the module.
-        operators: the operators of `kernels/triton`.
+        layer: the decoder layer.
+        operators: object with the operators of `kernels/triton` as attributes: `norm`, `sum_and_norm`,
+            `rotate_and_write`, `attend`, `gated`, `byte_product` and `nibble_product`.
 
     Attributes:
-        guard: conditions under which the modules need not be called.
+        guard: check that the norms' weights are the same tensors as before, and that no replaced module has a hook.
     """
 
     def __init__(self, layer: Any, operators: Any) -> None:

@@ -240,7 +240,11 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
 
 def entries_of(registry: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, value) entries of a registry or a dictionary, without calling overridden methods."""
+    """Return the (key, value) entries of a registry or a dictionary, without calling overridden methods.
+
+    A registry is a `GeneralInterface` of transformers, with entries of its object and of its class. If both have a key,
+    the object's entry counts.
+    """
     if isinstance(registry, GeneralInterface):
         return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
     return [*dict.items(registry)]
@@ -281,6 +285,9 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a code object looks up, also in nested functions."""
+    """Return the names of globals, attributes and imports in a code object, also in nested functions and classes.
+
+    Local variables and variables of enclosing functions are left out.
+    """
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(names_in, inner))

@@ -84,18 +84,24 @@ class Deployment:
         self._store: ShardStore | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
-        """Build the model on the ranks, then load the weights on the ranks. On failure, restore the weights of `model`.
+        """Build the model on the ranks, then load the weights on the ranks.
 
-        Steps without weights run first, so that most errors occur before any weight has left the model.
+        Steps without weights run first, so that most errors occur before any weight has left the model. On failure, the
+        method restores the weights of `model` and calls `close`.
 
         Args:
-            model: the model with loaded weights.
-            progress: function that is called with the number of bytes since its last call.
+            model: the model of the constructor. Afterwards its tensors are on `meta`.
+            progress: function that is called with the number of bytes since its last call; None for no reports.
 
         Raises:
             StartupError: a worker could not start.
             SharedMemoryError: the system has no memory for the shards.
             PlacementError: the weights are in this process, and a worker is on another host.
+            CheckpointError: a checkpoint file is damaged, missing on a host, or has changed.
+            UnsupportedModelError: the ranks cannot import a class of the model, and the class cannot be pickled.
+            NotPortableError: code of the model that differs from the ranks' code cannot be sent to the ranks.
+            ParallelError: the offload folder has not enough disk space.
+            GroupError: a worker raised an exception, ended, or missed its deadline; see `WorkerGroup.call`.
         """
         try:
             for replica in self.replicas:

@@ -58,11 +58,17 @@ class LiveCode:
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
         """Find the code that differs from the ranks' imported code.
 
+        A module whose code the ranks lack entirely is added to `by_value`, and is not part of the result.
+
         Args:
             differences: function that compares digests with the code of a rank; see `live_code.changes.differences`.
+                Exceptions of the function are passed on.
 
         Returns:
             Code to send to the ranks; None if no code differs.
+
+        Raises:
+            NotPortableError: code that differs cannot be sent to the ranks.
         """
         local_digests = digests_of(self._slots)
         unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}

@@ -37,7 +37,7 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
 
 
 def whole_class(cls: Any) -> type[nn.Module]:
-    """Return the original class of a class that `stand_in` made."""
+    """Return the original class of a class that `stand_in` or `around.surround` made."""
     whole: type[nn.Module] = cls._whole_class
     return whole
 

@@ -33,7 +33,12 @@ class MovedLayer:
         self.coming: Future[None] | None = None
 
     def bring(self) -> None:
-        """Read the weights into memory. Called in the mover thread."""
+        """Read the weights into memory. Called in the mover thread.
+
+        Raises:
+            OSError: a file with weights cannot be read, or there is not enough memory. The forward pass that waits for
+                the layer raises the same error.
+        """
 
     def drop(self) -> None:
         """Free the memory of the weights. Called in the mover thread."""

@@ -143,7 +143,7 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank, available after the workers are ready."""
+        """Process id of each rank on the rank's host, available after the workers are ready."""
         return [worker.pid for worker in self._processes.workers]
 
     @property

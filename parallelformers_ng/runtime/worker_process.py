@@ -139,7 +139,17 @@ class WorkerProcess:
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return a function that makes the error about the end of this worker."""
+        """Return a function that makes the error about the end of this worker. Kill a worker that does not end in 1 s.
+
+        Args:
+            device_name: name of the worker's device, such as "cuda:0", for the message.
+
+        Returns:
+            Function without arguments. Each call makes a new error, so that several threads can raise the error.
+
+        Raises:
+            StartupError: the worker has no process yet.
+        """
         number, code = self.exit_status()
         manner = manner_of_end(number, code)
         hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""

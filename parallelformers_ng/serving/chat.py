@@ -35,7 +35,7 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template."""
+        """Whether a chat template exists: the argument `template`, the processor's or the tokenizer's."""
         return bool(self._template or self.tokenizer.chat_template)
 
     @functools.cached_property

@@ -129,7 +129,19 @@ class Generation:
         return Prompt(ids[0].tolist(), text, inputs)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Answer a request to `/tokenize` with the token ids of a prompt or a chat."""
+        """Answer a request to `/tokenize` with the token ids of a prompt or a chat.
+
+        Args:
+            request: request with a prompt or with messages. Without `add_special_tokens`, the tokenizer adds special
+                tokens to a prompt, and `Chat.begins_with_special` decides for a chat.
+
+        Returns:
+            Token ids, including the tokens that stand for pictures.
+
+        Raises:
+            ApiError: status 400. The text is too long or invalid, the fields of the chat template contradict each
+                other, no chat template accepts the messages, or a picture cannot be read.
+        """
         if request.messages is None:
             special = request.add_special_tokens is not False
             return await asyncio.to_thread(self._chat.ids, request.prompt or "", special)

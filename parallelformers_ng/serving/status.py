@@ -62,7 +62,13 @@ class Status:
         return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
 
     async def status(self) -> Response:
-        """Return the current figures for the page, such as tokens per second and memory."""
+        """Return the current figures for the page, as a JSON object.
+
+        `memory_bytes` has the bytes that each worker occupies, by device name. The server measures memory at most every
+        5 seconds; a failed measurement changes nothing. `tokens_per_second` is the average of the last 10 seconds.
+        `running` is the number of answers with at least one token, `waiting` of answers without a token. `rows` is the
+        maximum number of sequences that a replica decodes together.
+        """
         metrics = self._engine.metrics
         if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
             self._measured = time.monotonic()

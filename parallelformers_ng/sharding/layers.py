@@ -48,9 +48,10 @@ class ParallelLayer(nn.Module):
 
 @cache
 def parallel_class(kind: type[ParallelLayer], layer: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that inherits from both classes: `RowParallel` + `Linear` → `RowParallelLinear`.
+    """Return the class that inherits first from `kind`, then from `layer`: `RowParallel` + `Linear` →
+    `RowParallelLinear`.
 
-    The class of a model keeps the model's name, because transformers looks up recorded outputs by class name.
+    The class of a model keeps the model's name and module, because transformers looks up recorded outputs by both.
     """
     name = layer.__name__ if issubclass(layer, PreTrainedModel) else f"{kind.__name__}{layer.__name__}"
     return type(name, (kind, layer), {"__module__": layer.__module__})

@@ -21,8 +21,9 @@ class Place:
     """The place of a module within a repeated block, which is the same for every repetition of the block.
 
     Attributes:
-        block: class name of the repeated block, or of the model part, that contains the module.
-        path: dotted path beneath that block.
+        block: class name of the innermost repeated block or `PreTrainedModel` that contains the module; without either,
+            the class name of the model.
+        path: dotted path beneath that block; "" for the block itself.
     """
 
     block: str

@@ -24,10 +24,14 @@ from parallelformers_ng.sharding.policy import Rule
 class VocabularyParallelEmbedding(ParallelLayer):
     """An embedding that looks up the ids of this rank's rows, gives zeros for all other ids, and sums over the ranks.
 
+    Megatron-LM cuts embeddings in the same way (arXiv:1909.08053, §3). `forward` takes ids `[…]` of an integer type,
+    and returns vectors `[…, width]`, equal on all ranks. On CPU, `forward` raises IndexError for an id outside the
+    vocabulary. On other devices the request fails at its end; see `look_ups`.
+
     Attributes:
         first_row: first id of this rank.
         row_count: number of this rank's rows, possibly 0.
-        gathered_sizes: number of rows of each rank.
+        gathered_sizes: number of rows of each rank; the sum is the size of the vocabulary.
     """
 
     takes_part = False

@@ -213,7 +213,16 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
 
 
 def aligned_memory(size: int) -> memoryview:
-    """Return CPU memory allocated by torch, because some kernels need torch's alignment."""
+    """Return uninitialized CPU memory from torch. Some kernels need torch's alignment of 64 bytes.
+
+    The alignment is `gAlignment` in torch's `c10/core/alignment.h`.
+
+    Args:
+        size: number of bytes.
+
+    Raises:
+        RuntimeError: the system has no memory left.
+    """
     return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
 
 

@@ -46,18 +46,18 @@ class _Stranger:
 
 
 class Listener:
-    """A TCP listener that accepts callers from other hosts if they know the key.
+    """A TCP listener that accepts callers from this host or other hosts if the callers know the key.
 
     Args:
-        host: address of one interface of this machine.
+        host: address of one interface of this machine, IPv4 or IPv6.
         key: secret key of the callers.
 
     Attributes:
-        address: host and port.
+        address: host, and the port that the system chose.
 
     Raises:
         ValueError: the address means every interface, for example "0.0.0.0".
-        OSError: this machine has no such address.
+        OSError: this machine has no such address, or this process cannot open more files.
     """
 
     def __init__(self, host: str, key: bytes) -> None:
