@@ -35,7 +35,7 @@ INLINE size_t head_work(const Attention *is)
                               size_t tokens, size_t heads)                                                    \
     {                                                                                                         \
         for (size_t t = 0; t < tokens; t++, k += is->cached.k_token) {                                        \
-            Floats sum[HEADS] = {{0}}, a, b;                                                                  \
+            Floats sum[HEADS] = {{0}}, a = {0}, b;                                                            \
             size_t i = 0;                                                                                     \
             for (; i + LANES <= is->width; i += LANES) {                                                      \
                 LOAD(a, k + i);                                                                               \
