@@ -20,7 +20,8 @@ class _Room(NamedTuple):
     """The newest key and value tensors of a layer, and the capacity of their memory.
 
     Only this layer may write into the spare memory, and only while the layer's keys and values are these very tensors.
-    After a crop, a reorder or a copy, the layer first copies its keys and values to new memory.
+    After a reorder or a copy, the layer first copies its keys and values to new memory. After a crop the layer also
+    copies them if other code holds tensors of the same memory, because a later token would overwrite cropped tokens.
 
     Attributes:
         owner: id of the layer.
@@ -40,9 +41,30 @@ class _Room(NamedTuple):
 
 
 def append_in_place() -> None:
-    """Make every `DynamicLayer` of this process append in place, from now on. Idempotent."""
+    """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent."""
     if not hasattr(DynamicLayer.update, "__wrapped__"):
         DynamicLayer.update = _in_place(DynamicLayer.update)
+        DynamicLayer.crop = _keeping_room(DynamicLayer.crop)
+
+
+def _keeping_room(crop: Any) -> Any:
+    @functools.wraps(crop)
+    def cropped(layer: Any, *args: Any, **kwargs: Any) -> None:
+        own: _Room | None = getattr(layer, "_room", None)
+        begin = (layer.keys.data_ptr(), layer.values.data_ptr()) if own is not None and own.fits(layer, 0) else None
+        crop(layer, *args, **kwargs)
+        if own is None or begin is None or (layer.keys.data_ptr(), layer.values.data_ptr()) != begin:
+            return
+        if _has_sole_view(layer.keys) and _has_sole_view(layer.values):
+            layer._room = own._replace(keys=weakref.ref(layer.keys), values=weakref.ref(layer.values))
+
+    return cropped
+
+
+def _has_sole_view(tensor: Tensor) -> bool:
+    """Return whether no other tensor refers to the memory of a tensor."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses == 2  # the tensor, and the storage object of this call
 
 
 def _in_place(concatenate: Any) -> Any:

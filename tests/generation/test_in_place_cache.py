@@ -11,17 +11,17 @@ from transformers.cache_utils import DynamicLayer
 
 from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place
 
-CONCATENATE = DynamicLayer.update
+CONCATENATE, CROP = DynamicLayer.update, DynamicLayer.crop
 
 
 @pytest.fixture
 def grow() -> Iterator[Callable[..., object]]:
-    """Install and yield the cache update that grows in place; restore the original update afterwards."""
+    """Install the cache methods that work in place, and yield the update; restore the original methods afterwards."""
     append_in_place()
     append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
     yield DynamicLayer.update
-    DynamicLayer.update = CONCATENATE
+    DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
 
 
 class Pair:
@@ -77,6 +77,24 @@ def test_a_step_writes_where_there_is_room(grow: Callable[..., object]) -> None:
     assert len(places) == 1
     pair.append(1)
     assert pair.layers[0].keys.data_ptr() not in places
+
+
+@torch.inference_mode()
+def test_a_cropped_layer_keeps_its_memory_alone(grow: Callable[..., object]) -> None:
+    pair = Pair(grow)
+    pair.append(7)
+    pair.append(5)
+    place = pair.layers[0].keys.data_ptr()
+    for layer in pair.layers:
+        layer.crop(-4)
+    pair.append(3)
+    assert pair.layers[0].keys.data_ptr() == place
+    kept = pair.layers[0].keys[:, :, 2:]
+    before = kept.clone()
+    for layer in pair.layers:
+        layer.crop(-4)
+    pair.append(6)
+    assert torch.equal(kept, before), "a later token has overwritten a tensor of other code"
 
 
 @torch.inference_mode()

@@ -146,7 +146,7 @@ def test_hooks_beside_those_of_transformers_run(groups, kind: str) -> None:
     inner = next(module for path, module in cut.named_modules() if path.count(".") > 2 and module._forward_hooks)
     parallelize(cut, workers=groups(2))
     assert not may_be_hooked(remote_of(cut).calls.hooks)
-    with pytest.raises(ParallelError, match="is inside model.layers"):
+    with pytest.raises(ParallelError, match=r"is inside model\.layers"):
         _call_with(cut, getattr(inner, kind))
     assert not may_be_hooked(remote_of(cut).calls.hooks)
     cut.deparallelize()
