@@ -67,9 +67,9 @@ def api_error(error: Exception) -> ApiError:
         error: exception of a request.
 
     Returns:
-        `error` itself if it is an `ApiError`. Otherwise an error with one of these statuses. 400: no answer can
-        follow the constraint, or the request exceeds a token limit. 503: the queue is full, the time limit has passed, or the workers cannot
-        answer. 500: every other exception.
+        `error` itself if it is an `ApiError`. Otherwise an error with one of three statuses. 400: no answer can follow
+            the constraint, or the request exceeds a token limit. 503: the queue is full, the time limit has passed, or
+            the workers cannot answer. 500: every other exception.
     """
     if isinstance(error, ApiError):
         return error
