@@ -112,7 +112,8 @@ class Chat:
     ) -> str:
         """Return the prompt for chat messages.
 
-        If the chat template does not support tools, text in the first message describes the tools.
+        If the chat template does not show how the model writes tool calls, text in the first message describes the
+        tools.
 
         Args:
             messages: messages of the chat.

@@ -146,8 +146,8 @@ class Generation:
             Token ids, including the tokens that stand for pictures.
 
         Raises:
-            ApiError: status 400. The text is too long or invalid, the fields of the chat template contradict each
-                other, no chat template accepts the messages, or a picture cannot be read.
+            ApiError: status 400. The text is too long or invalid, or a picture cannot be read. Or no chat template
+                accepts the messages, or two fields of the chat template contradict each other.
         """
         if request.messages is None:
             special = request.add_special_tokens is not False

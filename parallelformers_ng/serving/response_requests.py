@@ -75,6 +75,8 @@ class Reasoning(Fields):
 
 
 class ResponseStreamOptions(Fields):
+    """Field `stream_options` of OpenAI's Responses API. The server accepts both fields; none has an effect."""
+
     include_obfuscation: bool = False  # random characters that hide the token lengths; the server sends none
     include_usage: bool = True  # the last event always has the usage
 
