@@ -41,7 +41,8 @@ class Form:
 
     Attributes:
         tokenizer: tokenizer of transformers.
-        stops: stop strings; an answer ends before the first stop string.
+        stops: stop strings; an answer ends before the first stop string. The text of the first `min_tokens` tokens of
+            a job is not searched for stop strings.
         reader: function that returns a parser of reasoning and tool calls, or None for plain text.
     """
 
@@ -53,9 +54,18 @@ class Form:
 async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
+    The text leaves out the engine's end tokens; `Piece.tokens` includes them. A complete answer is counted in the
+    engine's metrics. If the caller closes the generator, decoding ends within one decode step.
+
+    Args:
+        engine: engine that decodes the answer.
+        form: settings for turning tokens into pieces.
+        index: number of the answer within its request, for `Piece.index`.
+        job: the answer to decode.
+
     Raises:
         TimeoutError: the answer is not complete within the time limit.
-        ParallelError: the workers cannot answer.
+        ParallelError: the workers cannot answer, or a logits processor raises an error.
     """
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
@@ -92,7 +102,18 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
 
 
 async def write_all(engine: Engine, form: Form, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers."""
+    """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
+
+    If the caller closes the generator, all answers end within one decode step.
+
+    Args:
+        engine: engine that decodes the answers.
+        form: settings for turning tokens into pieces.
+        jobs: the answers to decode; `Piece.index` is a position in this sequence.
+
+    Raises:
+        TimeoutError, ParallelError: the first error of an answer; see `write`.
+    """
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, one: GenerationJob) -> None:

@@ -27,6 +27,9 @@ class ApiError(Exception):
         message: description of the error for people.
         param: field of the request that caused the error, or None.
         code: name of the error for programs, or None.
+
+    Attributes:
+        status, param, code: the arguments of the same names.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -36,10 +39,16 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON body of the response: an object with the key `error`, in OpenAI's format."""
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
+        """Return the HTTP response.
+
+        A response with status 503 asks the client to retry after 1 second. A response with status 401 makes a browser
+        ask for the API key as the password of a login dialog.
+        """
         headers = {"Retry-After": RETRY_SECONDS} if self.status == 503 else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Basic realm="the password is the API key of this server"'
@@ -47,11 +56,21 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return an error with status 400; the arguments are the same as in `ApiError`."""
     return ApiError(400, message, param, code)
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error with an HTTP status."""
+    """Convert an exception to an error with an HTTP status, and log an error of the server or its workers.
+
+    Args:
+        error: exception of a request.
+
+    Returns:
+        `error` itself if it is an `ApiError`. Otherwise an error with one of three statuses. 400: no answer can follow
+            the constraint, or the request exceeds a token limit. 503: the queue is full, the time limit has passed, or
+            the workers cannot answer. 500: every other exception.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # raised on a rank
@@ -78,7 +97,11 @@ def api_error(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Register handlers that format every error of an application as an `ApiError`."""
+    """Register handlers that format every error of an application as an `ApiError`.
+
+    A request that does not fit its pydantic model gets status 400 instead of FastAPI's 422. Errors of routing, such as
+    an unknown path, keep their status.
+    """
 
     @app.exception_handler(ApiError)
     @app.exception_handler(ParallelError)

@@ -55,7 +55,8 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
 
     Args:
         model: parallelized model; calls share batches only if the model has `batching`.
-        tokenizer: tokenizer of the model; for a model that reads pictures or sound, the processor.
+        tokenizer: tokenizer of the model; for a model that reads pictures or transcribes sound, the processor. If the
+            model lower-cases texts, the function changes the tokenizer's normalizer.
         options: limits of the server, and the model name for clients.
         kind: kind of model; by default text, or embeddings with normalized mean pooling if the model cannot generate.
 

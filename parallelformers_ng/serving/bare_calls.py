@@ -21,7 +21,7 @@ def calls_grammar(form: BareForm, tools: Sequence[dict[str, Any]], several: bool
     Args:
         form: JSON keys for the name and the arguments of a call.
         tools: tools that the model may call, in OpenAI's format.
-        several: whether the answer is a list of calls; False for exactly one call without a list.
+        several: whether the answer is a list of at least one call; False for exactly one call without a list.
     """
     rules = ['start: "[" call (", " call)* "]"' if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
@@ -40,12 +40,12 @@ def _text(value: Any) -> str:
 class BareReader:
     """Parser of tool calls at the beginning of an answer: consecutive JSON objects, or a list of JSON objects.
 
-    An answer that does not begin with a tool call is text.
+    An answer that does not begin with a tool call is text. Text after tool calls is also text.
 
     Args:
         form: JSON keys for the name and the arguments of a call.
         names: names of the tools; a JSON object without a tool name is text.
-        most_calls: maximum number of calls to return; None for no limit.
+        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
     """
 
     def __init__(self, form: BareForm, names: set[str], most_calls: int | None = None) -> None:
@@ -56,6 +56,7 @@ class BareReader:
         self._has_called = self._is_text = False
 
     def add(self, text: str) -> Read:
+        """Add text of the answer, and return the calls that are complete, or the text if the rest is text."""
         self._buffer += text
         read = Read()
         while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):
@@ -79,6 +80,7 @@ class BareReader:
         return read
 
     def end(self) -> Read:
+        """Return the text of an incomplete call. White space and separators after a call are dropped."""
         text, self._buffer = self._buffer, ""
         return Read() if self._has_called and not text.strip(_SEPARATORS) else Read(text=text)
 

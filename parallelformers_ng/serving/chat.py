@@ -21,9 +21,12 @@ class Chat:
 
     Args:
         tokenizer: tokenizer of transformers.
-        template: chat template that replaces the tokenizer's own; None for the tokenizer's own.
+        template: chat template that replaces all other chat templates; None for the processor's or the tokenizer's.
         most: maximum number of tokens in a prompt.
         processor: processor of a model that reads pictures, or None; its chat template replaces the tokenizer's.
+
+    Attributes:
+        tokenizer: the argument of the same name.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, most: int = 1 << 31, processor: Any = None) -> None:
@@ -78,7 +81,10 @@ class Chat:
         return token_ids
 
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
-        """Return all model inputs that the tokenizer makes from a text; the arguments are the same as in `ids`."""
+        """Return all model inputs that the tokenizer makes from a text, as lists with one item for each token.
+
+        The arguments and the errors are the same as in `ids`.
+        """
         self.check_length(text)
         try:
             encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
@@ -106,13 +112,17 @@ class Chat:
     ) -> str:
         """Return the prompt for chat messages.
 
+        If the chat template does not show how the model writes tool calls, text in the first message describes the
+        tools.
+
         Args:
             messages: messages of the chat.
             tools: tools that the model may call, in OpenAI's format.
             arguments: arguments of the chat template; by default `add_generation_prompt=True`.
 
         Raises:
-            ApiError: the model has no chat template, or the template refuses the messages, status 400.
+            ApiError: status 400. The model has no chat template, or the template refuses the messages. Or a message has
+                content that the model cannot read, or a tool call whose arguments are not JSON.
         """
         if not self.has_template:
             raise bad_request(
@@ -144,12 +154,19 @@ class Chat:
         return self._form if isinstance(self._form, BareForm) else BareForm()
 
     def forced_calls(self, choice: ToolChoice) -> Constraint:
-        """Return a constraint that allows only tool calls, as JSON, in an answer."""
+        """Return a constraint that allows only tool calls, as JSON, in an answer.
+
+        Args:
+            choice: tool choice of the request, with at least one tool. The constraint allows exactly one call if
+                `most_calls` is set, otherwise a list of at least one call.
+        """
         several = choice.most_calls is None
         return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
         """Return a parser of reasoning and tool calls in an answer, or None if the whole answer is text.
+
+        Each answer needs its own parser.
 
         Args:
             prompt: prompt before the answer.

@@ -24,9 +24,13 @@ class Embeddings:
 
     Args:
         engine: engine of the model.
-        chat: tokenizer of the model.
+        chat: tokenizer of the model. If the pooling lower-cases texts, the constructor changes the tokenizer's
+            normalizer.
         options: limits of the server.
         pooling: pooling of the model's outputs; None if the model makes no embeddings.
+
+    Raises:
+        UnsupportedModelError: the pooling lower-cases texts, but the tokenizer is not a fast tokenizer.
     """
 
     def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling | None) -> None:
@@ -42,8 +46,14 @@ class Embeddings:
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
         """Answer a request to `/v1/embeddings`.
 
+        Returns:
+            JSON object in OpenAI's format, with one embedding for each text. An embedding is a list of numbers, or
+            base64 of little-endian float32 values.
+
         Raises:
-            ApiError: the model makes no embeddings, or the input is too long or too large.
+            ApiError: the model makes no embeddings, or the input is invalid, too long or too large, status 400. Or no
+                place is free, status 503.
+            ParallelError: the workers cannot answer.
         """
         texts = request.texts
         if self._pooling is None:

@@ -44,7 +44,8 @@ class GenerationJob:
 
     Attributes:
         ids: token ids of the prompt.
-        settings: values of `GenerationConfig` that differ from the model's own.
+        settings: values of `GenerationConfig` that differ from the model's own. The key `max_new_tokens` is required;
+            the engine lowers its value to the number of positions after the prompt.
         seed: seed of the sampling.
         processors: logits processors.
         alternatives: number of most likely tokens to return at each position; None to return no probabilities.
@@ -71,7 +72,12 @@ class GenerationJob:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """New tokens of an answer. The likelihoods are empty if the job has no `alternatives`."""
+    """New tokens of an answer.
+
+    Attributes:
+        tokens: ids of the tokens.
+        likelihoods: likelihood of each token; empty if the job has no `alternatives`.
+    """
 
     tokens: list[int]
     likelihoods: list[Likelihood]
@@ -87,11 +93,13 @@ class Engine:
         writes_text: whether the model generates text.
 
     Attributes:
+        model, options, metrics: the arguments of the same names.
         vocabulary: number of tokens in the vocabulary.
-        positions: maximum number of tokens in a prompt plus its answer.
+        positions: maximum number of tokens in a prompt plus its answer; 2**20 if the model's configuration has no
+            `max_position_embeddings`.
         generates: whether the model generates text.
         longest: maximum number of tokens in a prompt.
-        ends: ids of tokens that end an answer.
+        ends: ids of tokens that end an answer; empty for a model that generates no text.
     """
 
     def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
@@ -112,6 +120,8 @@ class Engine:
     @contextmanager
     def admitted(self, answers: int) -> Iterator[Places]:
         """Reserve places for answers until each answer starts, or until the block ends.
+
+        The caller puts the yielded object into `GenerationJob.places`, so that `generate` can release the places.
 
         Args:
             answers: number of places.
@@ -181,10 +191,15 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
-        If the caller closes the generator, the call ends within one decode step.
+        A job with `alternatives` that runs alone yields all tokens at the end of the call. The metrics count the
+        answer. If the caller closes the generator, the call ends within one decode step.
+
+        Args:
+            job: the answer to decode.
 
         Raises:
-            TimeoutError: the answer is not complete within the server's `timeout`.
+            TimeoutError: the answer is not complete within the server's `timeout`, which includes the wait for a row.
+            ParallelError: the workers cannot answer, or a logits processor raises an error.
         """
         config = self._config(job)
         arguments: dict[str, Any] = {
@@ -235,7 +250,8 @@ class Engine:
             model: name of the model or adapter that reads; None for the model.
 
         Raises:
-            ApiError: the prompt is too long, status 400.
+            ApiError: the float32 logits of the prompt exceed 1 GiB, status 400.
+            ParallelError: the workers cannot answer.
         """
         most_tokens = _LOGITS_BYTES // (4 * self.vocabulary)
         if len(ids) > most_tokens:
@@ -285,7 +301,10 @@ class Engine:
 
 
 def draw_seed() -> int:
-    """Return a random seed for a request without a seed. Calls with a seed can share a batch if they sample."""
+    """Return a random seed from 0 to 2**63 - 1, for a request without a seed.
+
+    A sampling call without a seed cannot share a batch if the model draws from the caller's generator.
+    """
     return secrets.randbelow(1 << 63)
 
 

@@ -31,7 +31,10 @@ class Refused:
     harmless: tuple[Any, ...] = ()
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value changes nothing, so that the server accepts the value."""
+        """Return whether a value changes nothing, so that the server accepts the value.
+
+        None changes nothing. The types must match: 1 and 1.0 are equal here, but 1 and True are different.
+        """
         return value is None or any(type(value) in _like(each) and value == each for each in self.harmless)
 
 

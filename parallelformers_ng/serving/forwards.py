@@ -22,18 +22,23 @@ def run_rows(
 ) -> tuple[torch.Tensor, int]:
     """Run the model over texts and return one result row for each text.
 
+    A forward pass has at most 4096 tokens including padding, or one longer text. A model without a pad token runs one
+    text at a time. The function blocks the calling thread.
+
     Args:
         engine: engine of the model.
-        tokenizer: tokenizer that pads the batches.
-        rows: the tokenizer's output for each text, without padding.
+        tokenizer: tokenizer that pads the batches on the right.
+        rows: the tokenizer's output for each text, without padding; at least one text.
         longest: maximum number of tokens in a text.
-        read: function of the model's output and the attention mask `[batch, tokens]`; returns the result rows.
+        read: function of the model's output and the attention mask `[batch, tokens]`; returns the result rows
+            `[batch, …]`.
 
     Returns:
         Result rows `[texts, …]` in the order of the texts, and the total number of tokens without padding.
 
     Raises:
         ApiError: a text is empty, longer than `longest`, or has an unknown token, status 400.
+        ParallelError: the workers cannot answer.
     """
     inputs = inspect.signature(engine.model.forward).parameters
     sizes = [len(row["input_ids"]) for row in rows]

@@ -66,8 +66,15 @@ class Generation:
     async def complete(self, request: CompletionRequest) -> Response:
         """Answer a request to `/v1/completions`.
 
+        Returns:
+            JSON response with the complete answers, or with `stream` a stream of server-sent events. After the first
+            piece of a stream, an error becomes an event of the stream.
+
         Raises:
-            ApiError: the request is invalid, or no place is free.
+            ApiError: the request is invalid, status 400. Or no place is free, status 503. Or the request has a
+                constraint, but the package llguidance is missing, status 501.
+            TimeoutError: the answers are not complete within the time limit.
+            ParallelError: the workers cannot answer.
         """
         self._check(request, len(request.prompts))
         with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
@@ -92,11 +99,11 @@ class Generation:
         return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
-        """Answer a request to `/v1/chat/completions`; the errors are the same as in `complete`."""
+        """Answer a request to `/v1/chat/completions`; result and errors are the same as in `complete`."""
         return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
-        """Answer a request to `/v1/responses`; the errors are the same as in `complete`."""
+        """Answer a request to `/v1/responses`; result and errors are the same as in `complete`."""
         chat = request.chat()
         return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
 
@@ -139,8 +146,8 @@ class Generation:
             Token ids, including the tokens that stand for pictures.
 
         Raises:
-            ApiError: status 400. The text is too long or invalid, the fields of the chat template contradict each
-                other, no chat template accepts the messages, or a picture cannot be read.
+            ApiError: status 400. The text is too long or invalid, or a picture cannot be read. Or no chat template
+                accepts the messages, or two fields of the chat template contradict each other.
         """
         if request.messages is None:
             special = request.add_special_tokens is not False

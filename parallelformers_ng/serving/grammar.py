@@ -19,12 +19,15 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
     """Convert a tokenizer of Hugging Face to a tokenizer of llguidance.
 
-    The conversion takes one second; each process caches the result.
+    The conversion takes one second; each process caches the latest two results.
 
     Args:
-        packed: zlib-compressed JSON of the tokenizer.
-        words: size of the model's vocabulary.
+        packed: zlib-compressed JSON of the tokenizer, in the format of `tokenizer.json`.
+        words: number of tokens in the model's vocabulary.
         ends: ids of tokens that end an answer.
+
+    Raises:
+        ImportError: the package llguidance is missing.
     """
     from llguidance import LLTokenizer
 
@@ -88,12 +91,17 @@ class GrammarError(ValueError):
 class Grammar(LogitsProcessor):
     """Logits processor that forbids the tokens that a grammar does not allow next.
 
-    The arguments are sent to the ranks. The position in the grammar is stored only in the process that decodes.
+    The arguments are sent to the ranks. The position in the grammar is stored only in the process that decodes. The
+    processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The processor raises GrammarError
+    if the grammar is too expensive or allows no next token.
 
     Args:
         grammar: grammar in llguidance's format.
         packed, words, ends: same as in `grammar_tokenizer`.
         prompt: number of tokens before the answer.
+
+    Attributes:
+        grammar, packed, words, ends, prompt: the arguments of the same names.
     """
 
     def __init__(self, grammar: str, packed: bytes, words: int, ends: tuple[int, ...], prompt: int) -> None:

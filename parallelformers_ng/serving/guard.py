@@ -59,8 +59,11 @@ class AccessGuard:
     """ASGI application that checks each request before another application answers the request.
 
     The guard reads the whole request within the limits of bytes and seconds. If the client disconnects afterwards, the
-    guard cancels the work. Large bodies and refusals are limited per second, so that a flood of requests does not
-    occupy the processor.
+    guard cancels the work. A flood of requests must not occupy the processor. Therefore bodies above 64 KiB are limited
+    to 4 MiB per second, and responses with status 400 to 499 to about 40 per second.
+
+    The guard itself refuses requests with status 401, 408, 413, 431 or 503, and closes WebSocket connections. The guard
+    adds the header `X-Request-Id` to each response, counts each request, and writes the access log.
 
     Args:
         app: ASGI application that answers the requests.

@@ -26,10 +26,17 @@ class Likelihood:
 class Recorder(LogitsProcessor):
     """Logits processor that records the log-probabilities of a sequence and does not change the scores.
 
-    The ranks return the recorded values to the caller with the tokens.
+    The processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The ranks return the recorded
+    values to the caller with the tokens.
 
     Args:
         alternatives: number of most likely tokens to record at each position.
+
+    Attributes:
+        alternatives: the argument of the same name.
+        top: ids and log-probabilities of the most likely tokens at each position, most likely first.
+        chosen: log-probability of the chosen token at each position, except the newest position.
+        last: log-probabilities of all tokens at the newest position, float32 `[vocabulary]`; None before the first.
     """
 
     def __init__(self, alternatives: int) -> None:
@@ -50,7 +57,12 @@ class Recorder(LogitsProcessor):
         return place < len(self.top)
 
     def of(self, place: int, token: int) -> Likelihood:
-        """Return the likelihood of the token at a position; position 0 is the first new token."""
+        """Return the likelihood of the token at a position; position 0 is the first new token.
+
+        Args:
+            place: position for which `knows` returns True.
+            token: id of the chosen token.
+        """
         if place < len(self.chosen):
             return Likelihood(token, self.chosen[place], self.top[place])
         assert self.last is not None
@@ -62,7 +74,7 @@ def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
 
     Args:
         logprobs: log-probability of each token, `[vocabulary]`.
-        count: number of tokens to return.
+        count: number of tokens to return; a larger number than the vocabulary's size returns all tokens.
     """
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

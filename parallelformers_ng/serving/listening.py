@@ -13,14 +13,14 @@ _DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # device files of NVIDIA
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """Return a bound socket; the socket refuses clients until the server listens.
+    """Return a bound TCP socket; the socket refuses clients until the server listens. The caller closes the socket.
 
     Args:
-        options: options with the host and the port.
+        options: options with the host and the port. A host with a colon is an IPv6 address.
 
     Raises:
         ParallelError: another program uses the port.
-        OSError: the machine does not have the address.
+        OSError: the machine does not have the address, or this user may not use the port.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sends small packets without a delay only if the protocol is named; the delay is 40 ms for each answer.
@@ -42,8 +42,9 @@ def check_at_once(options: ServeOptions) -> None:
     """Raise an error if the address, the model folder or the device is invalid. The checks do not import torch.
 
     Raises:
-        ParallelError: the port is in use, the folder is missing or is not a model folder, or the machine has no GPU.
-        OSError: the machine does not have the address.
+        ParallelError: the port is in use, or the folder is missing or is not a model folder. Or `device` is "cuda", but
+            the machine has no device file of a GPU.
+        OSError: the machine does not have the address, or this user may not use the port.
     """
     bound(options).close()
     path = Path(options.model).expanduser()

@@ -55,11 +55,11 @@ def new_record(request_id: bytes) -> Record:
 
 
 def log_access(record: Record, method: str, path: str, status: int) -> None:
-    """Write the access log line of a request.
+    """Write the access log line of a request, at the level "info".
 
     Args:
         record: record of the request.
-        method, path: method and path of the HTTP request.
+        method, path: method and path of the HTTP request; the line has at most 200 characters of the path.
         status: HTTP status; 499 if the client disconnected before the end.
     """
     now = time.monotonic()

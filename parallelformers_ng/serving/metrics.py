@@ -47,8 +47,8 @@ class Metrics:
     Attributes:
         running: number of answers that have at least one token.
         waiting: number of answers that have no token yet.
-        restarts: function that returns the number of worker restarts.
-        last_token: time of the newest token in seconds, on the clock of `time.monotonic`.
+        restarts: function that returns the number of worker restarts; the caller may replace the function.
+        last_token: time of the newest token in seconds, on the clock of `time.monotonic`; 0 before the first token.
     """
 
     def __init__(self, name: str, rows: int = 16, cache_tokens: int = 1 << 20) -> None:
@@ -116,6 +116,7 @@ class Metrics:
 
     @property
     def in_flight(self) -> int:
+        """Number of running and waiting answers."""
         return self.running + self.waiting
 
     @property
@@ -154,7 +155,8 @@ class Metrics:
         """Count a request if it was refused, failed or canceled.
 
         Args:
-            status: HTTP status; 499 if the client disconnected before the end.
+            status: HTTP status; 499 if the client disconnected before the end. Status 503 and the other statuses from
+                400 to 499 count as refused, the other statuses from 500 as failed.
         """
         if status == CLIENT_WENT:
             self._cancelled.inc()
@@ -230,6 +232,14 @@ class AnswerMetrics:
     Args:
         metrics: metrics of the server.
         prompt: number of tokens in the prompt.
+
+    Attributes:
+        prompt: the argument of the same name.
+        tokens: number of tokens in the answer up to now.
+        arrived, admitted, first, latest: times of the arrival, of the free row, and of the first and the newest token,
+            in seconds on the clock of `time.monotonic`. `admitted` and `first` are 0 until then; `latest` begins as
+            `arrived`.
+        begun: whether the answer has at least one token.
     """
 
     def __init__(self, metrics: Metrics, prompt: int) -> None:
@@ -246,6 +256,10 @@ class AnswerMetrics:
         return self.prompt + self.tokens
 
     def has(self, tokens: int) -> None:
-        """Count new tokens of the answer."""
+        """Count new tokens of the answer, and record the current time as the time of the tokens.
+
+        Args:
+            tokens: number of new tokens; 0 changes nothing.
+        """
         if tokens:
             self._metrics._note(self, tokens)

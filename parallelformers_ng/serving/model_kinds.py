@@ -65,20 +65,24 @@ class Kind:
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a model name is a GGUF file of llama.cpp. GGUF files are served as text models."""
+    """Return whether a model name has the ending of llama.cpp's GGUF files. GGUF files are served as text models."""
     return name.endswith(".gguf")
 
 
 def kind_of(name: str, revision: str | None = None) -> Kind:
-    """Return the kind of a model from its configuration; the function reads no weights.
+    """Return the kind of a model from its configuration.
+
+    The only weights that the function reads are those of sentence-transformers' modules after the pooling. A GGUF file
+    is a text model; the function does not open the file.
 
     Args:
-        name: model folder, or name on the Hugging Face hub.
+        name: model folder, GGUF file, or name on the Hugging Face hub.
         revision: branch, tag or commit on the hub; None for the main branch.
 
     Raises:
-        UnsupportedModelError: the server cannot serve a model of this class.
-        CheckpointError: the model does not exist.
+        UnsupportedModelError: the server cannot serve a model of this class, or a module or setting of
+            sentence-transformers.
+        CheckpointError: the model does not exist, or its configuration cannot be read.
     """
     if is_gguf(name):
         return Kind()

@@ -33,8 +33,14 @@ _NAME = "parallelformers_ng"
 class ServedReplica:
     """Replica of the server on Ray Serve, with its own model and ranks on the cluster.
 
+    The constructor loads the model. The ranks end with the object.
+
     Args:
         options: options of the server.
+
+    Raises:
+        ParallelError: the model cannot be served; see `parallelize`.
+        OSError: the tokenizer or the file of `chat_template` cannot be read.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -46,7 +52,13 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise an error unless all ranks complete a collective ping, like `/ready`."""
+        """Raise an error unless all ranks complete a collective ping, like `/ready`.
+
+        Ray Serve calls this method, and replaces a replica that raises an error repeatedly.
+
+        Raises:
+            GroupError: the ranks do not complete the ping within the time limit.
+        """
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:
@@ -57,6 +69,8 @@ class ServedReplica:
 @contextlib.contextmanager
 def deployed(options: ServeOptions) -> Iterator[str]:
     """Deploy the server on a Ray cluster, yield its URL, and delete the server when the block ends.
+
+    If the cluster then has no other application of Ray Serve, the function also shuts down Ray Serve.
 
     Args:
         options: options of the server.
@@ -90,7 +104,10 @@ def deployed(options: ServeOptions) -> Iterator[str]:
 
 
 def serve_on_ray(options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit status; the errors are the same as in `deployed`."""
+    """Serve until SIGTERM or Ctrl-C, and return the exit status 0; the errors are the same as in `deployed`.
+
+    The function replaces the handlers of both signals, so that it must run in the main thread.
+    """
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -26,7 +26,7 @@ Other processors enlarge the short side to a fixed length, so that a long pictur
 class Pictures:
     """Reader of pictures, which makes the inputs of a model from the text and the pictures of a chat.
 
-    Only one request at a time is read, to limit memory.
+    Only one request at a time is read, to limit memory. The formats are PNG, JPEG, WEBP and GIF.
 
     Args:
         processor: processor of the model, from transformers.
@@ -43,11 +43,12 @@ class Pictures:
 
         Args:
             text: prompt with one of the processor's placeholders for each picture.
-            addresses: data URLs or file URLs, in the order of the placeholders.
+            addresses: data URLs in base64, or file URLs inside `media_folder`, in the order of the placeholders.
             special: whether the processor adds its special tokens, such as BOS.
 
         Raises:
-            ApiError: a picture is missing, damaged or too large, or the number of placeholders is wrong, status 400.
+            ApiError: status 400. The pictures are too many or too large, or the number of placeholders is wrong. Or a
+                picture is missing, is damaged, has too long sides, or has another kind of URL.
         """
         async with self._turn:
             return await asyncio.to_thread(self._inputs, text, addresses, special)

@@ -18,7 +18,7 @@ class Pooling:
     """Pooling of a model's token vectors, followed by further modules.
 
     Attributes:
-        modes: pooling modes from `MODES`; the vectors of several modes are concatenated.
+        modes: pooling modes from `MODES`, as in sentence-transformers; the vectors of several modes are concatenated.
         modules: modules that run after the pooling, in order.
         prompt: text that is put before each input.
         lower_case: whether inputs are lower-cased.
@@ -46,7 +46,7 @@ class Pooling:
 
 
 def normalize(vectors: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to length 1."""
+    """Scale vectors `[…, width]` to Euclidean length 1; zero vectors stay zero."""
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 

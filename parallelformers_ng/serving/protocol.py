@@ -11,10 +11,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 class PatientProtocol(H11Protocol):
     """HTTP protocol of uvicorn with a time limit for the headers of each request.
 
-    uvicorn's own protocol has no such limit: a client can hold a connection by sending single bytes.
+    After the time limit, the protocol closes the connection. uvicorn's own protocol has no such limit: a client can
+    hold a connection by sending single bytes.
 
     Attributes:
-        seconds: time limit from the connection, or from the first byte of a request, to the end of the headers.
+        seconds: time limit in seconds from the connection, or from the first byte of a later request, to the end of the
+            headers.
     """
 
     seconds = 30.0

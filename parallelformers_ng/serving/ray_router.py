@@ -17,7 +17,8 @@ class FewestRequests(RequestRouter):
     """Router that sends each request to the replica with the fewest requests of this proxy, on any host.
 
     Ray Serve's own router prefers replicas on the proxy's host. That router also uses outdated request counts, so that
-    simultaneous requests go to the same replica.
+    simultaneous requests go to the same replica. The methods override or implement methods of Ray Serve's
+    `RequestRouter`.
     """
 
     def initialize_state(self) -> None:
@@ -27,7 +28,18 @@ class FewestRequests(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: Sequence[Any], pending_request: Any = None
     ) -> list[Sequence[Any]]:
-        """Return the replica with the fewest requests, then the other replicas for the case that the first is full."""
+        """Return the replica with the fewest requests, then the other replicas for the case that the first is full.
+
+        The order of replicas with equally many requests is random. The method counts the request at the first replica.
+        If all replicas are full, the request waits.
+
+        Args:
+            candidate_replicas: running replicas, at least one.
+            pending_request: request to route; None changes no counts.
+
+        Returns:
+            List with the first replica, and list of the other replicas in the order of their numbers of requests.
+        """
         self._open_requests = {
             request: routed for request, routed in self._open_requests.items() if not routed[1].cancelled()
         }

@@ -33,6 +33,9 @@ _NO_TEMPLATE_VARIABLES = {
 class ApiRequest(Fields):
     """Base class of requests. Unknown fields are ignored, because clients send many fields for other servers.
 
+    The validation raises ApiError with status 400 if `fields.REFUSED` lists a field of the request for its route. A
+    field whose value changes nothing is accepted.
+
     Attributes:
         route: path of the route, for the tables in `fields.py`.
     """
@@ -53,6 +56,13 @@ class ApiRequest(Fields):
 
 
 class StreamOptions(Fields):
+    """Field `stream_options` of OpenAI.
+
+    Attributes:
+        include_usage: whether the stream ends with a chunk that has the numbers of tokens.
+        continuous_usage_stats: field of vLLM; only false is supported.
+    """
+
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
@@ -82,6 +92,7 @@ class Sampling(ApiRequest):
 
     @property
     def stops(self) -> list[str]:
+        """Stop strings, possibly none."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
@@ -94,6 +105,7 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def most_tokens(self) -> int | None:
+        """Maximum number of tokens in an answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
@@ -103,10 +115,20 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def tells_usage(self) -> bool:
+        """Whether the stream ends with a chunk that has the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionRequest(GenerationRequest):
+    """Request to `/v1/completions`.
+
+    Attributes:
+        prompt: one prompt or several prompts; each prompt is text or a list of token ids.
+        logprobs: number of most likely tokens to return at each position; None to return no probabilities.
+        echo: whether the answer begins with the prompt.
+        add_special_tokens: whether the tokenizer adds special tokens, such as BOS, to a text.
+    """
+
     route = COMPLETIONS
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
@@ -120,6 +142,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """Prompts of the request; each prompt is text or a list of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         several: list[Any] = self.prompt
@@ -134,12 +157,21 @@ class ImageUrl(Fields):
 
 
 class MessagePart(Fields):
+    """Part of a message. The server reads parts of the types "text" and "image_url", and refuses other types."""
+
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
 
 
 class Function(Fields):
+    """Call of a function in a message.
+
+    Attributes:
+        name: name of the function.
+        arguments: JSON object, or the text of a JSON object.
+    """
+
     name: str
     arguments: str | dict[str, Any] = "{}"
 
@@ -151,6 +183,17 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
+    """Message of a chat.
+
+    The validation raises ApiError with status 400 if `function_call`, `refusal` or `audio` is set.
+
+    Attributes:
+        content: text, or a list of parts; None for a message without content, such as a message with tool calls.
+        reasoning_content: reasoning of the assistant before the content; `reasoning` is an alias.
+        tool_call_id: id of the call, for a message with the result of a tool.
+        name: name of the author or of the tool, for the chat template.
+    """
+
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
@@ -186,6 +229,12 @@ class Message(Fields):
 
 
 class ToolFunction(Fields):
+    """Function that a model may call. Further fields, such as `description`, are kept for the chat template.
+
+    Attributes:
+        parameters: JSON schema of the arguments; None for any JSON object.
+    """
+
     model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, Field(min_length=1)]
@@ -193,6 +242,8 @@ class ToolFunction(Fields):
 
 
 class Tool(Fields):
+    """Tool that a model may call, in OpenAI's format. Further fields are kept for the chat template."""
+
     model_config = ConfigDict(extra="allow")
 
     type: Literal["function"]
@@ -214,7 +265,7 @@ class TemplateFields(ApiRequest):
         """Arguments of the chat template.
 
         Raises:
-            ApiError: two fields contradict each other, or `chat_template_kwargs` has a reserved name.
+            ApiError: two fields contradict each other, or `chat_template_kwargs` has a reserved name, status 400.
         """
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_request(
@@ -238,6 +289,18 @@ class TemplateFields(ApiRequest):
 
 
 class ChatRequest(TemplateFields, GenerationRequest):
+    """Request to `/v1/chat/completions`.
+
+    The validation raises ApiError with status 400 if `top_logprobs` is above 0 without `logprobs`.
+
+    Attributes:
+        max_completion_tokens: newer name of `max_tokens`; overrides `max_tokens`.
+        logprobs: whether the answer has the probability of each token.
+        parallel_tool_calls: whether an answer may have several tool calls.
+        add_special_tokens: whether the tokenizer adds special tokens to the text of the chat template; by default
+            `Chat.begins_with_special` decides.
+    """
+
     route = CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -256,7 +319,11 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     @property
     def tool_choice_read(self) -> ToolChoice:
-        """Tools that the model may call, and whether the answer must call a tool."""
+        """Tools that the model may call, and whether the answer must call a tool.
+
+        Raises:
+            ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
+        """
         tools = [tool.model_dump() for tool in self.tools or ()]
         return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
 
@@ -270,6 +337,13 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
 
 class EmbeddingRequest(ApiRequest):
+    """Request to `/v1/embeddings`.
+
+    Attributes:
+        input: one text or several texts. Token ids pass the validation, but `texts` refuses them.
+        encoding_format: "float" for lists of numbers, "base64" for little-endian float32 values.
+    """
+
     route = EMBEDDINGS
 
     input: str | list[str] | list[int] | list[list[int]]
@@ -277,6 +351,11 @@ class EmbeddingRequest(ApiRequest):
 
     @property
     def texts(self) -> list[str]:
+        """Texts of the request.
+
+        Raises:
+            ApiError: the input has token ids, status 400.
+        """
         texts = [self.input] if isinstance(self.input, str) else self.input
         if not all(isinstance(text, str) for text in texts):
             raise bad_request(
@@ -293,7 +372,12 @@ class DetokenizeRequest(Fields):
 
 
 class TokenizeRequest(TemplateFields):
-    """Request with either a prompt or chat messages."""
+    """Request to `/tokenize`, with either a prompt or chat messages.
+
+    Attributes:
+        add_special_tokens: whether the tokenizer adds special tokens. By default true for a prompt; for messages,
+            `Chat.begins_with_special` decides.
+    """
 
     route = TOKENIZE
 

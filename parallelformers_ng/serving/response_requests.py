@@ -17,6 +17,8 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseTool(Fields):
+    """Tool of a request. OpenAI's tools of other types than "function" pass the validation; `of_chat` refuses them."""
+
     type: str
     name: str = ""
     description: str | None = None
@@ -24,7 +26,11 @@ class ResponseTool(Fields):
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
-        """Return the tool in the format of chat requests."""
+        """Return the tool in the format of chat requests.
+
+        Raises:
+            ApiError: the type of the tool is not "function", status 400.
+        """
         if self.type != "function":
             raise bad_request(
                 f"tools: the server does not support tools of type {self.type!r}; send tools of type 'function'",
@@ -34,26 +40,57 @@ class ResponseTool(Fields):
 
 
 class TextFormat(Fields):
+    """Format of an answer's text.
+
+    Attributes:
+        name: name of the JSON schema; the response repeats the name, which has no other effect.
+        schema_: JSON schema of the answer, for the type "json_schema"; the field `schema` in JSON.
+    """
+
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class TextConfig(Fields):
+    """Field `text` of a request.
+
+    Attributes:
+        format: format of the answer; None for any text.
+        verbosity: field of OpenAI; only "medium" is supported, which has no effect.
+    """
+
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Fields):
+    """Field `reasoning` of a request.
+
+    Attributes:
+        effort: variable of the chat template, the same as `reasoning_effort` of chat requests.
+    """
+
     effort: str | None = None
 
 
 class ResponseStreamOptions(Fields):
+    """Field `stream_options` of OpenAI's Responses API. The server accepts both fields; none has an effect."""
+
     include_obfuscation: bool = False  # random characters that hide the token lengths; the server sends none
     include_usage: bool = True  # the last event always has the usage
 
 
 class ResponsesRequest(Sampling):
+    """Request to `/v1/responses`, in the format of OpenAI's Responses API.
+
+    Attributes:
+        input: text of the user, or a list of messages, reasoning, function calls and function outputs.
+        instructions: system message before the input.
+        include: names of additional outputs; only "message.output_text.logprobs" has an effect.
+        metadata: values that the response repeats.
+    """
+
     route = RESPONSES
 
     input: str | list[dict[str, Any]]
@@ -74,7 +111,7 @@ class ResponsesRequest(Sampling):
         """Convert the request to a request of `/v1/chat/completions`.
 
         Raises:
-            ApiError: an item of the input or a tool is invalid or not supported, status 400.
+            ApiError: a field, an item of the input or a tool is invalid or not supported, status 400.
         """
         fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
         tells_logprobs = _LOGPROBS in self.include

@@ -18,7 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Format of answers for `/v1/responses`. An answer without streaming makes and discards the events.
+    """Format of answers for `/v1/responses`, for one answer. An answer without streaming makes and discards the events.
 
     Args:
         name: name of the model.

@@ -108,6 +108,9 @@ class Server(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Load the model, listen, and serve until SIGTERM or Ctrl-C.
 
+    The function also sets up the log, and excludes the existing objects from garbage collection. At the end, the
+    function stops the ranks.
+
     Args:
         options: options of the server.
 
@@ -115,8 +118,9 @@ def serve(options: ServeOptions) -> int:
         Exit status, always 0.
 
     Raises:
-        ParallelError: the model cannot be served; see `parallelize`.
-        OSError: the server cannot listen on the address.
+        ParallelError: the port is in use, or the model cannot be served; see `parallelize`.
+        OSError: the server cannot listen on the address, or the tokenizer or the file of `chat_template` cannot be
+            read.
     """
     set_up_logs(options.log_format, options.log_level)
     with bound(options) as listener:  # checked before the model loads, which can take a minute
@@ -145,10 +149,15 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         kind: kind of the model; by default, the class in the model's configuration is loaded.
 
     Returns:
-        Parallelized model, and tokenizer. If the model reads pictures or sound, the second item is the processor.
+        Parallelized model, and tokenizer. If the model reads pictures or transcribes sound, the second item is the
+        processor. If the processor of a model that reads pictures cannot be loaded, the second item is the tokenizer,
+        and the log has a warning.
 
     Raises:
-        ParallelError: the model cannot be served; see `parallelize`.
+        UnsupportedModelError: the processor of a model that transcribes sound cannot be loaded, or transformers cannot
+            read the GGUF file. Or the options have adapters, but the model generates no text.
+        ParallelError: the model cannot be parallelized; see `parallelize`.
+        OSError: the tokenizer or the GGUF file does not exist.
     """
     arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
@@ -235,6 +244,7 @@ def warm_up(model: Any) -> None:
 
     Raises:
         UnsupportedModelError: the model fails, or returns neither token vectors nor scores nor text.
+        GroupError: the workers cannot answer.
     """
     prompt = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -256,7 +266,13 @@ def warm_up(model: Any) -> None:
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """Return the log line of a ready server, with the model, the address, the devices and the limits."""
+    """Return the log line of a ready server, with the model, the address, the devices and the limits.
+
+    Args:
+        model: parallelized model.
+        options: options of the server.
+        port: port on which the server listens.
+    """
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"
@@ -270,4 +286,5 @@ def started(model: Any, options: ServeOptions, port: int) -> str:
 
 
 def say(line: str) -> None:
+    """Log a line at the level "info"."""
     log.info("%s", line)

@@ -26,9 +26,9 @@ class Schemas:
     """Converter of constraints to logits processors.
 
     Args:
-        tokenizer: tokenizer of transformers.
-        words: size of the model's vocabulary.
-        ends: ids of tokens that end an answer.
+        tokenizer: tokenizer of transformers. Only a fast tokenizer supports constraints.
+        words: number of tokens in the model's vocabulary.
+        ends: ids of tokens that end an answer. Constraints need at least one id.
     """
 
     def __init__(self, tokenizer: Any, words: int, ends: set[int]) -> None:
@@ -46,15 +46,21 @@ class Schemas:
         return zlib.compress(json.dumps({**text, "padding": None, "truncation": None}).encode(), 1)
 
     async def read(self, constraint: Constraint) -> str:
-        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core."""
+        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core.
+
+        Argument, result and errors are the same as in `grammar`.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
-        """Return a logits processor that restricts an answer to a grammar.
+        """Return a logits processor that restricts an answer to a grammar. Each answer needs its own processor.
 
         Args:
             grammar: result of `grammar`.
             prompt: number of tokens before the answer.
+
+        Raises:
+            ApiError: the tokenizer is not a fast tokenizer, or the model has no end token, status 400.
         """
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)
 
@@ -65,7 +71,8 @@ class Schemas:
             constraint: constraint of a request.
 
         Raises:
-            ApiError: the constraint is invalid or too complex, status 400, or llguidance is missing, status 501.
+            ApiError: the constraint is invalid or too complex, status 400, or llguidance is missing, status 501. Or the
+                tokenizer is not a fast tokenizer, or the model has no end token, status 400.
         """
         param = constraint.param
         try:

@@ -16,7 +16,13 @@ _SECOND = ("text_2", "data_2", "documents", "items")
 
 
 class ScoreRequest(ApiRequest):
-    """Request for scores of text pairs: one first text for all second texts, or one first text for each second text."""
+    """Request for scores of text pairs: one first text for all second texts, or one first text for each second text.
+
+    Attributes:
+        text_1, data_1, queries: first texts. A request has exactly one of these three fields.
+        text_2, data_2, documents, items: second texts. A request has exactly one of these four fields.
+        use_activation: whether scores are results of the activation function; False for logits.
+    """
 
     route = SCORE
 
@@ -34,7 +40,8 @@ class ScoreRequest(ApiRequest):
         """Text pairs to score.
 
         Raises:
-            ApiError: the numbers of first and second texts do not match, status 400.
+            ApiError: status 400. The numbers of first and second texts do not match, or the first or the second texts
+                are missing or in several fields.
         """
         first, second = self._texts(_FIRST), self._texts(_SECOND)
         if len(first) == 1:
@@ -61,6 +68,15 @@ class Document(Fields):
 
 
 class RerankRequest(ApiRequest):
+    """Request to `/v1/rerank`, which sorts documents by their score against a query.
+
+    Attributes:
+        documents: texts, or objects with a text; one text counts as a list of one text.
+        top_n: maximum number of results; 0 for every document.
+        return_documents: whether the results have the texts of the documents.
+        use_activation: whether scores are results of the activation function; False for logits.
+    """
+
     route = RERANK
 
     query: str
@@ -78,4 +94,5 @@ class RerankRequest(ApiRequest):
 
     @property
     def texts(self) -> list[str]:
+        """Texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]

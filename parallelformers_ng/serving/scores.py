@@ -61,8 +61,13 @@ class Scores:
     async def score(self, request: ScoreRequest) -> dict[str, Any]:
         """Answer a request to `/v1/score`.
 
+        Returns:
+            JSON object in vLLM's format, with one score for each pair of texts.
+
         Raises:
-            ApiError: the model is not a classifier, or the texts are too many or too long.
+            ApiError: the model is not a classifier, or the texts are invalid, too many or too long, status 400. Or no
+                place is free, status 503.
+            ParallelError: the workers cannot answer.
         """
         scores, usage = await self._scores(request.pairs, request.use_activation)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
@@ -70,7 +75,11 @@ class Scores:
         return {**common, "model": self._options.name, "data": data, "usage": usage}
 
     async def rerank(self, request: RerankRequest) -> dict[str, Any]:
-        """Answer a request to `/v1/rerank`; the errors are the same as in `score`."""
+        """Answer a request to `/v1/rerank`; the errors are the same as in `score`.
+
+        Returns:
+            JSON object in vLLM's format, with the documents sorted by their score, best first.
+        """
         texts = request.texts
         scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)
         results: list[dict[str, Any]] = [

@@ -45,6 +45,9 @@ class SentenceFiles:
     Args:
         name: model folder, or name on the Hugging Face hub.
         revision: branch, tag or commit on the hub; None for the main branch.
+
+    Attributes:
+        name: the argument of the same name.
     """
 
     def __init__(self, name: str, revision: str | None = None) -> None:
@@ -52,7 +55,7 @@ class SentenceFiles:
         self._revision = revision
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file, or None if the model does not have the file.
+        """Return the path of a file, or None if the model does not have the file. Download a file from the hub.
 
         Args:
             file: path of the file in the model's folder.
@@ -77,12 +80,27 @@ class SentenceFiles:
             return None
 
     def json(self, file: str) -> Any:
-        """Return the content of a JSON file, or None if the model does not have the file."""
+        """Return the content of a JSON file, or None if the model does not have the file.
+
+        Args:
+            file: path of the file in the model's folder.
+
+        Raises:
+            UnsupportedModelError: see `find`.
+            ValueError: the file is not valid JSON.
+        """
         path = self.find(file)
         return None if path is None else json.loads(path.read_text())
 
     def tensors(self, folder: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a module by name, in float32."""
+        """Return the weights of a module by name, in float32 on CPU.
+
+        Args:
+            folder: path of the module's folder in the model's folder.
+
+        Raises:
+            UnsupportedModelError: the folder has no weights, or the hub cannot be reached; see `find`.
+        """
         if path := self.find(f"{folder}/model.safetensors"):
             weights = load_file(path)
         elif path := self.find(f"{folder}/pytorch_model.bin"):

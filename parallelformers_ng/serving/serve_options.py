@@ -26,6 +26,9 @@ class ServeOptions:
 
     Every field is a flag of `parallelformers-ng serve`, with dashes, and a key of the TOML file of `--config`. The text
     in the field's type is the help text of the flag.
+
+    Raises:
+        ParallelError: an option has an invalid value, or two options contradict each other.
     """
 
     model: Annotated[str, "model folder, GGUF file, or name on the Hugging Face hub"] = ""
@@ -193,15 +196,18 @@ class ServeOptions:
 
     @property
     def most_answers(self) -> int:
-        """Maximum number of answers that are decoded or wait at the same time."""
+        """Maximum number of answers that are decoded or wait at the same time.
+
+        With launcher "ray", the number is for each replica of Ray Serve.
+        """
         return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
 
     @property
     def batching(self) -> BatchingOptions:
         """Options for sharing batches.
 
-        `waiting` of the batch is twice the server's own limit, because a call leaves the batch shortly after it leaves
-        the server.
+        `waiting` of the batch is twice `most_answers`, because a call leaves the batch shortly after it leaves the
+        server.
         """
         shared = {name: getattr(self, name) for name in _OF_BATCHES}
         return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})

@@ -26,8 +26,10 @@ class Shape:
         request: request to answer.
 
     Attributes:
-        prompt_tokens: number of tokens in all prompts of the request.
-        end: text after the last event of a stream.
+        kind, chunk_kind: values of the field `object` in a complete answer and in a chunk of a stream.
+        prefix: beginning of the answer's id.
+        prompt_tokens: number of tokens in all prompts of the request; the caller sets the number before the answer.
+        end: text after the last event of a stream; "" for no text.
     """
 
     kind, chunk_kind, prefix = "", "", ""
@@ -53,7 +55,7 @@ class Shape:
         self._pieces.setdefault(piece.index, []).append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete answers as one JSON object."""
+        """Return the complete answers as one JSON object, after `add` has stored all pieces."""
         choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -62,18 +64,18 @@ class Shape:
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield a piece as chunks of a stream."""
+        """Yield a piece as chunks of a stream, and count its tokens for the usage."""
         self._tokens += piece.tokens
         for choice in self._deltas(piece):
             yield self._chunk([choice])
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream after the text."""
+        """Yield the chunks of a stream after the text. By default, the only chunk is the usage, if requested."""
         if self._request.tells_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
     def event(self, data: dict[str, Any]) -> str:
-        """Return a chunk as an event of a stream."""
+        """Return a chunk as a server-sent event."""
         return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     def failure(self, error: ApiError) -> dict[str, Any]:

@@ -19,6 +19,7 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
     """Decode a sound file, and return samples with all channels mixed into one channel, float32 `[samples]`.
 
     The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
+    The package soxr resamples the sound.
 
     Args:
         data: content of the file in a format of libsndfile, such as WAV, FLAC, Ogg or MP3.
@@ -26,7 +27,9 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
         most_seconds: maximum length of the sound in seconds.
 
     Raises:
-        ApiError: the file has an unknown format, is empty, or is too long, status 400.
+        ApiError: status 400. The file has an unknown format, is empty, is too long, or has samples that are not finite.
+            Or the file has more than 8 channels, or its sampling rate is not from 1 to 192 kHz.
+        ImportError: the package soundfile or soxr is missing.
     """
     import soundfile
     import soxr

@@ -100,6 +100,12 @@ def summary(model: Any) -> dict[str, Any]:
 
     Args:
         model: parallelized model.
+
+    Returns:
+        JSON object. `model` is the class of the model, `policy` the policy and its source. `bytes_whole` and
+        `bytes_per_rank` are the bytes of the whole model and of each rank. `parts` has one object for each group of
+        modules: `name`, `bytes` of the whole group, and `ranks` with the bytes on each rank. `cut` is True unless every
+        rank holds the whole group.
     """
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}

@@ -41,16 +41,33 @@ class Fields(BaseModel):
 
 
 class JsonSchema(Fields):
+    """Field `json_schema` of OpenAI's `response_format`.
+
+    Attributes:
+        name: name of the schema; has no effect.
+        schema_: JSON schema of the answer; the field `schema` in JSON.
+    """
+
     name: str = ""
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(Fields):
+    """Field `response_format` of OpenAI.
+
+    Attributes:
+        json_schema: schema of the answer; required for the type "json_schema".
+    """
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint on the answer, or None if any text is allowed."""
+        """Return the constraint on the answer, or None if any text is allowed.
+
+        Raises:
+            ApiError: the type is "json_schema", but the field `json_schema` is missing, status 400.
+        """
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -119,7 +136,7 @@ class GuidedFields(Fields):
             forced: constraint of a forced tool call, which replaces `response_format`; None without a forced call.
 
         Raises:
-            ApiError: the request has more than one constraint.
+            ApiError: the request has more than one constraint, or a constraint is invalid, status 400.
         """
         of_text = None if self.response_format is None else self.response_format.constraint()
         guides = [

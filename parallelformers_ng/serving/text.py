@@ -51,7 +51,7 @@ class Stopper:
     The filter delays the end of the text if the end may be the beginning of a stop string.
 
     Args:
-        stops: stop strings, not empty.
+        stops: stop strings, possibly none; each stop string has at least one character.
 
     Attributes:
         stopped: whether the text has reached a stop string.

@@ -31,7 +31,11 @@ class TokenBytes:
         return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes of a token."""
+        """Return the bytes of a token; b"" if the tokenizer does not know the id.
+
+        Args:
+            token: id of the token.
+        """
         if token in self._added:
             return self._added[token].encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)
@@ -48,7 +52,11 @@ class TokenBytes:
         return text.encode()
 
     def text(self, token: int) -> str:
-        """Return the text of a token. Bytes that are not valid UTF-8 become escapes, such as `\\xf0\\x9f`."""
+        """Return the text of a token. If its bytes are not valid UTF-8, all bytes become escapes, such as `\\xf0\\x9f`.
+
+        Args:
+            token: id of the token.
+        """
         raw = self.bytes(token)
         try:
             return raw.decode()

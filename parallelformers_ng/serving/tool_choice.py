@@ -39,7 +39,7 @@ class ToolChoice:
     """Tool choice of a request.
 
     Attributes:
-        tools: tools that the model may call, in OpenAI's format.
+        tools: tools that the model may call, in OpenAI's format; empty if the model must not call tools.
         forced: whether the answer must be a tool call.
         most_calls: maximum number of calls in the answer; None for no limit.
     """

@@ -15,10 +15,11 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
     """Convert messages with tools to messages without tools.
 
     The text of the first message begins with a description of the tools. A tool call becomes text of the assistant's
-    message. A tool result becomes a user message.
+    message. A tool result becomes a user message; consecutive tool results become one user message.
 
     Args:
-        messages: messages of a chat, in the format that chat templates read.
+        messages: messages of a chat, in the format that chat templates read; at least one message. The function does
+            not change the messages.
         tools: tools that the model may call, in OpenAI's format.
     """
     plain: list[dict[str, Any]] = []

@@ -29,12 +29,14 @@ class Read:
 class AnswerReader:
     """Incremental parser of text, reasoning and tool calls in an answer.
 
+    If transformers' parser raises an error, the rest of the answer is text.
+
     Args:
         tokenizer: tokenizer of transformers.
         template: response template, see `tokenizer.parse_response`.
         prompt: prompt before the answer; the chat template may have written the beginning of the answer.
         tools: tools that the model may call, in OpenAI's format.
-        most_calls: maximum number of calls to return; None for no limit.
+        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
     """
 
     def __init__(
@@ -50,6 +52,11 @@ class AnswerReader:
         self._unparsed = ""
 
     def add(self, text: str) -> Read:
+        """Add text of the answer, and return new text, new reasoning and the calls that are complete.
+
+        Args:
+            text: new text of the answer, including special tokens.
+        """
         if self._parser is None:
             return Read(text=text)
         self._unparsed += text
@@ -59,6 +66,7 @@ class AnswerReader:
             return self._give_up()
 
     def end(self) -> Read:
+        """Return the content that was incomplete until the end of the answer."""
         if self._parser is None:
             return Read()
         try:
@@ -94,7 +102,8 @@ def openai_call(value: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call in OpenAI's format, with a new random id.
 
     Args:
-        value: parsed call, with the key `function` that has `name` and `arguments`.
+        value: parsed call, with the key `function` that has `name` and `arguments`. Arguments that are not text become
+            the text of JSON.
     """
     function = value["function"]
     arguments = function["arguments"]

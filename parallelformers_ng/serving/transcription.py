@@ -23,7 +23,16 @@ _REFUSED = ("timestamp_granularities", "timestamp_granularities[]", "include", "
 
 
 class TranscriptionRequest(Fields):
-    """Form fields of a transcription request, except the file."""
+    """Form fields of a transcription request, except the file.
+
+    Attributes:
+        language: code of the spoken language, such as "en"; by default a multilingual model detects the language.
+        prompt: text that precedes the transcript, for names and spelling.
+        response_format: "json" for an object with the text, "text" for plain text.
+        temperature: temperature of the sampling; 0 for the model's own settings.
+        seed: seed of the sampling; used only with a temperature above 0.
+        stream: field of OpenAI; only false is supported.
+    """
 
     model: str | None = None
     language: Annotated[str, Field(max_length=32)] | None = None
@@ -56,8 +65,15 @@ class Transcription:
             request: HTTP request with a form, whose body has been read already.
             models: names of the model and its adapters.
 
+        Returns:
+            Plain text, or a JSON object with the text and the length of the sound in whole seconds.
+
         Raises:
-            ApiError: the model does not transcribe sound, or the form is invalid.
+            ApiError: the model does not transcribe sound, or the form or the sound is invalid, status 400. Or a page of
+                an unknown origin sent the form, status 403. Or the model name is unknown, status 404. Or no place is
+                free, status 503.
+            TimeoutError: the transcript is not complete within the server's `timeout`.
+            ParallelError: the workers cannot answer.
         """
         if self._processor is None:
             raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
