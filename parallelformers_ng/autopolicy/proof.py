@@ -57,8 +57,11 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         world_size: number of ranks, at least 1.
         parts: fraction of the model for each rank, as for `build_plan`.
 
+    Returns:
+        The proof. The process keeps the proof for later calls with the same arguments and an equal `identity`.
+
     Raises:
-        UnsupportedModelError: no twin could be made, or every proposal failed.
+        UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed.
     """
     proof = _cached(model, base, world_size, parts)
     if isinstance(proof, UnsupportedModelError):

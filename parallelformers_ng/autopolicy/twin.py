@@ -77,7 +77,7 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
 
 
 def sharing_copy(model: Any) -> Any:
-    """Return a copy of a model that shares its parameters.
+    """Return a copy of a model that shares the model's parameters, but not its buffers.
 
     A forward of the copy may store state, such as position offsets of multimodal models, without changing the original.
     """
@@ -96,13 +96,16 @@ def length_options(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Return whether the outputs of two runs match, up to `tolerance` relative to each tensor's largest value."""
+    """Return whether the outputs of two runs match: equally many tensors, each with a `difference` up to `tolerance`."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute value of `wanted`; infinity if the shapes
-    differ."""
+    """Return the largest absolute difference, divided by the largest finite absolute value of `wanted`.
+
+    Two NaNs at the same place are equal. The result is infinity if the shapes differ, if only one tensor has a NaN at a
+    place, or if tensors that are not floating-point differ.
+    """
     if got.shape != wanted.shape:
         return float("inf")
     if not wanted.is_floating_point():

@@ -129,8 +129,11 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Return whether the policies cover at least 90 % of the weights of linear layers and stacked experts, without the
-    vocabulary."""
+    """Return whether the policies cover at least 90 % of the weights of linear layers and stacked experts.
+
+    Weights are counted in numbers, not in bytes. Embeddings and output heads do not count. The result is True for a
+    model without such layers.
+    """
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0
