@@ -96,8 +96,9 @@ def make_plan(
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
     """Choose between tensor parallelism and a pipeline for strategy "auto", and set the plan's `why`.
 
-    The choice is a pipeline if the layers cannot be sharded. It is also a pipeline if tensor parallelism replicates more
-    than 10 % of the bytes, and the fullest rank of the pipeline holds less than 80 % of tensor parallelism's.
+    The choice is a pipeline if the layers cannot be sharded, or if two conditions hold. Tensor parallelism replicates
+    more than 10 % of the bytes. The fullest rank of the pipeline holds less than 80 % of the bytes of the fullest rank
+    of tensor parallelism.
 
     Args:
         cut: function that makes the plan for tensor parallelism.

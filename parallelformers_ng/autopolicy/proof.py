@@ -84,7 +84,8 @@ def prove_live_code(
     """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match.
 
     Returns:
-        The selection with `proven` set if the outputs match; otherwise `selection`, which leaves such modules whole.
+        The selection with `proven` set if the outputs match, and the plan then shards more modules. Otherwise
+        `selection`, which leaves modules with foreign code whole.
     """
     proven = replace(selection, proven=True)
     uncut = build_plan(model, world_size, selection, parts=parts).uncut

@@ -149,7 +149,7 @@ class SampleInputs:
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Return normal random numbers in `dtype`, drawn in float64: a model has the same inputs in every data type."""
+        """Return normal random numbers in `dtype`, drawn in float64, so that inputs are the same in every data type."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def ids(self, rows: int, length: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ class SampleInputs:
         return self.randn(rows, channels, height, width)
 
     def placed_patches(self, rows: int) -> torch.Tensor:
-        """Return flattened patches `[rows, 16, 2 + values]`; each patch begins with its row and column number, from 1."""
+        """Return flattened patches `[rows, 16, 2 + values]`; each begins with its row and column number, from 1."""
         sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
         places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)

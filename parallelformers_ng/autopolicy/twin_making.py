@@ -231,7 +231,8 @@ def build_tiny(
 ) -> PreTrainedModel | None:
     """Return a random model in evaluation mode; None if the model would have more than `largest` parameters.
 
-    The caller's random state stays unchanged. Exceptions of modelling code that refuses the configuration are passed on.
+    The caller's random state stays unchanged. The function passes on exceptions of modelling code that refuses the
+    configuration.
 
     Args:
         cls: class of the model.

@@ -92,7 +92,7 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Return why a policy does not fit a model on `world_size` ranks; "" if the policy fits. Foreign code is ignored."""
+    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits. Foreign code does not matter."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:

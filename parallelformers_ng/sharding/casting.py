@@ -55,7 +55,8 @@ class CastRule:
     """Rule that gives the data type of each tensor after a cast to `dtype`; None keeps all data types.
 
     A tensor that the model's class does not create itself is cast if checkpoints hold it. An example is a tensor of a
-    module that the user added. The constructor builds a copy of the class on `meta`, and logs a warning if that fails.
+    module that the user added. With a `dtype`, the constructor builds a copy of a transformers model's class on `meta`,
+    and logs a warning if that fails.
 
     Args:
         model: the model, on any device.

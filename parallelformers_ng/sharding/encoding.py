@@ -136,7 +136,7 @@ class Encoding:
         """Return the numbers nearest to `weight / scales`, in the range of the kind; ties round to even.
 
         "int4" has two neighbours along `dim` in a byte, the first in the lower bits. Integers are rounded from the
-        product with the rounded `1 / scales`, as in torchao.
+        product with the rounded `1 / scales`.
         """
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:

@@ -46,7 +46,8 @@ def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
 def guard_look_ups() -> None:
     """Make every embedding of this process clamp its ids, from now on, on devices other than the CPU.
 
-    The function replaces `torch.nn.functional.embedding`. Compiled code does not clamp ids, because it sees only ids that the model chose.
+    The function replaces `torch.nn.functional.embedding`. Compiled code does not clamp ids, because compiled code sees
+    only ids that the model chose.
     """
     functional.embedding = _guarded
 

@@ -24,6 +24,8 @@ class RMSNormParallel(ParallelLayer):
 
         y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
 
+    `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32.
+
     Attributes:
         group_count: number of groups.
         group_width: N, the columns of one group in the whole model.
