@@ -144,7 +144,7 @@ class SampleInputs:
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first named attribute in `parts` that is neither None nor text; `default` without one."""
+        """Return the first value of the named attributes in `parts` that is neither None nor text, or `default`."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 

@@ -51,7 +51,9 @@ class Trials:
         self._count = 0
 
     def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
-        """Return whether the outputs of the sharded and the whole twin match, and depend on every shard.
+        """Return whether the outputs of the sharded and the whole twin match, and depend on the rules' shards.
+
+        An exception of a rule or of the modelling code counts as a mismatch. The method sets `failure`.
 
         Args:
             choices: rules to try in addition to the base policies.

@@ -104,8 +104,8 @@ def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest absolute difference, divided by the largest finite absolute value of `wanted`.
 
-    Two NaNs at the same place are equal. The result is infinity if the shapes differ, if only one tensor has a NaN at a
-    place, or if tensors that are not floating-point differ.
+    Two NaNs at the same place are equal. The result is infinity if the shapes differ, or if only one tensor has a NaN
+    at a place. It is also infinity if tensors that are not floating-point differ.
     """
     if got.shape != wanted.shape:
         return float("inf")

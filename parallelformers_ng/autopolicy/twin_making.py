@@ -54,6 +54,9 @@ def make_twin(
 ) -> Twin:
     """Build a twin, and find inputs for the twin and for its parts.
 
+    A twin has at most 60 million parameters. After 3 s of processor time, a twin that runs only in parts is
+    accepted.
+
     Args:
         cls: class of the model.
         config: configuration of the model.

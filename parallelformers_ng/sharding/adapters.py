@@ -103,8 +103,8 @@ def with_adapters(
         dequantize: whether weights that are stored quantized may become high precision on the ranks.
 
     Raises:
-        UnsupportedModelError: an adapter cannot be cut like its layer, an adapter changes a weight that is stored
-            quantized, or the model reads the weight of a layer without the layer's adapter.
+        UnsupportedModelError: an adapter cannot be cut like its layer, or changes a weight that is stored quantized.
+            Another cause: the model reads the weight of a layer without the layer's adapter.
     """
     places = {place.path: place for place in _places(model)}
 

@@ -76,7 +76,10 @@ class QuantizedEmbedding(Quantized):
 
 
 def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
-    """Turn the modules of a rank, still without weights, into the quantized modules of the plan."""
+    """Turn the modules of a rank, still without weights, into the quantized modules of the plan.
+
+    The modules change in place. New parameters are on `meta`, in the shapes of the whole tensors.
+    """
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
         numbers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))

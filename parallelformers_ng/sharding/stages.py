@@ -22,8 +22,8 @@ _CLOSE = 1e-9
 def units(model: nn.Module) -> list[str]:
     """Return the paths of a model's indivisible units, in the model's order.
 
-    Units are the items of module lists, modules of the classes in `_no_split_modules`, single layers, and the own
-    parameters and buffers of a module with submodules. Every tensor belongs to a unit; a tied tensor may belong to
+    Units are the items of module lists, modules of the classes in `_no_split_modules`, and single layers. In a module
+    with submodules, each own parameter or buffer is a unit. Every tensor belongs to a unit; a tied tensor may belong to
     several units.
     """
     atomic = set(getattr(model, "_no_split_modules", None) or ())
