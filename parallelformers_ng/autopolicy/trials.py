@@ -96,7 +96,7 @@ class Trials:
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Return inputs for `generate` and the outputs of the whole twin; None if the twin cannot generate.
 
-        The outputs are the tokens, of the prompt and six new ones, and for some models speech. If `generate` raises an
+        The outputs are the tokens, six of them new, and for some models speech. If `generate` raises an
         exception, the result is None, and `failure` has the reason.
         """
         if not self.twin.runs_whole or not self.twin.model.can_generate():

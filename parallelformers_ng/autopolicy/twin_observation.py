@@ -23,9 +23,10 @@ _SECONDS = 4.0
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Return a twin with probes, in float64 for small rounding errors if the whole model runs in float64.
+    """Return a twin with probes, in float64 (small rounding errors) if the whole model runs in float64.
 
-    Otherwise the twin is in float32, unless probes in float64 reach more parameters, or took over 4 s of processor time.
+    Otherwise the twin is in float32. It stays in float64 if probes in float64 reach more parameters than in float32, or
+    took over 4 s of processor time.
 
     `model` becomes float64 in place, and all its floating-point parameters require gradients. A twin in float32 has a
     copy of `model`.
