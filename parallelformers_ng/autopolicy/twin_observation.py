@@ -23,10 +23,10 @@ _SECONDS = 4.0
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Return a twin with probes, in float64 (small rounding errors) if the whole model runs in float64.
+    """Return a twin with probes, in float64, for small rounding errors, if the whole model runs in float64.
 
-    Otherwise the twin is in float32. It stays in float64 if probes in float64 reach more parameters than in float32, or
-    took over 4 s of processor time.
+    The twin is also in float64 if probes reach more parameters in float64 than in float32, or if probes in float64 took
+    over 4 s of processor time. In all other cases the twin is in float32.
 
     `model` becomes float64 in place, and all its floating-point parameters require gradients. A twin in float32 has a
     copy of `model`.
