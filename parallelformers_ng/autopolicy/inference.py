@@ -16,6 +16,9 @@ from parallelformers_ng.sharding.structure import Layer, places
 def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[Proposal]:
     """Return proposals for all blocks of a model.
 
+    A layer outside of attention, multilayer perceptrons and experts gets a proposal only if the layer has at least
+    1/200 of the weights of `layers`.
+
     Args:
         model: the model, or a twin of the model.
         layers: layers that may be sharded, from `called_layers`.

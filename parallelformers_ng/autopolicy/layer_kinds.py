@@ -11,7 +11,10 @@ Kind = tuple[str, frozenset[str]]
 
 
 def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
-    """Return each kind of module in the model's module lists, with its lowest index in a list."""
+    """Return each kind of module in the model's `ModuleList` and `Sequential` objects, with its lowest index in a list.
+
+    Modules without parameters or without submodules are left out.
+    """
     first: dict[Kind, int] = {}
     for container in model.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):

@@ -28,6 +28,8 @@ _PROVEN: dict[tuple[Any, ...], bool | str] = {}
 def may_merge(model: PreTrainedModel) -> bool:
     """Return whether a stage need send only the result of its last block to the other ranks, not of every block.
 
+    The proof divides a twin into two stages. The process keeps the result for models with an equal `identity`.
+
     Raises:
         UnsupportedModelError: the twin's outputs change in both cases, or no twin could be made.
     """

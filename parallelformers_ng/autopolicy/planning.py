@@ -32,10 +32,13 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
     """Raise an error if two arguments of `parallelize` exclude each other.
 
     Args:
+        fit: strategy and memory limits.
+        world_size: number of ranks.
         others: further arguments of `parallelize` by name; None for an argument with its default value.
 
     Raises:
-        ParallelError: two arguments exclude each other. The message names both arguments.
+        ParallelError: two arguments exclude each other, or `fit` does not fit `world_size`. The message names the
+            arguments.
     """
     fit.parts(world_size)
     if fit.has_stages:
@@ -55,11 +58,15 @@ def make_plan(
     """Return the plan of a model for `world_size` ranks.
 
     Args:
+        model: the model, on any device, also with adapters.
+        world_size: number of ranks.
         custom: custom policies of the caller.
         dtype: data type to cast floating-point parameters to; None for no cast.
+        fit: strategy, ranks of a stage, and ratio of the ranks or stages.
         quantize: weights to quantize, and the scheme; None for no quantization.
 
     Raises:
+        ParallelError: `fit` does not fit `world_size`, or `quantize` does not fit the model.
         UnsupportedModelError: no policy fits, or the model cannot be divided into stages.
         PolicyError: a policy does not fit the model.
         PlacementError: the model has fewer parts than there are stages.
@@ -89,8 +96,17 @@ def make_plan(
 def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> ShardPlan:
     """Choose between tensor parallelism and a pipeline for strategy "auto", and set the plan's `why`.
 
-    The choice is a pipeline if the layers cannot be sharded, or if the fullest rank of a pipeline holds much less.
-    `cut` makes the plan for tensor parallelism, `staged` the plan for a pipeline.
+    The choice is a pipeline if the layers cannot be sharded, or if two conditions hold. Tensor parallelism replicates
+    more than 10 % of the bytes. The fullest rank of the pipeline holds less than 80 % of the bytes of the fullest rank
+    of tensor parallelism.
+
+    Args:
+        cut: function that makes the plan for tensor parallelism.
+        staged: function that makes the plan for a pipeline.
+
+    Raises:
+        UnsupportedModelError: neither plan can be made.
+        PlacementError: the layers cannot be sharded, and the model has fewer parts than there are stages.
     """
     try:
         tensor = cut()

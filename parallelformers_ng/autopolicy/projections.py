@@ -39,7 +39,17 @@ _MORE_WEIGHTS = ((2, 1), (3, 1))
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module and its projections."""
+    """An attention module and its projections.
+
+    Attributes:
+        name: dotted path of the module in the model.
+        module: the module.
+        queries: query projections; with latent attention, also the projections from the latent keys and values.
+        keys: key and value projections; empty for latent attention.
+        fused: layer that packs query, key and value projections; None if the layers are separate.
+        out: output projection, beneath or beside the module.
+        others: all other child layers of the module.
+    """
 
     name: str
     module: nn.Module
@@ -51,11 +61,19 @@ class Attention:
 
     @property
     def names(self) -> set[str]:
+        """Dotted paths of all layers of the attention."""
         fused = (self.fused,) if self.fused else ()
         return {layer.name for layer in (*self.queries, *self.keys, *fused, self.out, *self.others)}
 
     @classmethod
     def find(cls, name: str, module: nn.Module, by_name: dict[str, Layer]) -> Attention | None:
+        """Return the attention of a module, recognized by the names of its layers; None if the module is no attention.
+
+        Args:
+            name: dotted path of the module in the model.
+            module: the module.
+            by_name: layers that may be sharded, by dotted path.
+        """
         own = {key: by_name[full] for key, _ in module.named_children() if (full := dotted(name, key)) in by_name}
         query = [layer for key, layer in own.items() if _QUERY.match(key)]
         keys = [layer for key, layer in own.items() if _KEY.match(key) or _VALUE.match(key)]
@@ -76,10 +94,22 @@ class Attention:
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
     def within(self, place: Place, where: dict[str, Place]) -> bool:
-        """Return whether the output projection is in the same block as the module."""
+        """Return whether the output projection is in the same block as the module.
+
+        Args:
+            place: place of the module.
+            where: dotted path → place, from `places`.
+        """
         return where[self.out.name].block == place.block
 
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
+        """Return the proposal for the attention, with at most 8 variants; without variants if no head count is known.
+
+        Args:
+            place: place of the module.
+            where: dotted path → place, from `places`.
+            live: names of the parameters that influence the outputs.
+        """
         plain = tuple(where[layer].path for layer in sorted(self.names))
         width = self.out.inputs
         counts = _counts(self.module, _HEAD_COUNTS, width)

@@ -57,8 +57,11 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         world_size: number of ranks, at least 1.
         parts: fraction of the model for each rank, as for `build_plan`.
 
+    Returns:
+        The proof. The process keeps the proof for later calls with the same arguments and an equal `identity`.
+
     Raises:
-        UnsupportedModelError: no twin could be made, or every proposal failed.
+        UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed.
     """
     proof = _cached(model, base, world_size, parts)
     if isinstance(proof, UnsupportedModelError):
@@ -81,7 +84,8 @@ def prove_live_code(
     """Check on a twin whether policies may shard modules with foreign code: sharded and whole outputs must match.
 
     Returns:
-        The selection with `proven` set if the outputs match; otherwise `selection`, which leaves such modules whole.
+        The selection with `proven` set if the outputs match, and the plan then shards more modules. Otherwise
+        `selection`, which leaves modules with foreign code whole.
     """
     proven = replace(selection, proven=True)
     uncut = build_plan(model, world_size, selection, parts=parts).uncut

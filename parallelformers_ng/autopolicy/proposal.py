@@ -30,9 +30,11 @@ class Proposal:
 
     @property
     def paths(self) -> set[str]:
+        """Paths of all layers that the variants or `gathered` name."""
         return {path for rules in self.variants for path in rules} | set(self.gathered)
 
     def one_by_one(self) -> list[Proposal]:
+        """Return a proposal of one column-parallel layer with gathered outputs for each path in `gathered`."""
         gather = Column("column", gather=True)
         return [Proposal(self.block, "gathered", ({path: gather},)) for path in self.gathered]
 

@@ -25,7 +25,7 @@ class RuleSearch:
     """A search for rules for one number of ranks.
 
     Args:
-        trials: trials on the twin.
+        trials: trials on the twin, which also give the base policies.
         chosen: rules that passed for another number of ranks, tried first.
         vocabulary: whether the vocabulary was sharded for that number of ranks.
 
@@ -86,7 +86,12 @@ class RuleSearch:
     def single_layers(self, proposals: Sequence[Proposal], covered: set[str]) -> list[Choice]:
         """Return rules for layers that only a probe of a single layer reaches.
 
-        Experts are sharded along their width; other layers become column-parallel with gathered outputs.
+        Experts are sharded along their width; other layers become column-parallel with gathered outputs. A layer with
+        less than 1/5000 of the model's parameters gets no rule.
+
+        Args:
+            proposals: proposals whose layers get no further rule.
+            covered: paths of modules that get no rule.
         """
         where = places(self.model)
         taken = {(proposal.block, path) for proposal in proposals for path in proposal.paths}
@@ -123,7 +128,12 @@ class RuleSearch:
         return False
 
     def choose(self, proposals: Sequence[Proposal], vocabulary: bool) -> list[Choice]:
-        """Return the proposals that pass both alone and together, each with a variant."""
+        """Return the proposals that pass both alone and together, each with a variant; note failures in `tried`.
+
+        Args:
+            proposals: proposals to try.
+            vocabulary: whether the vocabulary is sharded in the trials.
+        """
         first = _first_variants(proposals)
         if first and not vocabulary and self.trials.match(first, vocabulary):
             return first
@@ -148,7 +158,13 @@ class RuleSearch:
         return []
 
     def bisect(self, parts: list[Choice], vocabulary: bool, beside: Sequence[Choice] = ()) -> list[Choice]:
-        """Return the choices in `parts` that pass together with the choices `beside`, found by bisection."""
+        """Return the choices in `parts` that pass together with the choices `beside`, found by bisection.
+
+        Args:
+            parts: choices to try.
+            vocabulary: whether the vocabulary is sharded in the trials.
+            beside: choices that pass, part of every trial and not of the result.
+        """
         if not parts or self.trials.match([*beside, *parts], vocabulary):
             return parts
         if len(parts) == 1:
@@ -159,6 +175,7 @@ class RuleSearch:
         return first + self.bisect(parts[middle:], vocabulary, [*beside, *first])
 
     def note(self, attempt: str) -> None:
+        """Add an attempt to `tried`, with the failure of the latest trial."""
         self.tried.append(f"{attempt} ({self.trials.failure})")
 
     def check_tokens(self, chosen: list[Choice], vocabulary: bool) -> None:

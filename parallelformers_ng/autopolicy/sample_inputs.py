@@ -33,7 +33,18 @@ _SIDE = 4
 
 
 class SampleInputs:
-    """A maker of random arguments for the forward of a model or of a part of a model."""
+    """A maker of random arguments for the forward of a model or of a part of a model.
+
+    Args:
+        model: the model or the part, for its forward, configuration and layers.
+        seed: seed of the random values.
+
+    Attributes:
+        parts: the configuration and all nested configurations, outer configurations first.
+        dtype: data type of floating-point values, that of the model's first floating-point parameter.
+        names: names of the forward's arguments.
+        required: names of the forward's arguments without a default.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model
@@ -49,6 +60,14 @@ class SampleInputs:
         self.required = {name for name, p in parameters.items() if p.kind in plain and p.default is p.empty}
 
     def arguments(self, wanted: set[str], image: str, mask: bool, rows: int = BATCH) -> dict[str, Any]:
+        """Return values for those wanted arguments that the forward has and that are known here.
+
+        Args:
+            wanted: names of arguments. Arguments that must accompany these are added.
+            image: format of images and sounds: "plain", "flat", "patches", "video" or "wide".
+            mask: whether to add an attention mask of ones for `input_ids`.
+            rows: batch size.
+        """
         inputs: dict[str, Any] = {}
         if "pixel_values" in wanted and "spatial_shapes" in self.names:  # images of any shape as patches, with a mask
             wanted = wanted | {"pixel_attention_mask", "spatial_shapes"}
@@ -67,6 +86,13 @@ class SampleInputs:
     # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
+        """Return a value for one argument; None if the name is unknown.
+
+        Args:
+            name: name of the argument.
+            image: format of images and sounds, as in `arguments`.
+            rows: batch size.
+        """
         if name == "input_ids" and "codebook_idx" in self.names:
             codes = int(self.find("n_codes_total", default=2))
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
@@ -118,14 +144,16 @@ class SampleInputs:
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:
-        """Return the first of the named attributes in the configuration or a nested configuration, except texts."""
+        """Return the first value of the named attributes in `parts` that is neither None nor text, or `default`."""
         values = (setting(part, name) for part in self.parts for name in names)
         return next((value for value in values if value is not None and not isinstance(value, str)), default)
 
     def randn(self, *shape: int) -> torch.Tensor:
+        """Return normal random numbers in `dtype`, drawn in float64, so that inputs are the same in every data type."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def ids(self, rows: int, length: int) -> torch.Tensor:
+        """Return random token ids `[rows, length]`, int64, from 3 to 499 within the vocabulary, without special ids."""
         vocabularies = [
             m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings > 40
         ]
@@ -136,6 +164,7 @@ class SampleInputs:
         return torch.tensor(usable)[picks]
 
     def special_ids(self) -> set[int]:
+        """Return the token ids that settings of the configurations name, such as `eos_token_id`."""
         ids: set[int] = set()
         for key, value in (item for part in self.parts for item in vars(part).items()):
             if key.endswith(("token_id", "token_index", "_id")) and isinstance(value, int):
@@ -145,6 +174,7 @@ class SampleInputs:
         return ids
 
     def image_size(self) -> tuple[int, int]:
+        """Return the height and the width of images in pixels; 64 without a setting."""
         size = self.find("image_size", "img_size", "input_size", default=64)
         if isinstance(size, dict):
             size = (size.get("height", 64), size.get("width", 64))
@@ -153,6 +183,15 @@ class SampleInputs:
         return int(size), int(size)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:
+        """Return random images.
+
+        Args:
+            image: format. "plain": `[rows, channels, height, width]`; "wide": the same with 224 × 224 pixels.
+                "video": `[rows, frames, channels, height, width]`. "flat": `[16, values of a patch]`. "patches":
+                `[16, channels, side, side]`. A model with positions or shapes of patches as arguments gets
+                `[rows, 16, values of a patch]`.
+            rows: number of images or videos; not used by "flat" and "patches".
+        """
         channels = self.find("num_channels", "in_channels", "in_chans", default=3)
         channels = channels if isinstance(channels, int) else 3
         height, width = self.image_size()
@@ -172,12 +211,13 @@ class SampleInputs:
         return self.randn(rows, channels, height, width)
 
     def placed_patches(self, rows: int) -> torch.Tensor:
-        """Return flattened patches; each patch begins with its row and column number, counted from 1."""
+        """Return flattened patches `[rows, 16, 2 + values]`; each begins with its row and column number, from 1."""
         sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
         places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
 
     def patch_side(self) -> int:
+        """Return the width of a patch in pixels; 16 without a setting."""
         patch = self.find("patch_size", default=16)
         return int(patch) if isinstance(patch, int) else int(patch[-1])
 
@@ -192,10 +232,20 @@ class SampleInputs:
         return channels * temporal * self.patch_side() ** 2
 
     def patches(self) -> int:
+        """Return the number of patches of an image of `image_size`."""
         height, width = self.image_size()
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
+        """Return random sounds: samples, or spectra of some frames.
+
+        Args:
+            name: name of the argument. "input_values" with the formats "plain" and "flat" are 4000 samples,
+                `[rows, 4000]` and `[rows, 1, 4000]`.
+            image: format of spectra. "video" is `[rows, bins, 64]`, and most other spectra are `[rows, frames, bins]`.
+                "plain" `input_features` are `[rows, bins, frames]` for a model with a fixed number of positions.
+            rows: batch size.
+        """
         bins = self.find(*_BINS, default=80)
         if name == "input_values" and image == "plain":
             return self.randn(rows, _SAMPLES)
@@ -213,11 +263,16 @@ class SampleInputs:
         return self.randn(rows, int(length), int(bins))
 
     def states(self, rows: int) -> torch.Tensor:
+        """Return random hidden states `[rows, 7, width]`, or flat patches for a model with the argument `grid_thw`."""
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
         return self.randn(rows, LENGTH, int(self.find(*_WIDTHS, default=32)))
 
     def series(self, name: str, rows: int) -> torch.Tensor | None:
+        """Return one argument of a time-series model, `[rows, times]` or `[rows, times, channels]`.
+
+        The result is None for `future_values` of a model with several input channels.
+        """
         context = int(self.find("context_length", "prediction_length", default=16))
         lags = max(self.find("lags_sequence", default=[0]) or [0])
         past = context + (lags if isinstance(lags, int) else 0)

@@ -19,7 +19,10 @@ def put(config: Any, name: str, value: Any) -> None:
 
 
 def own_settings(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of a configuration's integers, lists and dictionaries, without nested configurations."""
+    """Yield the name and value of a configuration's integers, lists, tuples and dictionaries.
+
+    Nested configurations, booleans, and names that begin with "_" are left out.
+    """
     for name, value in vars(config).items():
         if name.startswith("_") or isinstance(value, (PreTrainedConfig, bool)):
             continue
@@ -36,12 +39,12 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def counts_heads(name: str) -> bool:
-    """Return whether an attribute counts heads."""
+    """Return whether an attribute counts heads, by the end of its name."""
     return name.endswith(("heads", "n_head"))
 
 
 def is_id(name: str) -> bool:
-    """Return whether an attribute holds token ids."""
+    """Return whether an attribute holds token ids, by the end of its name."""
     return name.endswith(("_id", "_ids", "token_index"))
 
 

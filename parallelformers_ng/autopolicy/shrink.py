@@ -67,7 +67,11 @@ class Shrinking:
 
 
 def shrink(config: PreTrainedConfig, shrinking: Shrinking = Shrinking()) -> PreTrainedConfig:
-    """Return a small copy of `config`. The copy of a small configuration has the same settings."""
+    """Return a small copy of `config`. If no main width is over 128, all widths and head counts stay the same.
+
+    Unless `keep_vocabulary` is set, a vocabulary of more than 262 tokens becomes one of 131 tokens, and token ids from
+    131 on become lower ids.
+    """
     small, shapes = copy.deepcopy(config), shrinking.shapes
     parts = list(parts_of(small))
     factor = min(1.0, _width_factor(parts) * 2**shrinking.spare)

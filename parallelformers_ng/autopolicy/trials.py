@@ -51,7 +51,9 @@ class Trials:
         self._count = 0
 
     def match(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> bool:
-        """Return whether the outputs of the sharded and the whole twin match, and depend on every shard.
+        """Return whether the outputs of the sharded and the whole twin match, and depend on the rules' shards.
+
+        An exception of a rule or of the modelling code counts as a mismatch. The method sets `failure`.
 
         Args:
             choices: rules to try in addition to the base policies.
@@ -80,12 +82,23 @@ class Trials:
         return True
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
-        """Return whether the rules make a shard on which no output depends, without running the twin."""
+        """Return whether the rules make a shard on which no output depends, without running the twin.
+
+        Args:
+            choices, vocabulary: same as in `match`.
+
+        Raises:
+            PolicyError: a rule does not fit the twin.
+        """
         plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
 
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Return inputs for `generate` and the tokens of the whole twin; None if the twin cannot generate."""
+        """Return inputs for `generate` and the outputs of the whole twin; None if the twin cannot generate.
+
+        The outputs are the tokens, six of them new, and for some models speech. If `generate` raises an
+        exception, the result is None, and `failure` has the reason.
+        """
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
         probe = self.twin.probes[0]
@@ -99,7 +112,7 @@ class Trials:
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]
     ) -> bool:
-        """Return whether the sharded twin generates the same tokens as the whole twin.
+        """Return whether the sharded twin generates the same six tokens as the whole twin, greedily. Sets `failure`.
 
         Args:
             choices, vocabulary: same as in `match`.
@@ -115,7 +128,14 @@ class Trials:
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
 
     def plan(self, choices: Sequence[Choice], vocabulary: bool, leftovers: bool = False) -> ShardPlan:
-        """Return the plan of the twin for a trial."""
+        """Return the plan of the twin for a trial, in which even small tensors are cut.
+
+        Args:
+            choices, vocabulary, leftovers: same as in `match`.
+
+        Raises:
+            PolicyError: a rule does not fit the twin.
+        """
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         base = self.base
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)

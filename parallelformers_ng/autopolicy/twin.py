@@ -37,7 +37,7 @@ class Twin:
     Attributes:
         model: the unsharded model with random parameters, in float64 if its code allows float64, otherwise in float32.
         probes: parts to run and compare.
-        calls: name of a module → order of its first call.
+        calls: name of a module → position of the end of its first call; a module comes after its submodules.
         gradients: name of a parameter that influences outputs → absolute gradient of the outputs, with the parameter's
             shape.
         unreached: reasons why probes do not reach some parts, as text; "" if probes reach all parts.
@@ -65,7 +65,8 @@ class Twin:
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a model on copies of the inputs, because some forwards change their inputs. Return the output's tensors.
 
-    If `dtype` is set, floating-point inputs are cast to this data type.
+    If `dtype` is set, floating-point inputs are cast to this data type. Caches are left out of the result, as in
+    `structure.tensors`. Attention weights of all heads are gathered, so all ranks must call this function together.
     """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())
@@ -77,7 +78,7 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
 
 
 def sharing_copy(model: Any) -> Any:
-    """Return a copy of a model that shares its parameters.
+    """Return a copy of a model that shares the model's parameters, but not its buffers.
 
     A forward of the copy may store state, such as position offsets of multimodal models, without changing the original.
     """
@@ -96,13 +97,16 @@ def length_options(model: Any, tokens: int) -> dict[str, int]:
 
 
 def equal(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Return whether the outputs of two runs match, up to `tolerance` relative to each tensor's largest value."""
+    """Return whether the outputs of two runs match: equally many tensors, each `difference` at most `tolerance`."""
     return len(got) == len(wanted) and all(difference(g, w) <= tolerance for g, w in zip(got, wanted, strict=True))
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute value of `wanted`; infinity if the shapes
-    differ."""
+    """Return the largest absolute difference, divided by the largest finite absolute value of `wanted`.
+
+    Two NaNs at the same place are equal. The result is infinity if the shapes differ, or if only one tensor has a NaN
+    at a place. It is also infinity if tensors that are not floating-point differ.
+    """
     if got.shape != wanted.shape:
         return float("inf")
     if not wanted.is_floating_point():

@@ -54,6 +54,9 @@ def make_twin(
 ) -> Twin:
     """Build a twin, and find inputs for the twin and for its parts.
 
+    A twin has at most 60 million parameters. After 3 s of processor time, a twin that runs only in parts is
+    accepted.
+
     Args:
         cls: class of the model.
         config: configuration of the model.
@@ -96,7 +99,13 @@ def make_twin(
 
 
 def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: int = Shrinking.layers) -> Shrinking:
-    """Return the first shrinking to try, with the fewest layers that include most kinds of layers."""
+    """Return the first shrinking to try, with the fewest layers that include most kinds of layers.
+
+    Args:
+        cls: class of the model.
+        config: configuration of the model.
+        layers: least number of layers. More than 8 layers are not tried to include more kinds of layers.
+    """
     whole = _skeleton(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
@@ -223,7 +232,18 @@ def build_tiny(
     seed: int = 0,
     largest: int = _LARGEST,
 ) -> PreTrainedModel | None:
-    """Return a random model in evaluation mode; None if the model would have more than `largest` parameters."""
+    """Return a random model in evaluation mode; None if the model would have more than `largest` parameters.
+
+    The caller's random state stays unchanged. The function passes on exceptions of modelling code that refuses the
+    configuration.
+
+    Args:
+        cls: class of the model.
+        config: configuration of the small model.
+        attention: attention implementation; the default is used if a part of the model does not know this name.
+        seed: seed of the parameters.
+        largest: most parameters of the model, 60 million by default.
+    """
     options = {"attn_implementation": attention} if attention else {}
     try:
         with torch.device("meta"):
@@ -243,7 +263,11 @@ def build_tiny(
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Replace matrices by random values and add noise to vectors, because zero biases and unit norms hide mistakes."""
+    """Replace matrices by random values and add noise to vectors, because zero biases and unit norms hide mistakes.
+
+    The parameters change in place. A matrix gets normal values whose variance is one divided by the elements of a row.
+    A vector is clamped to ±10, and gets normal noise with the deviation 0.2.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

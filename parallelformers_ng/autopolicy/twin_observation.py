@@ -23,7 +23,18 @@ _SECONDS = 4.0
 
 
 def observe(model: PreTrainedModel, seed: int) -> Twin:
-    """Return a twin with probes, in float64 for small rounding errors, or in float32 if more parts run in float32."""
+    """Return a twin with probes, in float64, for small rounding errors, if the whole model runs in float64.
+
+    The twin is also in float64 if probes reach more parameters in float64 than in float32, or if probes in float64 took
+    over 4 s of processor time. In all other cases the twin is in float32.
+
+    `model` becomes float64 in place, and all its floating-point parameters require gradients. A twin in float32 has a
+    copy of `model`.
+
+    Args:
+        model: a tiny model with random parameters, on CPU.
+        seed: seed of the inputs.
+    """
     observer = _Observer(model.to(torch.float64), seed)
     exact = observer.probe_parts()
     if exact.runs_whole or (exact.probes and time.thread_time() > observer.end):

@@ -41,7 +41,11 @@ class ActiveAdapters:
         return replace(self, settings=settings)
 
     def activate(self, layers: Sequence[Any]) -> None:
-        """Activate the call's adapters in the same layers of a rank."""
+        """Activate the call's adapters in the same layers of a rank.
+
+        Args:
+            layers: all layers with adapters of the rank's model, in the model's order.
+        """
         for layer, index in zip(layers, self.which, strict=True):
             names, off, scaling = self.settings[index]
             layer._active_adapter, layer._disable_adapters = [*names], off

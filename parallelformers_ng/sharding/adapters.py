@@ -97,13 +97,14 @@ def with_adapters(
 
     Args:
         plan: plan of `plain`.
-        plain: the model without adapters.
+        plain: the model without adapters, from `without_adapters`.
+        model: the model with adapters.
         dtype: data type of floating-point tensors after the cast; None keeps their data types.
         dequantize: whether weights that are stored quantized may become high precision on the ranks.
 
     Raises:
-        UnsupportedModelError: an adapter cannot be cut like its layer, or an adapter changes a weight that is stored
-            quantized.
+        UnsupportedModelError: an adapter cannot be cut like its layer, or changes a weight that is stored quantized.
+            Another cause: the model reads the weight of a layer without the layer's adapter.
     """
     places = {place.path: place for place in _places(model)}
 

@@ -108,6 +108,10 @@ class WavLMAttentionParallel(HeadParallel):
     xₙ are the columns of the whole hidden state that belong to head n. The modelling code cannot run on a part of the
     heads: torch's `multi_head_attention_forward` takes only square projections.
 
+    `forward` takes hidden states `[batch, length, width]`, a mask `[batch, length]` with 1 for real positions, and the
+    position bias B. It returns the output, the attention weights of all heads, and the position bias of this rank's
+    heads `[heads, length, length]`. All layers use the position bias that the first layer returns.
+
     Attributes:
         head_indices: indices of this rank's heads.
     """

@@ -53,7 +53,8 @@ def build_plan(
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer that it matches.
-        ParallelError: `quantize` names a layer that the model does not have.
+        ParallelError: `quantize` names a layer that the model does not have, or the model is quantized already.
+        UnsupportedModelError: a weight that is stored quantized would become high precision; see `choose_encodings`.
     """
 
     group = border(model, quantize)
@@ -91,7 +92,7 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Return why a policy does not fit a model; "" if the policy fits."""
+    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits. Foreign code does not matter."""
     try:
         _Builder(Draft(model, world_size, proven=True)).apply(policy)
     except PolicyError as error:

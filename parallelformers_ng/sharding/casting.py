@@ -29,6 +29,11 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the data type that the arguments `fp16` and `dtype` of `parallelize` select; None casts nothing.
 
+    Args:
+        fp16: whether to cast to float16.
+        dtype: floating-point data type, or its name, such as "bfloat16" or "torch.bfloat16". "auto" and None select no
+            data type.
+
     Raises:
         ParallelError: `fp16` and `dtype` contradict each other, or `dtype` is no floating-point data type.
     """
@@ -50,7 +55,12 @@ class CastRule:
     """Rule that gives the data type of each tensor after a cast to `dtype`; None keeps all data types.
 
     A tensor that the model's class does not create itself is cast if checkpoints hold it. An example is a tensor of a
-    module that the user added.
+    module that the user added. With a `dtype`, the constructor builds a copy of a transformers model's class on `meta`,
+    and logs a warning if that fails.
+
+    Args:
+        model: the model, on any device.
+        dtype: floating-point data type, from `target_dtype`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -67,6 +77,8 @@ class CastRule:
         """Return the data type of a parameter or buffer after the cast.
 
         Args:
+            name: dotted name of the tensor in the model.
+            tensor: the tensor before the cast, on any device.
             persistent: whether checkpoints hold the tensor.
         """
         if self.dtype is None:

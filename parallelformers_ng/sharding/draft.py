@@ -19,7 +19,11 @@ from parallelformers_ng.sharding.tensor_plan import WHOLE, ZERO, Shard
 class Draft:
     """Cuts and parallel layers of one model, recorded rule by rule.
 
+    Args:
+        proven: whether a proof has run the foreign code of the model.
+
     Attributes:
+        model: the model, on any device.
         world_size: number of ranks.
         parts: fraction of the model for each rank, sum 1; empty for equal fractions.
         shares: fraction for each rank of widths that are not counted in heads, as in `spread`.
@@ -69,13 +73,24 @@ class Draft:
         """Cut a tensor along `dim`.
 
         Args:
+            name: dotted name of the tensor in the model.
+            dim: dimension to cut, from 0.
             ranges: ranges held by each rank.
             zero: whether each rank holds zeros instead of values; by default no rank does.
+            rule: name of the rule in the plan; by default, policy and rule in `who`.
+
+        Raises:
+            PolicyError: the tensor is already cut in another way.
         """
         zeros = zero or [False] * self.world_size
         self._note(name, [Shard(dim, rank_ranges, off) for rank_ranges, off in zip(ranges, zeros, strict=True)], rule)
 
     def cut_on_first_rank(self, name: str) -> None:
+        """Give the whole tensor to rank 0, and zeros to all other ranks, for a tensor that a sum over ranks adds.
+
+        Raises:
+            PolicyError: the tensor is already cut in another way.
+        """
         self._note(name, [WHOLE] + [ZERO] * (self.world_size - 1))
 
     def _note(self, name: str, shards: Sequence[Shard], rule: str = "") -> None:
@@ -87,12 +102,30 @@ class Draft:
     def layer(
         self, path: str, cls: type[ParallelLayer] | None, attributes: Sequence[dict[str, Any]] | None = None
     ) -> None:
-        """Record the parallel layer that a module becomes, and the attributes to set on each rank."""
+        """Record the parallel layer that a module becomes, and the attributes to set on each rank.
+
+        A record with the same path and class is replaced.
+
+        Args:
+            path: dotted path of the module.
+            cls: parallel layer; None if only attributes change.
+            attributes: dotted name → value, for each rank; None for no attributes.
+        """
         local = [{} for _ in range(self.world_size)] if attributes is None else attributes
         self.layers[path, cls] = LayerPlan(path, cls, tuple(local))
 
     def widths(self, owner: str, layer: str, names: Sequence[str], widths: Sequence[int]) -> None:
-        """Record attributes of the module `owner` that count the outputs of its child `layer` on each rank."""
+        """Record attributes of the module `owner` that count the outputs of its child `layer` on each rank.
+
+        Args:
+            owner: dotted path of the module.
+            layer: name of the child.
+            names: names of the attributes.
+            widths: number of the child's outputs on each rank.
+
+        Raises:
+            PolicyError: an attribute is missing, or is no positive integer.
+        """
         for name in names:
             self.attribute(self.modules[owner], name)
         attributes = tuple(dict.fromkeys(names, width) for width in widths)
@@ -111,6 +144,16 @@ class Draft:
         """Return the ranges of each rank in a dimension of `size`.
 
         The dimension is packed from adjacent parts, or from parts `interleaved` within each key/value head's group.
+
+        Args:
+            size: length of the dimension.
+            unit: unit of all parts, if `fused` is a number.
+            fused: number of equal parts, or the unit of each part.
+            heads: heads of each rank in the surrounding attention; empty outside attention.
+            interleaved: whether the parts are packed within each group.
+
+        Raises:
+            PolicyError: the parts do not fit the size, or count heads outside attention.
         """
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)
@@ -139,10 +182,19 @@ class Draft:
         return None if owner is None else owner._parameters.get(short, owner._buffers.get(short))
 
     def counted(self, name: str) -> int:
-        """Return the attribute `name` of the module that counts the heads; of the model if no module does."""
+        """Return the attribute `name` of the module that counts the heads; of the model if no module does.
+
+        Raises:
+            PolicyError: the attribute is missing, or is no positive integer.
+        """
         return self.attribute(self.counter or self.model, name)
 
     def attribute(self, module: nn.Module, name: str) -> int:
+        """Return a count of a module by its dotted name, such as "config.num_attention_heads".
+
+        Raises:
+            PolicyError: the attribute is missing, or is no positive integer.
+        """
         value: Any = module
         for part in name.split("."):
             if not hasattr(value, part):
@@ -154,6 +206,17 @@ class Draft:
         return value
 
     def scale(self, module: nn.Module, name: str, mine: int, total: int) -> int:
+        """Return the value on a rank of an attribute that is proportional to a number of heads.
+
+        Args:
+            module: the module.
+            name: dotted name of the attribute from the module.
+            mine: number of heads on the rank.
+            total: number of heads of the whole model.
+
+        Raises:
+            PolicyError: the attribute is missing, is no positive integer, or gives a fraction.
+        """
         value = self.attribute(module, name)
         if value * mine % total:
             raise PolicyError(f"{self.who}: {name} = {value} is not proportional to its {total} heads")

@@ -64,6 +64,7 @@ class Encoding:
 
     @property
     def per_byte(self) -> int:
+        """Number of quantized numbers in one byte: 2 for "int4", 1 for other kinds."""
         return _KINDS[self.kind].per_byte
 
     def fits_kernels(self, scales: int) -> bool:
@@ -113,12 +114,18 @@ class Encoding:
         return numbers, scales
 
     def encode(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantized numbers and the scales of a weight, which must have whole blocks along `dim`."""
+        """Return the quantized numbers and the scales of a weight in high precision, with whole blocks along `dim`.
+
+        Numbers and scales have the shapes and data types that `parts` plans.
+        """
         scales = self.scales(weight)
         return self.numbers(weight, scales), scales
 
     def scales(self, weight: Tensor) -> Tensor:
-        """Return the scale of each block."""
+        """Return the scale of each block: the shape of the weight, with one element for each block along `dim`.
+
+        Scales are float32 for "int8" and "fp8", and have the weight's data type for "int4".
+        """
         kind = _KINDS[self.kind]
         scales = weight.unflatten(self.dim, (-1, self.block)).abs().amax(self.dim) / kind.largest
         if kind.own_scales is None:
@@ -126,7 +133,11 @@ class Encoding:
         return scales.float().clamp(min=kind.own_scales)
 
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
-        """Return the quantized numbers nearest to `weight / scales`; ties round to even."""
+        """Return the numbers nearest to `weight / scales`, in the range of the kind; ties round to even.
+
+        "int4" has two neighbours along `dim` in a byte, the first in the lower bits. Integers are rounded from the
+        product with the rounded `1 / scales`.
+        """
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:
             return (weight.float() / spread).clamp(-kind.largest, kind.largest).to(kind.dtype)
@@ -138,7 +149,10 @@ class Encoding:
         return (first & 15 | second << 4).view(kind.dtype)
 
     def decode(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the dequantized numbers: the weight, or the part of the weight that the numbers belong to."""
+        """Return the dequantized numbers in `dtype`: the weight, or the part of the weight that the numbers belong to.
+
+        On CPU, about 1 MiB of numbers are dequantized at a time, to limit temporary memory.
+        """
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))
         if lines >= numbers.shape[along] or not numbers.is_cpu or torch.compiler.is_compiling():

@@ -59,6 +59,7 @@ class Experts(Rule):
 
     For modules that stack experts as 3-D parameters `gate_up_proj` (or `up_proj`) and `down_proj`. Attributes of
     transformers' experts interface give the layout: transposed or not, gate and up side by side or interleaved, biases.
+    If the module has a `post_expert_norm`, the ranks sum each expert's output before that norm instead.
 
     Args:
         reduce: whether to sum the partial outputs in this module. False if a later `Reduce` rule sums several layers

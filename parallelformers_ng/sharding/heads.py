@@ -63,8 +63,14 @@ class HeadParallel(ParallelLayer):
         return OwnHeads(weights, dim, self.head_sizes, gather)
 
     def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather the attention weights of all heads. A rank without heads has weights of a copied head, which are
-        left out."""
+        """Gather the attention weights of all heads; a collective.
+
+        A rank without heads has weights of a copied head, which are left out.
+
+        Args:
+            weights: attention weights of this rank.
+            dim: dimension of heads in `weights`.
+        """
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
         return self.communicator.all_gather(own, dim, self.head_sizes)
 
@@ -76,6 +82,8 @@ def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Ten
 
 class BiasedHeadParallel(HeadParallel):
     """Attention over this rank's heads with a bias that the model makes for all heads: b ↦ b[heads of this rank].
+
+    `forward` raises PolicyError if a call lacks the keyword argument of such a bias. The bias itself may be None.
 
     Attributes:
         bias_names: keyword arguments of the forward that hold such a bias, `[batch, heads or 1, …, keys]` of four or
@@ -175,7 +183,11 @@ class Heads(Rule):
     layer: type[HeadParallel] | None = None
 
     def count(self, draft: Draft, module: nn.Module) -> tuple[int, int]:
-        """Return the numbers of query heads and key/value heads of an attention."""
+        """Return the numbers of query heads and key/value heads of an attention.
+
+        Raises:
+            PolicyError: an attribute is missing, or is no positive integer.
+        """
         query = draft.attribute(module, self.query)
         if self.key:
             return query, draft.attribute(module, self.key)
@@ -250,7 +262,15 @@ def own_part(value: Any) -> Any:
 
 
 def replaced(output: Any, place: Sequence[Place], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the outputs with `change` applied to the tensor at `place`; unchanged if `place` has no tensor."""
+    """Return a copy of the outputs with `change` applied to the tensor at `place`.
+
+    If `place` has no tensor, the result is `output` itself.
+
+    Args:
+        output: a dictionary, tuple or list, possibly nested.
+        place: path of indices and keys to the tensor.
+        change: function of the tensor.
+    """
     step: Any
     step, *rest = place
     known = step in output if isinstance(output, dict) else isinstance(output, (list, tuple)) and step < len(output)

@@ -35,7 +35,11 @@ _ROWS = re.compile(
 
 
 def is_only_called(model: nn.Module, path: str) -> bool:
-    """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths."""
+    """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths.
+
+    The function reads the source of the class of the nearest module above `path` that is no list of modules. That class
+    must not read a weight or a width of any module. The result is False for a module of an unknown class.
+    """
     module = model.get_submodule(path)
     cls: type = type(module)
     owner: type = type(_owner(model, path))
@@ -45,7 +49,11 @@ def is_only_called(model: nn.Module, path: str) -> bool:
 
 
 def reads_parameters(model: nn.Module, path: str) -> bool:
-    """Return whether the module that contains the module at `path` reads parameters of the contained module."""
+    """Return whether the module that contains the module at `path` reads parameters of the contained module.
+
+    The function reads the source of the containing class. A read of an attribute with the name of such a parameter
+    counts, whatever object has the attribute.
+    """
     owner: type = type(_owner(model, path))
     return _reads(owner, frozenset(model.get_submodule(path)._parameters))
 

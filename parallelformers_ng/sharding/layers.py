@@ -64,7 +64,7 @@ class LayerPlan:
     Attributes:
         path: dotted path of the module.
         cls: parallel layer that the module becomes; None if only attributes change, as in a column-parallel layer.
-        attributes: attributes to set on each rank (`out_features`, `num_heads`, `config.num_heads`, …).
+        attributes: for each rank, dotted name of an attribute (`out_features`, `config.num_heads`, …) → value to set.
     """
 
     path: str
@@ -73,12 +73,12 @@ class LayerPlan:
 
     @property
     def takes_part(self) -> bool:
-        """Whether the layer's inputs differ between ranks."""
+        """Whether `cls` takes inputs that differ between ranks; False if `cls` is None."""
         return self.cls is not None and self.cls.takes_part
 
     @property
     def gives_part(self) -> bool:
-        """Whether the layer's outputs differ between ranks."""
+        """Whether the layer's outputs differ between ranks; True if `cls` is None."""
         return self.cls is None or self.cls.gives_part
 
     @property

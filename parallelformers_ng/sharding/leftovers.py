@@ -45,10 +45,14 @@ class _Leftover:
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     """Cut parameters of two or more dimensions that no policy cut, kind by kind, first the kind with the most bytes.
 
+    Tied parameters stay whole.
+
     Args:
         draft: draft with the cuts of the policies.
-        exhaustive: whether to cut every parameter that can be cut, as a proof does. If False, cutting stops once few
-            bytes are replicated.
+        exhaustive: whether to cut every parameter that can be cut, as a proof does. If False, cutting stops once
+            replicated parameters add at most 2 % of all bytes to a rank's share. Cutting also stops before a kind with
+            less than 0.15 % of all bytes. Recurrent layers are then cut only while replicated parameters add more than
+            15 %.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)

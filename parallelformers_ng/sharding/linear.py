@@ -134,7 +134,7 @@ class Slice(Rule):
     """Cut a bare parameter or buffer along one dimension; ranks exchange nothing.
 
     Args:
-        dim: the dimension to cut.
+        dim: the dimension to cut; a negative number counts from the last dimension.
         unit: unit of that dimension, as in `Column`.
         fused: parts packed along that dimension, as in `Column`; or the name of the attribute with the number of
             parts, on the module with the `Heads` rule.
@@ -242,7 +242,9 @@ class GatheredInput(ParallelLayer):
 
 
 class GroupedColumnParallel(ParallelLayer):
-    """A grouped convolution. Each rank computes a part of the output channels, from the inputs of their groups.
+    """A grouped 1-D convolution. Each rank computes a part of the output channels, from the inputs of their groups.
+
+    `forward` takes all input channels, `[batch, channels, length]`, and returns the output channels of this rank.
 
     Attributes:
         pieces: start and stop of the input channels, and number of outputs, of each group with outputs on this rank.
@@ -342,6 +344,13 @@ def _stacks_linears(module: nn.Module) -> bool:
 
 
 def cannot_cut(who: str, module: nn.Module, cut: str) -> str:
+    """Return the error message for a module that a rule cannot cut; for an adapter, the message says how to merge it.
+
+    Args:
+        who: policy, rule and path, as in `Draft.who`.
+        module: the module.
+        cut: wanted slices and the classes that can be cut in this way, as the end of "cannot be cut by …".
+    """
     if hasattr(module, "base_layer"):
         return f"{who}: a {type(module).__name__} is an adapter; merge it into the weights first (merge_and_unload)"
     return f"{who}: a {type(module).__name__} cannot be cut by {cut}"

@@ -25,7 +25,12 @@ _look_up = functional.embedding
 
 
 def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """Clamp ids on a device to the rows of a table; record the smallest and the largest id."""
+    """Return ids on a device, clamped to the rows of a table; record the smallest and the largest id.
+
+    Args:
+        ids: ids of any integer type and shape.
+        rows: number of rows of the table.
+    """
     if not ids.numel() or not rows:
         return ids
     key = ids.device, rows
@@ -39,9 +44,10 @@ def in_range(ids: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def guard_look_ups() -> None:
-    """Make every embedding of this process clamp its ids, from now on.
+    """Make every embedding of this process clamp its ids, from now on, on devices other than the CPU.
 
-    Compiled code does not clamp ids, because it sees only ids that the model chose.
+    The function replaces `torch.nn.functional.embedding`. Compiled code does not clamp ids, because compiled code sees
+    only ids that the model chose.
     """
     functional.embedding = _guarded
 
@@ -82,7 +88,7 @@ def hold() -> None:
 
 
 def take_back() -> None:
-    """Restore the recorded bounds of ids from the last `hold`."""
+    """Restore the recorded bounds of ids from the last `hold`. Bounds of tables first used after `hold` stay."""
     for key, bounds in _snapshot.items():
         _seen[key].copy_(bounds)
 

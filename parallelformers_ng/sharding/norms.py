@@ -24,6 +24,8 @@ class RMSNormParallel(ParallelLayer):
 
         y = w ⊙ x / √(ε + Σᵣ ‖xᵣ,g‖² / N)
 
+    `forward` takes and returns this rank's columns `[…, columns]`, and computes in float32.
+
     Attributes:
         group_count: number of groups.
         group_width: N, the columns of one group in the whole model.
@@ -41,6 +43,7 @@ class RMSNormParallel(ParallelLayer):
         return (self.weight * self.normalise(hidden_states.to(torch.float32))).to(hidden_states.dtype)
 
     def normalise(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective."""
         squares = inputs.new_zeros(*inputs.shape[:-1], self.group_count)
         for start, stop, group, is_counted in self.runs:
             if is_counted:

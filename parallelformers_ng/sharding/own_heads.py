@@ -20,6 +20,8 @@ from parallelformers_ng.errors import ParallelError
 class OwnHeads(Tensor):
     """A tensor with the shape of all heads that holds only this rank's heads. Any operation on it gathers all heads.
 
+    Pickling and `copy` raise ParallelError.
+
     Attributes:
         own: attention weights of this rank's heads, which attention layers of this rank read.
         head_dim: dimension of the heads.
@@ -75,13 +77,19 @@ class OwnHeads(Tensor):
 
 
 def gathered(value: Any) -> Any:
-    """Return the tensor of all heads for an `OwnHeads`; return any other value unchanged."""
+    """Return the tensor of all heads for an `OwnHeads`, by `OwnHeads.whole`; return any other value unchanged."""
     return value.whole() if type(value) is OwnHeads else value
 
 
 @dataclass(frozen=True)
 class AllHeads:
-    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads."""
+    """Attention weights of all heads, sent to other stages. Each receiving rank takes the weights of its own heads.
+
+    Attributes:
+        whole: attention weights of all heads.
+        dim: dimension of heads in `whole`.
+        sizes: number of heads of each rank of a stage, 0 for a rank without heads.
+    """
 
     whole: Tensor
     dim: int

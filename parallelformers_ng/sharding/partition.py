@@ -20,11 +20,13 @@ Range = tuple[int, int]
 
 
 def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Range]:
-    """Cut `count` items into consecutive ranges, one per rank, as evenly as possible, longer ranges first.
+    """Cut `count` items into consecutive ranges, one for each rank, as close to the fractions as possible.
+
+    Each rank gets at least one item if there are enough items; otherwise the first ranks get one item each. For equal
+    fractions, longer ranges come first.
 
     Args:
-        shares: fraction of the items for each rank, sum 1; empty for equal fractions. Each rank gets at
-            least one item if there are enough items; otherwise the first ranks get one item each.
+        shares: fraction of the items for each rank, sum 1; empty for equal fractions.
 
     >>> spread(12, 5)
     [(0, 3), (3, 6), (6, 8), (8, 10), (10, 12)]
@@ -43,11 +45,15 @@ def spread(count: int, world_size: int, shares: Sequence[float] = ()) -> list[Ra
 
 
 def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), group: int = 1) -> list[Range]:
-    """Cut columns like `spread`. With `shares`, ranges are multiples of 16, 8, 4 or 2 columns if this moves no bound
-    by more than 1 % of the width.
+    """Cut columns like `spread`, but keep groups whole, or align the ranges.
+
+    If `group` is ignored, and `shares` is not empty, ranges are multiples of 16, 8, 4 or 2 columns. Such a multiple
+    must divide the width, and must move no bound by more than 1 % of the width.
 
     Args:
-        group: width of the column groups that are not cut. Ignored if there are fewer whole groups than ranks.
+        shares: fraction of the columns for each rank, sum 1; empty for equal fractions.
+        group: number of consecutive columns that stay on one rank. Ignored if the width is no multiple of `group`, or
+            has fewer groups than ranks.
 
     >>> spread_columns(960, 3, (0.2, 0.4, 0.4))
     [(0, 192), (192, 576), (576, 960)]
@@ -65,25 +71,26 @@ def spread_columns(width: int, world_size: int, shares: Sequence[float] = (), gr
 
 
 def spread_aligned(width: int, world_size: int, granule: int = 8, shares: Sequence[float] = ()) -> list[Range]:
-    """Cut columns like `spread`, in multiples of `granule` columns if the width allows.
+    """Cut columns like `spread`, in multiples of the greatest common divisor of `width` and `granule`.
 
     Grouped matrix products refuse rows that are not a multiple of 16 bytes, and tensor cores are slower with such rows.
+    Eight columns of a 16-bit data type have 16 bytes.
     """
     granule = math.gcd(width, granule)
     return [(start * granule, stop * granule) for start, stop in spread(width // granule, world_size, shares)]
 
 
 def has_groups(width: int, world_size: int, group: int) -> bool:
-    """Return whether a width consists of whole groups, at least one group for every rank."""
+    """Return whether a width consists of whole groups of `group` > 1 columns, at least one group for every rank."""
     return group > 1 and width % group == 0 and width // group >= world_size
 
 
 def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -> list[float]:
     """Divide freely divisible columns so that no rank is far over its limit.
 
-    A rank with more heads gets fewer such columns only if it would hold more than `_TOO_MUCH` even shares. Ranks wait
-    for each other in every layer, so even layers are faster than even ranks. For a ratio that the caller set, the limit
-    is `_OFF_RATIO`.
+    A rank with more heads gets fewer such columns only if it would hold more than 1.15 even shares. Ranks wait for each
+    other in every layer, so even layers are faster than even ranks. For a ratio that the caller set, the limit of a
+    rank is 1.01 times the rank's part.
 
     Args:
         loads: bytes on each rank if the freely divisible columns are divided by `parts`.
@@ -91,7 +98,8 @@ def even_out(loads: Sequence[int], flexible: int, parts: Sequence[float] = ()) -
         parts: fraction of all bytes for each rank, sum 1; empty for equal fractions.
 
     Returns:
-        Fraction of the columns for each rank, sum 1; empty if no rank is over its limit.
+        Fraction of the columns for each rank, sum 1, at least a tenth of the rank's fraction in `parts`. Empty if no
+        rank is over its limit, or if `flexible` is 0.
     """
     slack = _OFF_RATIO if parts else _TOO_MUCH
     parts = parts or [1 / len(loads)] * len(loads)
@@ -128,17 +136,20 @@ def share_heads(query_heads: int, key_heads: int, world_size: int, shares: Seque
     """Give each rank whole query heads, and the key/value heads that the rank's query heads read.
 
     Query heads are divided evenly, or in whole groups: the query heads that read one key/value head are a group. An
-    even division may cut groups: with 6 query and 3 key/value
-    heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a rank holds one key/value head for each query head, and its
-    `groups` is 1. Whole groups would be q0–q3 with k0 k1, and q4 q5 with k2. The division with fewer heads on its
-    largest rank is chosen. For example, 9 query and 3 key/value heads on 2 ranks become 6 + 3 query heads with 2 + 1
-    key/value heads, not 5 + 4 query heads with 5 + 4 key/value heads.
+    even division may cut groups: with 6 query and 3 key/value heads on 2 ranks, q0 q1 read k0, and q2 reads k1. Such a
+    rank holds one key/value head for each query head, and its `groups` is 1. Whole groups would be q0–q3 with k0 k1,
+    and q4 q5 with k2. The division with fewer heads on its largest rank is chosen. For example, 9 query and 3 key/value
+    heads on 2 ranks become 6 + 3 query heads with 2 + 1 key/value heads, not 5 + 4 query heads with 5 + 4 key/value
+    heads. With fewer key/value heads than ranks, the division is even.
 
     Args:
+        query_heads: number of query heads of the attention.
+        key_heads: number of key/value heads of the attention.
+        world_size: number of ranks.
         shares: fraction of the heads for each rank, sum 1; empty for equal fractions.
 
     Raises:
-        PolicyError: the query heads are not a multiple of the key/value heads.
+        PolicyError: the query heads are not a multiple of the key/value heads, or one of the two numbers is below 1.
     """
     if query_heads < 1 or key_heads < 1 or query_heads % key_heads:
         raise PolicyError(f"{query_heads} query heads cannot share {key_heads} key/value heads evenly")
@@ -199,12 +210,14 @@ def cut_width(
         size: length of the dimension.
         parts: unit of each packed part: "query" and "key" are cut by whole heads, "column" as evenly as possible.
         heads: heads of each rank in the surrounding attention; empty outside attention.
-        head_widths: columns of one head in each part; empty if all heads are equally wide.
-        shares: fraction of the columns for each rank, as in `spread`.
-        group: width of the column groups that are not cut, as in `spread_columns`.
+        world_size: number of ranks.
+        head_widths: columns of one head in each part, or of a whole "column" part. Empty if all heads are equally wide;
+            with a "column" part, empty if all parts are equally wide.
+        shares: fraction of the columns of a "column" part for each rank, as in `spread`.
+        group: width of the column groups of a "column" part that are not cut, as in `spread_columns`.
 
     Returns:
-        The ranges of each rank, in order.
+        The ranges of each rank, in the order of the parts.
 
     Raises:
         PolicyError: the parts do not fit the size.
@@ -289,8 +302,13 @@ def group_runs(per_rank: Sequence[Sequence[Range]], group_width: int) -> list[tu
 
     Only the first rank that holds a column counts the column. A run has only counted or only uncounted columns.
 
+    Args:
+        per_rank: ranges of the columns of each rank.
+        group_width: number of columns of a group.
+
     Returns:
-        `(start, stop, group, is counted)` for each run; start and stop are positions in the rank's own columns.
+        For each rank, `(start, stop, group, is counted)` for each run; start and stop are positions in the rank's own
+        columns.
 
     >>> group_runs([[(2, 6)], [(4, 8)]], 4)
     [((0, 2, 0, True), (2, 4, 1, True)), ((0, 2, 1, False), (2, 4, 1, True))]

@@ -92,12 +92,15 @@ class Placed(_OverStages):
 
     @property
     def is_merged(self) -> bool:
-        """Whether other stages need only the last result of the module's run."""
+        """Whether other stages need only the last result of the module's run of consecutive blocks, in this call."""
         run = _run.get()
         return run is not None and run.stack == self.stop.stack and not output_capturing._active_collector.get()
 
     def give(self, compute: Callable[[], Any]) -> Any:
-        """Run `compute` in place of the module's own forward, and return its result on every rank."""
+        """Run `compute` in place of the module's own forward, send the result to all other ranks, and return it.
+
+        A collective: holders of the module call this method while all other ranks call the module.
+        """
         return self._share(lambda: (compute(), {}))[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

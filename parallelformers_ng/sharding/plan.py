@@ -95,7 +95,7 @@ class ShardPlan:
 
     @property
     def high_precision(self) -> dict[str, int]:
-        """Tensors of more than one dimension that are not quantized: name → bytes, largest first."""
+        """Cuttable tensors (see `cut_share`) that are not quantized: name → whole bytes, largest first."""
         left = {t.name: t.bytes_whole for t in self.stored() if t.name in self.cuttable - self.quantized.keys()}
         return dict(sorted(left.items(), key=lambda item: -item[1]))
 
@@ -117,7 +117,7 @@ class ShardPlan:
 
     @property
     def bytes_per_rank(self) -> list[int]:
-        """Bytes of parameters and buffers on each rank."""
+        """Bytes of each rank's parameters and buffers after the cast and the quantization, also in RAM and on disk."""
         stored = list(self.as_stored.stored())
         return [sum(tensor.bytes_on(rank) for tensor in stored) for rank in range(self.world_size)]
 
@@ -148,7 +148,7 @@ class ShardPlan:
 
     @property
     def warning(self) -> str:
-        """A warning if a large fraction of the bytes is replicated; "" otherwise."""
+        """A warning if more than 10 % of the bytes are replicated on several ranks; "" otherwise."""
         if self.world_size == 1 or self.whole_share <= _TOO_MUCH:
             return ""
         largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in list(self.replicated.items())[:3])
@@ -159,7 +159,7 @@ class ShardPlan:
 
     @property
     def why_uncut(self) -> str:
-        """Text for people about modules that stay whole because of foreign code; "" without such modules."""
+        """Text for people about the modules in `uncut`, at most three kinds of modules; "" without such modules."""
         if not self.uncut:
             return ""
         kinds: dict[str, str] = {}
@@ -179,7 +179,7 @@ class ShardPlan:
         return sum(t.bytes_whole for t in cuttable if not t.is_replicated) / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data: totals in bytes, and for each stored tensor its shape on every rank."""
+        """Return the plan as plain data: totals in bytes, fractions, and each stored tensor's shape on every rank."""
         tensors = [
             {
                 "name": tensor.name,

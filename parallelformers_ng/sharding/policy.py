@@ -39,10 +39,12 @@ class Rule(Word):
         """Record in the draft each rank's slices of the tensors at `path`, and the parallel layer of the module.
 
         Args:
+            draft: draft to extend, with `who` and `counter` set for this rule.
+            path: dotted path of the layer or tensor in the model.
             heads: heads of each rank in the surrounding attention; empty outside attention.
 
         Raises:
-            PolicyError: the rule cannot cut the layer.
+            PolicyError: the rule cannot cut the layer, or another rule has cut a tensor in another way.
         """
         raise PolicyError(f"{draft.who}: {type(self).__name__} does not define how to cut a layer")
 
@@ -72,6 +74,7 @@ class Policy:
 
     @classmethod
     def blocks(cls) -> tuple[str, ...]:
+        """Return the class names in `block`, also a single name as a tuple."""
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
 
 
@@ -118,7 +121,10 @@ def moved(plan: Mapping[str, Rule], path: str, to: str) -> dict[str, Rule]:
 
 
 def block_names(module: nn.Module) -> set[str]:
-    """Return the names by which policies may call a module: its class names, with and without the package."""
+    """Return the names by which policies may call a module, with and without the package before the name.
+
+    The names are those of the module's class and of all its base classes: "EncoderLayer" and "ctrl.EncoderLayer".
+    """
     names = set()
     for cls in type(module).__mro__:
         package = cls.__module__.rpartition(".")[0].rpartition(".")[2]

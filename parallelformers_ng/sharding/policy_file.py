@@ -10,7 +10,9 @@ from parallelformers_ng.sharding.policy import Policy
 
 
 def policies_of_file(path: str) -> list[type[Policy]]:
-    """Return the policies that a Python file defines, in the file's order, without policies that the file imports.
+    """Run a Python file, and return the policies that it defines, in the file's order.
+
+    Policies that the file imports are left out.
 
     Raises:
         FileNotFoundError: the file does not exist.

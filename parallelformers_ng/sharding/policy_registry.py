@@ -27,8 +27,21 @@ _LEFT_AT_MOST = 0.1
 def known_policies(
     model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
 ) -> tuple[Selection, list[str]]:
-    """Return the caller's and the written policies for a model, and the reasons why other written policies do not fit
-    its configuration. If `world_size` is None, the configuration is not checked."""
+    """Return the caller's and the written policies for a model, and the reasons why other written policies do not fit.
+
+    A written policy is left out if a policy of the caller names one of its blocks. Reasons are also logged.
+
+    Args:
+        model: the model, on any device.
+        custom: policies of the caller.
+        world_size: number of ranks for which written policies must fit the configuration; None for no such check.
+
+    Returns:
+        The policies that fit, and one text for each written policy that does not fit.
+
+    Raises:
+        PolicyError: a policy of the caller has a mistake (see `check_custom`), or none of its blocks is in the model.
+    """
     customs = check_custom(custom)
     class_names = {name for module in model.modules() for name in block_names(module)}
     for policy in customs:
@@ -80,8 +93,11 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
     """Check the caller's policies, and return them as a tuple.
 
+    Args:
+        custom: one policy, or a list, tuple or set of policies; None for no policies.
+
     Raises:
-        PolicyError: an item is no Policy class, or a policy has a mistake (see `check_policy`).
+        PolicyError: an item is no Policy class, or a policy has a mistake (see `check_policy`), no block or no rule.
     """
     if custom is None:
         return ()
@@ -96,8 +112,11 @@ def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[
 
 
 def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[str]:
-    """Return the paths that policies cover: the blocks; for a block that contains models, only the layers named in
-    the plan."""
+    """Return the paths that policies cover: the blocks.
+
+    For a block that contains models or is the model itself, the result has the paths of the plan instead. Such a path
+    ends before its first `*`.
+    """
     places: set[str] = set()
     for path, module in model.named_modules():
         for policy in policies:
@@ -110,8 +129,11 @@ def written_places(model: nn.Module, policies: Sequence[type[Policy]]) -> set[st
 
 
 def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
-    """Return whether the policies cover at least 90 % of the weights of linear layers and stacked experts, without the
-    vocabulary."""
+    """Return whether the policies cover at least 90 % of the weights of linear layers and stacked experts.
+
+    Weights are counted in numbers, not in bytes. Embeddings and output heads do not count. The result is True for a
+    model without such layers.
+    """
     places = written_places(model, policies)
     vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
     total = left = 0

@@ -14,7 +14,7 @@ Unit = Literal["", "query", "key", "column"]
 
 
 class Word:
-    """Base of rules and parts. A wrong argument of the constructor raises an error that lists the allowed arguments."""
+    """Base of rules and parts. A wrong argument of the constructor raises a PolicyError with the allowed arguments."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         if args or kwargs:  # `copy` calls this without arguments and sets attributes afterwards

@@ -34,7 +34,16 @@ class Quantized(nn.Module):
 
 
 class ExpertStack:
-    """The quantized weights of stacked experts. An index dequantizes only the weights of the chosen experts."""
+    """The quantized weights of stacked experts. An index dequantizes only the weights of the chosen experts.
+
+    Any other read of an attribute dequantizes the weights of all experts.
+
+    Args:
+        numbers: quantized numbers, three dimensions, experts first.
+        scales: scales of the numbers, three dimensions, experts first.
+        encoding: encoding of the weights.
+        dtype: data type of the dequantized weights.
+    """
 
     def __init__(self, numbers: Tensor, scales: Tensor, encoding: Encoding, dtype: torch.dtype) -> None:
         self._parts = numbers, scales
@@ -42,6 +51,7 @@ class ExpertStack:
         self._dtype = dtype
 
     def whole(self) -> Tensor:
+        """Return the dequantized weights of all experts."""
         return self._encoding.decode(*self._parts, self._dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -66,7 +76,10 @@ class QuantizedEmbedding(Quantized):
 
 
 def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
-    """Turn the modules of a rank, still without weights, into the quantized modules of the plan."""
+    """Turn the modules of a rank, still without weights, into the quantized modules of the plan.
+
+    The modules change in place. New parameters are on `meta`, in the shapes of the whole tensors.
+    """
     for name, encoding in plan.quantized.items():
         path, _, short = name.rpartition(".")
         numbers, scales = (torch.empty(p.shape, dtype=p.dtype, device="meta") for p in plan.parts(name))
@@ -74,9 +87,16 @@ def quantize_modules(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Replace one parameter of a module by quantized numbers and scales.
+    """Replace one parameter of a module by quantized numbers and scales. The class of the module changes, too.
+
+    A module with stacked experts also gets the experts implementation "eager" in its copy of the configuration.
 
     Args:
+        module: the module, changed in place.
+        name: name of the parameter in the module.
+        encoding: encoding of the parameter.
+        numbers: quantized numbers, on any device.
+        scales: scales of the numbers.
         dtype: data type of the dequantized parameter.
     """
     if not isinstance(module, Quantized):

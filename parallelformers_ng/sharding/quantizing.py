@@ -31,6 +31,8 @@ def choose_encodings(
     weights that are stored quantized stay quantized.
 
     Args:
+        model: the model, on any device.
+        options: options of the caller; None for no quantization by Parallelformers.
         tensors: plans of the tensors, by name.
         blocks: paths of the modules from which patterns in `skip` may start.
 
@@ -83,6 +85,7 @@ def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
     """Raise UnsupportedModelError for weights that are stored quantized but would be in high precision on the ranks.
 
     Args:
+        model: class name of the model.
         reasons: name of a weight → reason why the weight cannot stay quantized.
     """
     layers = {pattern_of(name): f"{pattern_of(name)} ({why})" for name, why in reasons.items()}
@@ -93,7 +96,11 @@ def refuse_high_precision(model: str, reasons: Mapping[str, str]) -> NoReturn:
 
 
 def border(model: nn.Module, options: QuantizeOptions | None) -> int:
-    """Return the number of consecutive inputs that must stay on one rank because these inputs share one scale."""
+    """Return the number of consecutive inputs that must stay on one rank because these inputs share one scale.
+
+    The result is 1 if ranks may cut between any two inputs. If weights are stored in blocks of several sizes, the
+    result is the least common multiple of the sizes.
+    """
     if options is not None and options.scheme is not None:
         return options.block or 1
     stored = _stored(model)

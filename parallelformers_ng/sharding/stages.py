@@ -20,10 +20,11 @@ _CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
-    """Return the paths of a model's indivisible units, in the model's order. Every tensor belongs to one unit.
+    """Return the paths of a model's indivisible units, in the model's order.
 
-    Units are repeated blocks, modules of the classes in `_no_split_modules`, single layers, and the own parameters of
-    a module with submodules.
+    Units are the items of module lists, modules of the classes in `_no_split_modules`, and single layers. In a module
+    with submodules, each own parameter or buffer is a unit. Every tensor belongs to a unit; a tied tensor may belong to
+    several units.
     """
     atomic = set(getattr(model, "_no_split_modules", None) or ())
     seen: set[int] = set()
@@ -44,7 +45,7 @@ def units(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a unit, by their names in the model."""
+    """Return the parameters and buffers of a unit from `units`, by their names in the model."""
     path, _, name = unit.rpartition(".")
     own = dict(_own(model.get_submodule(path)))
     if name in own:
@@ -57,7 +58,7 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     """Cut consecutive parts into runs, one for each device, so that the fullest device is as little full as possible.
 
     A device's fullness is its bytes divided by its share. Among equally good cuts, the cut with the least sum of
-    squared fullness is chosen. The result is exact.
+    squared fullness is chosen. The largest fullness is at most a billionth above the least possible one.
 
     Args:
         parts: sizes of each part, in the model's order.

@@ -33,7 +33,11 @@ class Stored(Rule):
 
 
 def store(draft: Draft, path: str, name: str, dim: int) -> None:
-    """Shard a module's parameter or buffer over the ranks along `dim`."""
+    """Record in the draft a module's parameter or buffer that is sharded along `dim` and gathered at every read.
+
+    Raises:
+        PolicyError: the module has no such parameter or buffer, or the tensor is already cut in another way.
+    """
     tensor = draft.tensor(dotted(path, name))
     if tensor is None:
         what = type(draft.modules[path]).__name__
@@ -48,6 +52,8 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
 
 class StoredInParts(ParallelLayer):
     """A module with parameters and buffers that are sharded over the ranks and gathered at every read.
+
+    A read is a collective, so all ranks must read the same tensor at the same time.
 
     Attributes:
         stored: name of a tensor → its sharded dimension, and the size of that dimension on each rank.

@@ -39,7 +39,7 @@ class Layer:
         name: dotted path in the model.
         inputs: number of inputs; for an Embedding, its rows.
         outputs: number of outputs.
-        order: position of the module's first call among the first calls of all modules.
+        order: position of the end of the module's first call among the first calls of all modules, from `Trace`.
         is_embedding: whether the layer is an Embedding.
     """
 
@@ -52,7 +52,7 @@ class Layer:
 
 
 def places(model: nn.Module) -> dict[str, Place]:
-    """Return the place of every module, relative to the innermost repeated block or `PreTrainedModel` around it."""
+    """Return dotted path → place of every module, relative to the innermost block or `PreTrainedModel` around it."""
     place_of: dict[str, Place] = {}
 
     def visit(module: nn.Module, name: str, block: str, start: str) -> None:
@@ -77,7 +77,13 @@ def uses(model: nn.Module) -> Counter[int]:
 
 
 class Trace:
-    """Context that records the order in which the modules of a model are first called."""
+    """Context that records the order in which the first calls of a model's modules end.
+
+    A module comes after the submodules that it calls. The context adds hooks to the modules, and removes the hooks.
+
+    Attributes:
+        calls: dotted name of a called module → position, from 0.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, int] = {}
@@ -125,7 +131,10 @@ def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> li
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an output, in order, except those of caches: each rank holds its own part of a cache."""
+    """Yield every tensor of an output, in order, except those of caches: each rank holds its own part of a cache.
+
+    The function also looks into nested dictionaries, lists and tuples, and skips objects of all other types.
+    """
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, dict):

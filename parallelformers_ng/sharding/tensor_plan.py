@@ -26,12 +26,17 @@ class Shard:
     zero: bool = False
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a tensor with the shape `whole`."""
         if self.dim is None:
             return whole
         return (*whole[: self.dim], width_of(self.ranges), *whole[self.dim + 1 :])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `tensor`: a view if the part is one range, a new tensor if it has several."""
+        """Return this rank's part of the whole tensor `tensor`, on the same device.
+
+        The result is `tensor` itself for a whole part, a view for one range, and a new tensor for several ranges or
+        zeros.
+        """
         if self.zero:
             return torch.zeros(self.shape(tuple(tensor.shape)), dtype=tensor.dtype, device=tensor.device)
         if self.dim is None:
@@ -72,16 +77,19 @@ class TensorPlan:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
         return all(shard == WHOLE for shard in self.shards)
 
     def bytes_on(self, rank: int) -> int:
+        """Return the bytes of a rank's part, without quantization; zeros count like values."""
         return bytes_of(self.shards[rank].shape(self.shape), self.dtype)
 
     @property
     def bytes_whole(self) -> int:
+        """Bytes of the whole tensor after the cast, without quantization."""
         return bytes_of(self.shape, self.dtype)
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor."""
+    """Return the bytes of a tensor with a shape and a data type."""
     return math.prod(shape) * dtype.itemsize

@@ -43,7 +43,10 @@ def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
-    """Set the parameter or buffer `name`. If `tensor` is no parameter yet, it becomes one without gradient."""
+    """Set the parameter or buffer `name`, without a check of its shape or data type.
+
+    A new value of a parameter that is no `nn.Parameter` becomes one without gradient.
+    """
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
     if not is_buffer and not isinstance(tensor, nn.Parameter):

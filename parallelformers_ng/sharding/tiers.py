@@ -18,7 +18,7 @@ class Tiers:
         layers: path of each layer that may be off the devices → names of its stored tensors, in the model's order.
         places: for each rank, path of a layer of which the rank holds a part → place of that part.
         is_cuda: whether the ranks compute on CUDA devices; if so, weights in RAM are copied to the devices.
-        folder: folder for files of weights on disk.
+        folder: folder for files of weights on disk; None if the caller gave no folder, and no weights are on disk.
     """
 
     layers: dict[str, list[str]]

@@ -27,7 +27,7 @@ class CutUnit:
     Attributes:
         paths: paths of the rules beneath the block, in the policy's order.
         root: path beneath the block of the smallest module that contains all layers of the rules.
-        others: roots of the policy's other units.
+        others: roots of the policy's other units, except "" and `root`.
         is_attention: whether the unit is counted in heads.
     """
 
@@ -40,6 +40,7 @@ class CutUnit:
         """Return the name and the code of a module that computes on parts and runs foreign code; "" if there is none.
 
         Args:
+            draft: draft of the model.
             block: dotted path of the block in the model.
             layers: dotted paths of the layers that the rules name. The layers are checked even if a proof has run
                 their code: a partial sum may exceed a bound that the twin's numbers never reach.

@@ -110,7 +110,16 @@ class VocabularyLayer:
 
 
 def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
-    """Record in the draft each rank's rows of an embedding or an output head."""
+    """Record in the draft each rank's rows of an embedding or an output head.
+
+    Args:
+        draft: draft to extend.
+        layer: the embedding or output head.
+        rule: name of the rule in the plan; "" for the name of the rule in `draft.who`.
+
+    Raises:
+        PolicyError: a tensor of the layer is already cut in another way.
+    """
     ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
     for name in layer.tensors:
         draft.cut(name, 0, ranges, rule=rule)
@@ -136,8 +145,10 @@ def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
     these.
 
     A weight that any other layer also uses stays whole in all its layers, because that other layer needs all rows.
+    Layers with foreign code or with submodules, and embeddings with `max_norm`, are left out.
 
     Args:
+        model: the model, on any device.
         taken: names of tensors that a policy has cut; layers with such a tensor are left out.
     """
     paths = {id(module): path for path, module in model.named_modules()}
