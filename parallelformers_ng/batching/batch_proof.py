@@ -60,6 +60,9 @@ class Trial:
     def why_alone(self, cls: Any, config: Any, code: int = 0) -> str:
         """Return the reason why calls of a model run alone; "" if calls may share a batch.
 
+        The first call, and the first call after a change of `code`, starts the proof. The proof runs in this thread if
+        the trial was made with `at_once`, and otherwise in a thread of its own.
+
         Args:
             cls, config: class and configuration of the model.
             code: number of changes of the model's code so far.

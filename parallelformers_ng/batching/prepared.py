@@ -39,6 +39,7 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
     """Return the same arguments of the model for new tokens as `generate` would make.
 
     Args:
+        model: model of the rank.
         ids: token ids, int64 `[rows, tokens]`.
         positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
             would count from the length of the cache, padding included.

@@ -38,7 +38,10 @@ def group_makers(
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: fewer devices exist than `num_gpus` and `options` ask for.
+        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, or the launcher cannot start the
+            ranks.
+        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
+        StartupError: the Ray cluster cannot be reached.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids

@@ -103,10 +103,11 @@ class Remote:
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
     """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
 
-    The workers need the value if the module already has the attribute with another value, or if the class has the
-    attribute and the attribute is not callable. A private attribute is sent only if the module itself has the attribute
-    and the value is a number, string or data type: libraries use private attributes for bookkeeping. Attributes that
-    select peft's active adapters are not sent, because each call sends the active adapters.
+    The workers need the value if the module already has the attribute with another value. The workers also need the
+    value if the class has the attribute, and that attribute is not callable. A private attribute is sent only if the
+    module itself has the attribute and the value is a number, string or data type: libraries use private attributes
+    for bookkeeping. Attributes that select peft's active adapters are not sent, because each call sends the active
+    adapters.
     """
     own = vars(module)
     if own.get(name, _ABSENT) is value:

@@ -37,7 +37,7 @@ from parallelformers_ng.worker.call import Answer, Call
 class Replica:
     """A group of workers that has the whole model and serves calls.
 
-    If a worker ends, all ranks of its group end, and a new group maps the same memory.
+    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
 
     Args:
         group: a group that is running or starting.

@@ -41,7 +41,8 @@ class WorkerGroup:
         target: `"module:Class"`, importable in a fresh interpreter with the `sys.path` of this process.
         imports: name of the module that the fork server imports once for all workers; by default torch, or the module
             of a running fork server.
-        device_ids: CUDA device of each rank; by default 0, 1, 2, ….
+        device_ids: CUDA device of each rank; by default 0, 1, 2, … for the first group of `among`, and the next numbers
+            for the next groups.
         backend: backend of the collectives; `"auto"` chooses by device.
         timeout: maximum duration of a request in seconds; a call can override it.
         start_timeout: maximum time in seconds until all workers are ready.
