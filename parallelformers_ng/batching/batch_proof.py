@@ -116,7 +116,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
 
     Args:
-        model: a small random model on CPU; see `autopolicy.twin_making`.
+        model: a small random model on CPU; see `autopolicy.twin_making`. Its experts implementation becomes "eager".
         in_pieces: whether prompts run in pieces, as in `Trial`.
         lengths: prompt tokens and new tokens of each call.
     """

@@ -17,7 +17,8 @@ class Prepared:
 
     Attributes:
         input_ids: token ids of the prompt, int64 `[1, tokens]`.
-        processors, criteria: logits processors and stopping criteria of this call, which get tensors of one row.
+        processors: logits processors of this call except `penalties`; a processor gets tensors of one row.
+        criteria: stopping criteria of this call; a criterion gets tensors of one row.
         penalties: penalties among the call's processors, which a batch applies to all rows at once; None for none.
         config: settings of the call, with defaults from the model's `generation_config`.
         model_kwargs: further arguments of the model: attention mask, positions, cache.

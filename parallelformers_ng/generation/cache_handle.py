@@ -58,7 +58,10 @@ class CacheHandle(Cache):
     def check(self) -> Registry:
         """Return the registry of the handle.
 
+        After a failed request with the cache, the method first sends a request that compares the ranks' caches.
+
         Raises:
+            GroupError: the comparison failed, or had no answer in time.
             StaleCacheError: the workers with the cache are gone, or ranks may have different lengths of the cache.
         """
         registry = self._registry()

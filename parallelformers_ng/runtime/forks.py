@@ -159,7 +159,7 @@ class ForkServer:
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
-        """Return the text that the server has written to its log since the last call."""
+        """Return the text that the server has written to its log since the last call, at most the last 8 KiB."""
         start, self._shown = self._shown, self.link.log_size()
         return self.link.log_tail(start)
 
