@@ -313,7 +313,7 @@ def generated(name: str, original: Callable) -> Callable:
     """Return a `generate` that runs on the workers, or runs its loop in this process; see `Calls.generate`.
 
     Args:
-        name: name of the method, which is not used.
+        name: name of the method; the new method does not use the name.
         original: `generate` of the module's class; see `forwarded`.
     """
 
@@ -344,7 +344,7 @@ def switched(name: str, original: Callable) -> Callable:
     """Return a method that switches adapters; calls that start after the method has returned use the new adapters.
 
     Args:
-        name: name of the method, which is not used.
+        name: name of the method; the new method does not use the name.
         original: method of the module's class, which switches the adapters in this process; see `forwarded`.
     """
 
