@@ -42,7 +42,9 @@ class Batch:
         no_graphs: function that receives the reason if decode steps cannot become CUDA graphs.
 
     Attributes:
-        room: most tokens in the caches of all rows, padding included.
+        group: argument `group`.
+        room: most tokens in the caches of all rows, padding included. Without a limit of the caller, infinite until a
+            round has measured the free memory.
         is_due: lock, held while a round is queued but has not begun.
     """
 
@@ -82,7 +84,7 @@ class Batch:
             self.group.submit(_RoundRequest(self))
 
     def next_round(self) -> Round | None:
-        """Return the next round; None if no row runs, joins or leaves."""
+        """Return the next round, with the calls that join now; None if no row runs, joins or leaves."""
         while self._arrived:
             self._waiting[next(self._numbers)] = self._arrived.popleft()
         leaves = [number for number, ticket in self._running.items() if ticket.given_up]
@@ -126,7 +128,7 @@ class Batch:
         return joins
 
     def take(self, news: list[News], order: Round, seconds: float) -> None:
-        """Give each call the result of a round.
+        """Give each call the result of a round, adjust the next rounds to the measured speed, and queue the next round.
 
         All ranks report the same tokens. Only the rank that chose a row's token reports a failure of the row and new
         states of the caller's objects (processors, criteria).
@@ -181,6 +183,10 @@ class Batch:
 
         A call that may have caused the error is a suspect; suspects run in separate rounds. If recorded steps ran out
         of memory, no call is a suspect, and later steps are not recorded.
+
+        Args:
+            error: error of the round. Calls restart only after a WorkerError or a NotPortableError.
+            order: the round that failed.
         """
         running, self._running = self._running, {}
         self._batch = next(self._batches)
@@ -204,7 +210,7 @@ class Batch:
         self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:
-        """End all calls of the batch, because the group has ended or a round failed.
+        """End all calls of the batch and wake their callers, because the group has ended or a round failed.
 
         Args:
             error: error for the running calls.

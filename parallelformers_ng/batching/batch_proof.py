@@ -60,6 +60,9 @@ class Trial:
     def why_alone(self, cls: Any, config: Any, code: int = 0) -> str:
         """Return the reason why calls of a model run alone; "" if calls may share a batch.
 
+        The first call, and the first call after a change of `code`, starts the proof. The proof runs in this thread if
+        the trial was made with `at_once`, and otherwise in a thread of its own.
+
         Args:
             cls, config: class and configuration of the model.
             code: number of changes of the model's code so far.
@@ -113,7 +116,7 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
 
     Args:
-        model: a small random model on CPU; see `autopolicy.twin_making`.
+        model: a small random model on CPU; see `autopolicy.twin_making`. Its experts implementation becomes "eager".
         in_pieces: whether prompts run in pieces, as in `Trial`.
         lengths: prompt tokens and new tokens of each call.
     """

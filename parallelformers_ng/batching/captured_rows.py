@@ -38,6 +38,8 @@ class CapturedRows:
     ) -> Any | None:
         """Run one decode step from a recording, if possible.
 
+        If the step ran, the keys and values of `growing` are afterwards views of a static cache.
+
         Args:
             growing: cache of the batch.
             shape: rows and tokens of the cache, including the token of this step.

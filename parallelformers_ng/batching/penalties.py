@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The changes of the scores of one sequence's next token, in vLLM's order.
+    """The changes of the scores of one sequence's next token, in vLLM's order (`vllm/v1/sample/sampler.py`).
 
     1. Add `bias`.
     2. Divide the positive scores of tokens in the prompt or the answer by `repetition`, and multiply the negative

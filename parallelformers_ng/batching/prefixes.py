@@ -48,7 +48,15 @@ class Prefixes:
         return self._best(ids)[0]
 
     def fill(self, cache: Any, ids: torch.Tensor) -> int:
-        """Copy the longest kept prefix of a prompt to an empty cache. Return the length of the prefix in tokens."""
+        """Fill an empty cache with the longest kept prefix of a prompt, which becomes the most recently used sequence.
+
+        Args:
+            cache: empty cache of one row.
+            ids: prompt, int64 `[1, tokens]`.
+
+        Returns:
+            Length of the prefix in tokens; 0 if no prefix is kept, or if `row_caches.keeps_all(cache)` is False.
+        """
         length, sequence = self._best(ids)
         if sequence is None or not keeps_all(cache):
             return 0
@@ -61,6 +69,10 @@ class Prefixes:
 
     def keep(self, ids: torch.Tensor, cache: Cache, row: int) -> None:
         """Keep a sequence; drop kept sequences that are prefixes of the new sequence.
+
+        A sequence with fewer than `least` or more than `limit` tokens is not kept. A sequence is also not kept if an
+        earlier kept sequence begins with all its tokens but the last. No sequence is kept from a cache for which
+        `row_caches.keeps_all` is False. Beyond `limit` tokens in total, the least recently used sequences are dropped.
 
         Args:
             ids: token ids of the sequence, int64 `[1, tokens]`.

@@ -17,7 +17,8 @@ class Prepared:
 
     Attributes:
         input_ids: token ids of the prompt, int64 `[1, tokens]`.
-        processors, criteria: logits processors and stopping criteria of this call, which get tensors of one row.
+        processors: logits processors of this call except `penalties`; a processor gets tensors of one row.
+        criteria: stopping criteria of this call; a criterion gets tensors of one row.
         penalties: penalties among the call's processors, which a batch applies to all rows at once; None for none.
         config: settings of the call, with defaults from the model's `generation_config`.
         model_kwargs: further arguments of the model: attention mask, positions, cache.
@@ -39,6 +40,7 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
     """Return the same arguments of the model for new tokens as `generate` would make.
 
     Args:
+        model: model of the rank.
         ids: token ids, int64 `[rows, tokens]`.
         positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
             would count from the length of the cache, padding included.

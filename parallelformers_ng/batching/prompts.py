@@ -80,6 +80,9 @@ class Prompts:
 
         Returns:
             The results of the complete prompts; None if the first prompt has tokens left to run.
+
+        Raises:
+            BatchingError: the model keeps a cache that rows cannot be added to.
         """
         rows = self._side_by_side(piece)
         if len(rows) > 1:

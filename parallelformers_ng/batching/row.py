@@ -73,6 +73,8 @@ class BatchRow:
     def choose(self, logits: torch.Tensor) -> tuple[int, int]:
         """Choose the next token like the loop of transformers.
 
+        An exception of a processor or criterion is not raised: the method sets `failure`, and the outcome is FAILED.
+
         Args:
             logits: logits of the newest token, `[1, vocabulary]`.
 
@@ -93,20 +95,29 @@ class BatchRow:
         return int(token), ENDED if ended else GOES_ON
 
     def take(self, token: int, outcome: int) -> None:
-        """Add the token that one rank chose, and set the outcome."""
+        """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
+
+        Args:
+            token: id of the token.
+            outcome: GOES_ON, ENDED or FAILED.
+        """
         self.outcome = outcome
         if outcome != FAILED:
             self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
             self.newest = token
 
     def news(self) -> list[int]:
-        """Return the tokens that have not been sent to the caller yet."""
+        """Return the tokens that have not been sent to the caller yet. The tokens count as sent from now on."""
         new: list[int] = self.ids[0, self.told :].tolist()
         self.told = self.ids.shape[1]
         return new
 
     def changes(self) -> dict[int, Any]:
-        """Return the new states of the caller's objects that changed since the last call of this method."""
+        """Return the new states of the caller's objects that changed since the last call of this method.
+
+        Returns:
+            Number of a changed part → its state, as in `ObjectState.changes`.
+        """
         if self.objects is None or not (changes := self.objects.changes()):
             return {}
         self.objects.remember()

@@ -65,7 +65,16 @@ def keeps_all(cache: Any) -> bool:
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
-    """Remove all rows except `rows`, and all columns except the last `columns`."""
+    """Remove all rows except `rows`, and all columns except the last `columns`.
+
+    Args:
+        cache: cache to change; a column is the position of a token.
+        rows: indices of the rows to keep, in their new order.
+        columns: number of columns to keep.
+
+    Raises:
+        BatchingError: the cache has a tensor whose rows are unknown.
+    """
     for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
@@ -81,6 +90,9 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
         rows: index in `cache` for each new row.
         count: least number of rows of `cache` afterwards.
         columns: columns of the longer cache.
+
+    Raises:
+        BatchingError: a cache has a tensor whose rows are unknown.
     """
     for ours, theirs in zip(_cache_tensors(cache), _cache_tensors(others), strict=True):
         old, new = ours.tensor, theirs.tensor
@@ -97,13 +109,18 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
-    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens."""
+    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens.
+
+    Args:
+        cache: cache to change, without states.
+        empty: number of padding columns of each row.
+    """
     for item in _cache_tensors(cache):
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
 
 def token_bytes(cache: Any) -> int:
-    """Return the bytes of the keys and values of one token of one row."""
+    """Return the bytes of the keys and values of one token of one row, in all layers of this rank's cache."""
     tensors = [each.tensor for each in _cache_tensors(cache) if each.aligned]
     return sum(tensor.nbytes // (tensor.shape[0] * tensor.shape[1]) for tensor in tensors)
 

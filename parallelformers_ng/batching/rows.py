@@ -112,6 +112,9 @@ class Rows:
 
         Returns:
             The rows, including rows that ended in this step and have left.
+
+        Raises:
+            BatchingError: an argument of a model without a cache cannot be padded.
         """
         if self._cache is None:
             if positions and self._captured is not None:
@@ -149,7 +152,7 @@ class Rows:
         return self._model(**inputs(self._cache)) if output is None else output
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Remove the rows with the given numbers."""
+        """Remove the rows with the given numbers; without a row, drop the cache."""
         self._slots = [None if row is None or row.number in numbers else row for row in self._slots]
         if not any(self._slots):
             self._slots, self._cache = [], None

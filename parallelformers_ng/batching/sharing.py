@@ -46,6 +46,7 @@ class SharedCall:
 
     @property
     def prompt(self) -> torch.Tensor:
+        """Token ids of the prompt, int64 `[1, tokens]`."""
         return self.kwargs["input_ids"]
 
     def follow(self, ids: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, bool]:
@@ -65,7 +66,11 @@ class SharedCall:
         return ids, False
 
     def restore(self, states: dict[int, Any]) -> None:
-        """Write new states to the caller's processors and criteria."""
+        """Write new states to the caller's processors and criteria.
+
+        Args:
+            states: number of a part → its state on the ranks; see `ObjectState.restore`.
+        """
         if self.objects is not None:
             self.objects.restore(states)
 

@@ -57,14 +57,19 @@ class Ticket:
 
     @property
     def is_suspect(self) -> bool:
+        """Whether the call may fail its next round, and so must not share the round with another suspect."""
         return self._again < self.suspect
 
     @property
     def needs_solitude(self) -> bool:
+        """Whether the call must not share its next round with any call."""
         return self.failures > 1 and self.is_suspect
 
     def take(self, tokens: list[int]) -> None:
-        """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same."""
+        """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same.
+
+        If a repeated token differs, the call ends with a DivergedError.
+        """
         for token in tokens:
             if self._again < len(self.tokens) and self.tokens[self._again] != token:
                 self.end(DivergedError("this call was restarted after another call failed, and its tokens changed"))
@@ -74,11 +79,18 @@ class Ticket:
             self._again += 1
 
     def end(self, error: BaseException | tuple[int, Description] | None = None) -> None:
+        """Mark the call as ended, without waking the caller. Of several errors, the first error counts.
+
+        Args:
+            error: error for the caller, as in the attribute `error`; None for a complete call.
+        """
         self.error = self.error or error
         self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
         """Restart the call at its prompt after a failed round, or end the call with the error.
+
+        The call ends at its third failure as a suspect, or if it has mutable objects, which cannot be reset.
 
         Args:
             error: error of the round.
@@ -116,7 +128,8 @@ class Ticket:
             DeadlineExpiredError: the deadline passed before the ranks ran the call.
             RequestTimeoutError: the deadline passed while the ranks ran the call.
             RequestCancelledError: another thread cancelled the call.
-            GroupError: the call or the whole batch failed.
+            GroupError: the call or the whole batch failed on the ranks.
+            BatchingError: the batch ended with an internal error.
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring

@@ -35,9 +35,15 @@ class CacheHandle(Cache):
     """The caller's stand-in for a cache on the workers, and also an instance of that cache's class.
 
     The handle itself knows lengths and properties. Methods that read or change the contents (`crop`,
-    `reorder_cache`, `reset`, copies) run on the workers. The workers free the cache when the handle is
+    `reorder_cache`, `reset`, copies) run on the workers. Reading `layers`, calling `update` and pickling raise
+    `ParallelError`, because the tensors are on the workers. The workers free the cache when the handle is
     garbage-collected. A use of the handle raises `StaleCacheError` after a restart of the workers. A use also raises
     `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths.
+
+    Attributes:
+        number: number of the cache in the `CacheTable` of each rank.
+        incarnation: incarnation of the workers that have the cache.
+        info: facts about the cache after the latest request.
     """
 
     number: int
@@ -52,7 +58,10 @@ class CacheHandle(Cache):
     def check(self) -> Registry:
         """Return the registry of the handle.
 
+        After a failed request with the cache, the method first sends a request that compares the ranks' caches.
+
         Raises:
+            GroupError: the comparison failed, or had no answer in time.
             StaleCacheError: the workers with the cache are gone, or ranks may have different lengths of the cache.
         """
         registry = self._registry()
@@ -135,6 +144,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def cross_attention_cache(self) -> Any:
+        """Handle of the decoder's cross-attention cache; all handles of this cache are equal."""
         return self._subcache("cross_attention_cache")
 
     def _subcache(self, name: str) -> SubcacheHandle:
@@ -184,7 +194,13 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle."""
+    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle.
+
+    Args:
+        cache: cache object of the caller, which loses its own attributes; None for a new handle.
+        registry: registry of the handle; the handle keeps only a weak reference.
+        incarnation, number, info: the attributes of the same names.
+    """
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -199,7 +215,12 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info."""
+    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info.
+
+    Args:
+        cls: class of the cache on the workers; a handle class is returned unchanged.
+        base: class of the handle; for an encoder-decoder cache, always `EncoderDecoderCacheHandle`.
+    """
     if issubclass(cls, CacheHandle):
         return cls
     base = EncoderDecoderCacheHandle if issubclass(cls, EncoderDecoderCache) else base

@@ -60,7 +60,14 @@ def _after_offloads(usual: Any) -> Any:
 
 
 def take_kind(cache: Cache) -> Cache:
-    """Change the layers of an empty cache to the kind of `keep_caches`, in place, and return the cache."""
+    """Change the plain layers of an empty cache to int8 layers, in place, if `keep_caches` has set that kind.
+
+    Args:
+        cache: cache to change; a cache with another kind than "int8" stays as it is.
+
+    Returns:
+        `cache` itself.
+    """
     for part in _parts(cache) if _kind == "int8" else ():
         if part.layer_class_to_replicate is DynamicLayer:
             part.layer_class_to_replicate = Int8Layer

@@ -28,10 +28,18 @@ class Workers(Protocol):
         """Number of restarts of the workers."""
 
     def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
-        """Return the group to send requests to, and its incarnation."""
+        """Return the group to send requests to, and its incarnation; wait for a new group until `deadline`.
+
+        Args:
+            deadline: latest time to return, on the clock of `time.monotonic`; None for the group's timeout from now.
+        """
 
     def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, on the clock of `time.monotonic`."""
+        """Return the deadline of a call that begins now, on the clock of `time.monotonic`.
+
+        Args:
+            timeout: maximum duration of the call in seconds; None for the group's timeout.
+        """
 
 
 class _Entry(weakref.ref[CacheHandle]):
@@ -70,6 +78,8 @@ class CacheRegistry:
     def send(self, cache: Cache, in_flight: dict[int, Cache]) -> Handle:
         """Return the value that stands for a cache in a message, and add the cache to `in_flight` by its number.
 
+        A subcache's handle adds the handle of the whole cache.
+
         Raises:
             ParallelError: the cache belongs to another model, or was filled in this process.
             StaleCacheError: see `CacheHandle.check`.
@@ -90,14 +100,26 @@ class CacheRegistry:
         return Handle("new cache", (number, cache))
 
     def refresh(self, cache: Cache | None, incarnation: int, number: int, info: CacheInfo) -> None:
-        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle."""
+        """Store new facts about a cache that was sent with a request; a cache that the caller made becomes a handle.
+
+        Args:
+            cache: cache from `in_flight` of `send`; None has no effect.
+            incarnation: incarnation of the workers that ran the request.
+            number: number of the cache.
+            info: facts about the cache after the request.
+        """
         if isinstance(cache, CacheHandle):
             cache.info = info
         elif cache is not None:
             self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
-        """Return the caller's handle for a cache that a request returned."""
+        """Return the caller's handle for a cache that a request returned.
+
+        Args:
+            handle: value that stands for the cache in the answer; see `CacheTable.handle`.
+            incarnation: incarnation of the workers that ran the request.
+        """
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
@@ -126,6 +148,7 @@ class CacheRegistry:
         """After a failed request, free the caches that the request made, and the caches that the request had to free.
 
         Args:
+            incarnation: incarnation of the workers that ran the request.
             numbers: numbers of caches and of blocks to free.
             in_flight: number → cache, for the caches of the request. A handle is compared with the ranks' caches before
                 its next use. A cache that the caller made is freed on the ranks.
@@ -142,7 +165,24 @@ class CacheRegistry:
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
     ) -> Any:
-        """Call a method of a cache, or of one of its subcaches, on every rank."""
+        """Call a method of a cache, or of one of its subcaches, on every rank.
+
+        After an error of a method that may have changed the cache, the handle cannot be used any more.
+
+        Args:
+            handle: handle of the whole cache, which gets the new facts about the cache.
+            method: name of the method; "copy" copies the cache.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+            subcache: name of the subcache; "" for the whole cache.
+
+        Returns:
+            Result of the method on rank 0; a new handle for a result that is a cache.
+
+        Raises:
+            StaleCacheError: see `CacheHandle.check`.
+            GroupError: the workers failed or have ended, or did not answer in time.
+        """
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)
@@ -165,7 +205,11 @@ class CacheRegistry:
             raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether the cache on every rank still matches the handle's `info`."""
+        """Return whether the cache on every rank still matches the handle's `info`.
+
+        Raises:
+            GroupError: the workers failed, or did not answer in time.
+        """
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         deadline = workers.deadline_of(None)

@@ -120,7 +120,10 @@ class CacheTable:
         self._ids[id(cache)] = number
 
     def free(self, numbers: Sequence[int]) -> None:
-        """Remove caches from the table. The number of a block stands for all caches of that request."""
+        """Remove caches from the table. The number of a block stands for all caches of that request.
+
+        Numbers without a cache have no effect.
+        """
         blocks = {number for number in numbers if number > 0 and number % CACHE_BLOCK == 0}
         numbers_in_blocks = [
             number for number in self._caches if number > 0 and number - number % CACHE_BLOCK in blocks
@@ -153,7 +156,15 @@ class CacheTable:
         return 0, ""
 
     def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = "") -> Any:
-        """Call a method of a cache or of a subcache ("copy" copies it). A result that is a cache becomes a handle."""
+        """Call a method of a cache or of a subcache, and return the result; a result that is a cache becomes a handle.
+
+        Args:
+            number: number of the cache.
+            method: name of the method; "copy" copies the cache.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+            subcache: name of the subcache; "" for the whole cache.
+        """
         cache = self.get(number, subcache)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
         return self.handle(result) if isinstance(result, Cache) else result

@@ -41,7 +41,11 @@ class _Room(NamedTuple):
 
 
 def append_in_place() -> None:
-    """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent."""
+    """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent.
+
+    A layer still copies its keys and values outside of inference mode and in compiled code. A layer also copies if the
+    new keys or values have another data type or another shape, except for the number of tokens.
+    """
     if not hasattr(DynamicLayer.update, "__wrapped__"):
         DynamicLayer.update = _in_place(DynamicLayer.update)
         DynamicLayer.crop = _keeping_room(DynamicLayer.crop)
@@ -93,7 +97,8 @@ def extended(
     """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
 
     Args:
-        layer: a `DynamicLayer`.
+        layer: a `DynamicLayer`; changed.
+        tokens: number of tokens to add.
         key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
             empty.
 

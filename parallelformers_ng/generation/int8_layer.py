@@ -39,11 +39,13 @@ class Int8Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
+        """Keys `[batch, heads, tokens, width]`, dequantized at each access; None in an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.keys, scales.keys, self._dtypes[0])
 
     @property
     def values(self) -> Tensor | None:
+        """Values `[batch, heads, tokens, width]`, dequantized at each access; None in an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.values, scales.values, self._dtypes[1])
 

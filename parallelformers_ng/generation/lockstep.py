@@ -33,6 +33,7 @@ class AgreedCriteria(StoppingCriteriaList):
 
     Args:
         criteria: stopping criteria of this rank: limits of length and time, end tokens, the caller's criteria.
+        communicator: connection to the other ranks.
         sequence: number of the request, by which the parent cancels it.
         sends: whether ranks send the newest tokens, the last column of `input_ids`, instead of fingerprints.
     """
@@ -120,6 +121,7 @@ def agreed_criteria(
 
     Args:
         models: the model and its parts that have a `generate`.
+        communicator: connection to the other ranks.
         sequence: number of the request, by which the parent cancels it.
         alike: whether the ranks' devices choose the same tokens; see `devices_alike`.
 
@@ -173,7 +175,10 @@ _DRAWING = ("multinomial", "rand_like")
 def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
     """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently.
 
+    Within the context, `torch.multinomial` and `torch.rand_like` broadcast the numbers of rank 0 to all ranks.
+
     Args:
+        communicator: connection to the other ranks.
         alike: result of `devices_alike`; True changes nothing.
     """
     usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}

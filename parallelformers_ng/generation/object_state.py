@@ -58,7 +58,7 @@ class ObjectState:
         self._before = [cloudpickle.dumps(self._state(part)) for part in self.parts]
 
     def changes(self) -> dict[int, Any]:
-        """Return number → state, for the parts that changed since `remember`."""
+        """Return number → state, for the parts that changed since `remember`, which must have been called."""
         states = {number: self._state(part) for number, part in enumerate(self.parts)}
         return {number: state for number, state in states.items() if cloudpickle.dumps(state) != self._before[number]}
 
@@ -202,7 +202,10 @@ class _Global:
 
 
 def code_of(root: Any) -> Any:
-    """Return the function that runs if a callable is called."""
+    """Return the function that runs if a callable is called.
+
+    For a callable object, that is `__call__` of its class; for a partial object, the innermost function.
+    """
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
@@ -227,7 +230,10 @@ def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments of `generate` that contain the caller's code, one object at a time."""
+    """Yield the arguments of `generate` that contain the caller's code, one object at a time.
+
+    An absent argument yields None; a list or tuple yields its items.
+    """
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]

@@ -22,7 +22,10 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def answer_for_steps() -> None:
-    """Make decode steps within `known_masks` run without reading their mask from the device, from now on."""
+    """Make decode steps within `known_masks` run without reading their mask from the device, from now on.
+
+    The function replaces two functions of `transformers.masking_utils` in this process.
+    """
     for name in _QUESTIONS:
         setattr(masking_utils, name, _answered(getattr(masking_utils, name)))
 

@@ -10,7 +10,11 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class EmittingStreamer(BaseStreamer):
-    """A streamer on the worker that sends the tokens of each `put` to the caller at once, and None at the end."""
+    """A streamer on the worker that sends the tokens of each `put` to the caller at once, and None at the end.
+
+    Args:
+        emit: function that sends a value to the caller.
+    """
 
     def __init__(self, emit: Callable[[Any], None]) -> None:
         self._emit = emit

@@ -17,6 +17,9 @@ _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapter
 class Adapters:
     """The adapters (LoRA or IA3) of one model.
 
+    Args:
+        layers: layers of the model that have adapters.
+
     Attributes:
         switching: lock for switching adapters and for reading which adapters are active.
     """

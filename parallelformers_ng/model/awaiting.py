@@ -16,7 +16,23 @@ _THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # threads s
 
 
 async def agenerate(model: Any, arguments: dict[str, Any]) -> Any:
-    """Await `model.generate(**arguments)`. If the task is cancelled, the call ends within one decode step."""
+    """Await `model.generate(**arguments)`, which runs in a thread with a copy of this task's context variables.
+
+    If the task is cancelled, the call on the workers ends within one decode step. A beam search cannot be cancelled,
+    and runs to its end on the workers.
+
+    Args:
+        model: the parallelized model.
+        arguments: arguments of `generate` by name. Except for beam search, the function replaces `streamer` in this
+            dictionary.
+
+    Returns:
+        Result of `generate`.
+
+    Raises:
+        CancelledError: the task was cancelled; the error is raised at once, also for a beam search.
+        Exception: an error of `generate`.
+    """
     cancellation = Cancellation()
     config = arguments.get("generation_config") or model.generation_config
     if (arguments.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:  # beam search accepts no streamer

@@ -50,6 +50,7 @@ class Calls:
         prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
 
     Attributes:
+        deployment: argument `deployment`.
         hooks: forward hooks that the caller has registered on the model.
         adapters: adapters of the model; None if the model has no adapters.
         dispatchers: dispatcher of each replica.
@@ -87,6 +88,11 @@ class Calls:
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
 
+        Args:
+            path: dotted path of the module; "" for the model.
+            name: name of the attribute.
+            value: new value of the attribute.
+
         Raises:
             ParallelError: the attribute is cut, so that each rank has a different value.
         """
@@ -102,7 +108,12 @@ class Calls:
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
-        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments and errors."""
+        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and other errors.
+
+        Raises:
+            ParallelError: a torch function mode or dispatch mode of the program is active, or the caches of the call
+                are on several replicas.
+        """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, options)
@@ -118,6 +129,9 @@ class Calls:
     ) -> Any:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
+        The loop also runs here if the call has an `assistant_model`. Each reason why an argument cannot be sent is
+        logged once, as a warning.
+
         Args:
             model: the parallelized model.
             module: the model, or the submodule that generates.
@@ -125,6 +139,14 @@ class Calls:
             original: `generate` of the module's class.
             args: positional arguments of `generate`.
             kwargs: keyword arguments of `generate`, with `seed`, `timeout` and `streamer`.
+
+        Returns:
+            Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
+
+        Raises:
+            ParallelError: see `Calls.call`.
+            BatchingError: the call exceeds a limit of the shared batch, or too many calls are waiting.
+            GroupError: the workers failed or have ended, or the deadline has passed.
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:

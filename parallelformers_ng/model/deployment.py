@@ -38,6 +38,7 @@ class Deployment:
         plan: plan of the model.
         replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
         ended: whether the workers have ended.
+        show_progress, code: the arguments of the same names.
 
     Args:
         model: the model with loaded weights. After `start` the model's tensors are on `meta`.
@@ -45,13 +46,17 @@ class Deployment:
         replicas: groups of workers, each with the plan's world size.
         keep_weights: whether to keep the memory in which the workers received the weights. On CPU the kept memory is
             the shards themselves; on CUDA the kept memory is a copy in host memory, which a restart needs.
-        restart: whether a dead group is replaced.
-        limit: limit of restarts.
+        restart: whether a dead group is replaced, which also needs `keep_weights` or a checkpoint.
+        limit: limit of restarts; None for the defaults of `RestartLimit`.
         show_progress: whether to show a progress bar while the weights are gathered.
         checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
             start and after a restart.
         original: original form of a model that was quantized in memory; `restore` restores it.
         code: the code that the model runs in this process.
+
+    Raises:
+        UnsupportedModelError: a part of the model cannot be pickled.
+        ParallelError: the model has a hook that cannot run on a sharded model.
     """
 
     def __init__(
@@ -172,7 +177,11 @@ class Deployment:
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Wait until all ranks of one replica have exchanged a message; raise an error if every replica fails."""
+        """Wait until all ranks of one replica have exchanged a message.
+
+        Raises:
+            GroupError: every replica has failed, or has not answered in its timeout; the error of the first replica.
+        """
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -183,7 +192,11 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Return device name → result of the method `what` of `worker.memory.RankMemory` on that rank."""
+        """Return device name → result of the method `what` of `worker.memory.RankMemory` on that rank.
+
+        Raises:
+            GroupError: the workers of a replica failed, or did not answer in time.
+        """
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             deadline, names = replica.deadline_of(None), replica.group.device_names
@@ -192,11 +205,23 @@ class Deployment:
         return memory
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of one parameter or buffer, on CPU."""
+        """Return the whole tensor of one parameter or buffer, on CPU.
+
+        The tensor comes from checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
+
+        Args:
+            name: dotted name of the parameter or buffer.
+
+        Raises:
+            GroupError: only the ranks have the weights, and the ranks failed or have ended.
+        """
         return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false."""
+        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false.
+
+        The context yields a function to call with the number of bytes since the last call.
+        """
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
@@ -209,13 +234,19 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Have every rank write its files of a sharded directory; return each rank's list of written files.
+        """Have every rank of replica 0 write its files of a sharded directory.
 
         Args:
             directory: target folder.
             names: names of the tensors to write.
             limit: maximum size of a file in bytes.
             progress: function that is called with the number of bytes that rank 0 has written since its last call.
+
+        Returns:
+            List of written files for each rank.
+
+        Raises:
+            GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
         """
         group, _ = self.replicas[0].ready()
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
@@ -223,8 +254,14 @@ class Deployment:
     def gather(self, model: nn.Module) -> None:
         """Put the weights back into the model, on CPU, and stop the workers.
 
+        `restore` puts back the layers that were quantized in memory.
+
+        Args:
+            model: the model of the constructor.
+
         Raises:
             WrongProcessError: this is a forked process. Reading the weights frees memory that the parent process uses.
+            GroupError: only the ranks have the weights, and the ranks failed or have ended.
         """
         self.replicas[0].group.check_process()
         with self._lock:

@@ -32,7 +32,15 @@ def refuse_gradients(model: nn.Module, output: Any) -> Any:
     """Make the backward pass of the loss, and in training mode of every output, raise ParallelError.
 
     Outside of training mode only scalar outputs raise the error: larger outputs are seldom trained on, and `numpy()`
-    refuses tensors that require gradients.
+    refuses tensors that require gradients. Only floating-point tensors are changed, and only if gradients are enabled
+    in this thread.
+
+    Args:
+        model: the parallelized model.
+        output: output of a call; its tensors are changed in place.
+
+    Returns:
+        `output` itself.
     """
     if torch.is_grad_enabled():
         anchor = torch.empty(0, device="cpu", requires_grad=True)

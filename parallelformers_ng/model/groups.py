@@ -38,7 +38,10 @@ def group_makers(
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: fewer devices exist than `num_gpus` and `options` ask for.
+        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, or the launcher cannot start the
+            ranks.
+        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
+        StartupError: the Ray cluster cannot be reached.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
@@ -82,6 +85,10 @@ def attach(
         store: shared memory with the weights.
         checkpoint: files with weights.
         progress: function that is called with the number of bytes loaded since its last call.
+
+    Raises:
+        GroupError: a rank failed or has ended, or a request took longer than the group's timeout. An exception that a
+            rank raised has its original type, too.
     """
     fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
     stored = checkpoint.as_stored(plan)
@@ -109,7 +116,7 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
 
 
 def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
-    """Compare code with the imported code of rank 0; see `live_code.changes.differences`."""
+    """Compare digests of this process's code with the imported code of rank 0; see `live_code.changes.differences`."""
     unlike: Digests = group.call("differences", digests)
     return unlike
 
@@ -121,8 +128,21 @@ def revive(
     store: ShardStore,
     checkpoint: Checkpoint,
 ) -> WorkerGroup:
-    """Start a group and load the model onto its ranks. `revive` has no reference to the `Deployment`: the supervisor's
-    thread calls `revive`, and must not keep the `Deployment` alive."""
+    """Start a group, load the model onto its ranks, and return the group. If loading fails, close the group.
+
+    `revive` has no reference to the `Deployment`: the supervisor's thread calls `revive`, and must not keep the
+    `Deployment` alive.
+
+    Args:
+        make_group: function that starts a group.
+        skeleton: model that the ranks build.
+        plan: plan of the model.
+        store: shared memory with the weights.
+        checkpoint: files with all other weights.
+
+    Raises:
+        GroupError: the group could not start, or a rank failed.
+    """
     group = make_group()
     try:
         group.call("build", skeleton)

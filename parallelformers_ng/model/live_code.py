@@ -34,6 +34,7 @@ class LiveCode:
         check: test whether the plan is valid for changed code.
 
     Attributes:
+        check: argument `check`.
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: changes of the code since `compare`; None before the first change.
         count: number of changes of the code since `compare`.

@@ -42,19 +42,33 @@ class Parallelized(RemoteModule):
     hf_device_map = property(hf_device_map)
 
     def memory_allocated(self) -> dict[str, int]:
-        """Return the bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`."""
+        """Return the bytes of weights (CPU) or of all tensors (CUDA) on each device: `{"cuda:0": bytes, …}`.
+
+        Raises:
+            GroupError: the workers failed or have ended.
+        """
         return deployment_of(self).memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
         """Return device name → bytes that each worker occupies: its proportional set size on CPU, torch's memory pool
-        on CUDA."""
+        on CUDA.
+
+        Raises:
+            GroupError: the workers failed or have ended.
+        """
         return deployment_of(self).memory("reserved")
 
     memory_cached = memory_reserved
     memory_chached = memory_reserved  # the spelling of Parallelformers' README
 
     def memory_summary(self, detail: bool = True) -> str:
-        """Return the memory of every rank as text: one table per rank, or one line if `detail` is false."""
+        """Return the memory of every rank as text: one table per rank, or one line if `detail` is false.
+
+        With `detail`, a line for each NVIDIA device of this machine follows.
+
+        Raises:
+            GroupError: the workers failed or have ended.
+        """
         ranks = deployment_of(self).memory("table" if detail else "line").values()
         return "\n".join(ranks) + (device_totals() if detail else "")
 
@@ -65,6 +79,8 @@ class Parallelized(RemoteModule):
 
     async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Await `generate` without blocking the event loop. If the task is cancelled, the call ends within one step.
+
+        A beam search cannot be cancelled: the task ends at once, and the workers finish the search.
 
         Args:
             inputs: token ids, int64 `[batch, tokens]`, the same as in `generate`.
@@ -80,6 +96,11 @@ class Parallelized(RemoteModule):
         """Stop the workers, gather the weights on CPU, and make the model an ordinary one again; return the model.
 
         A second call only returns the model.
+
+        Raises:
+            WrongProcessError: this is a forked process.
+            GroupError: only the workers have the weights, and the workers failed or have ended. The model stays
+                parallelized.
         """
         deployment = deployment_of(self)
         remote_tree.leave(self, lambda: deployment.gather(self))
@@ -88,16 +109,22 @@ class Parallelized(RemoteModule):
         return self
 
     def cpu(self) -> Any:
-        """End the parallelization; return the model, which is then on CPU."""
+        """End the parallelization with a warning; return the model, which is then on CPU."""
         return self._ended_by("cpu")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """End the parallelization, move the whole model to one CUDA device, and return the model."""
+        """End the parallelization with a warning, move the whole model to one CUDA device, and return the model.
+
+        Without a CUDA device, torch's error is raised, and the model stays parallelized.
+        """
         self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if no CUDA device exists
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Do the same as `nn.Module.to`. If the weights' data type or device changes, end the parallelization first."""
+        """Do the same as `nn.Module.to`. If the weights' data type or device changes, end the parallelization first.
+
+        The end of the parallelization emits a warning.
+        """
         if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
             return self
         return self._ended_by("to").to(*args, **kwargs)

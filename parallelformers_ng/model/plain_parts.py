@@ -29,8 +29,11 @@ def computes_here(module: nn.Module) -> bool:
 
 
 class PlainPart(nn.Module):
-    """Mixin that comes before the class of a module without weights while its model is parallelized: attributes that
-    are set on the module are also set on the workers."""
+    """Mixin that comes before the class of a module without weights while its model is parallelized.
+
+    Attributes that the model's code may read, except `training`, are also set on the workers; see `may_be_read`.
+    Setting a module, a weight or an attribute of `FIXED` raises ParallelError.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         homes = _homes.get(self, [])
@@ -48,6 +51,8 @@ class PlainPart(nn.Module):
 
 class PlainParts:
     """The modules of one parallelized model that compute in the caller's process.
+
+    The constructor makes each module a `PlainPart`, in place.
 
     Args:
         calls: calls of the model.

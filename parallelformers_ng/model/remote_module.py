@@ -43,6 +43,7 @@ class Remote:
         path: dotted path of the module in the model; "" for the model itself.
 
     Attributes:
+        calls, path: the arguments of the same names.
         parts: for the model itself, its remote submodules; otherwise empty.
         plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise None.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
@@ -72,7 +73,7 @@ class Remote:
 
     @functools.cached_property
     def alone(self) -> Alone:
-        """Whether a call of this module alone gives a whole result."""
+        """Whether a call of this module alone gives a whole result; `Alone.UNSURE` if the plan cannot show it."""
         return Alone.WHOLE if not self.path else alone(self.calls.deployment.plan, self.path)
 
     @functools.cached_property
@@ -86,7 +87,9 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers.
+        """Run a method of the module on the workers and return its result; see `Dispatcher.call` for other errors.
+
+        A backward pass of the result raises ParallelError; see `refuse_gradients`.
 
         Raises:
             ParallelError: the module's result would be only one rank's part of the whole result.
@@ -100,9 +103,11 @@ class Remote:
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
     """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
 
-    The workers need the value if the module or its class already has the attribute. A private attribute is sent only if
-    the module itself has the attribute and the value is a number, string or data type: libraries use private
-    attributes for bookkeeping.
+    The workers need the value if the module already has the attribute with another value. The workers also need the
+    value if the class has the attribute, and that attribute is not callable. A private attribute is sent only if the
+    module itself has the attribute and the value is a number, string or data type: libraries use private attributes
+    for bookkeeping. Attributes that select peft's active adapters are not sent, because each call sends the active
+    adapters.
     """
     own = vars(module)
     if own.get(name, _ABSENT) is value:
@@ -225,7 +230,7 @@ class _Locked(dict):
 
 
 def lock(module: nn.Module) -> None:
-    """Make the parameters, buffers and children of a module read-only."""
+    """Make the parameters, buffers and children of a module read-only: a change raises ParallelError."""
     tables = remote_of(module).tables = {table: vars(module)[table] for table in _TABLES}
     vars(module).update((table, _Locked(items, module)) for table, items in tables.items())
 
@@ -283,7 +288,15 @@ def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
 
 
 def forwarded(name: str, original: Callable) -> Callable:
-    """Return a method that runs on the workers."""
+    """Return a method that runs on the workers.
+
+    A method that calls `generate` may run in this process instead; see `Calls.generating`.
+
+    Args:
+        name: name of the method.
+        original: method of the module's class, whose signature the new method keeps. For a module that is not remote,
+            the new method runs `original`.
+    """
 
     @_in_place_of(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +310,12 @@ def forwarded(name: str, original: Callable) -> Callable:
 
 
 def generated(name: str, original: Callable) -> Callable:
-    """Return a `generate` that runs on the workers."""
+    """Return a `generate` that runs on the workers, or runs its loop in this process; see `Calls.generate`.
+
+    Args:
+        name: name of the method; the new method does not use the name.
+        original: `generate` of the module's class; see `forwarded`.
+    """
 
     @_in_place_of(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +326,12 @@ def generated(name: str, original: Callable) -> Callable:
 
 
 def refused(name: str, original: Callable) -> Callable:
-    """Return a method that raises ParallelError with the reason."""
+    """Return a method that raises ParallelError with the reason.
+
+    Args:
+        name: name of the method, a key of `REFUSED` or `REFUSED_OF_PEFT`.
+        original: method of the module's class; see `forwarded`.
+    """
 
     @_in_place_of(original)
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -318,7 +341,12 @@ def refused(name: str, original: Callable) -> Callable:
 
 
 def switched(name: str, original: Callable) -> Callable:
-    """Return a method that switches adapters; calls that start after the method has returned use the new adapters."""
+    """Return a method that switches adapters; calls that start after the method has returned use the new adapters.
+
+    Args:
+        name: name of the method; the new method does not use the name.
+        original: method of the module's class, which switches the adapters in this process; see `forwarded`.
+    """
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:

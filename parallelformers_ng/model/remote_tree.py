@@ -39,7 +39,7 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
     Args:
         model: the model.
         calls: calls of the model.
-        root: mixin class of the model itself; submodules get `RemoteModule`.
+        root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
     """
     parts, plain_parts = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for path, part in model.named_modules():
@@ -55,7 +55,7 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
-    """Undo `enter`; if `gather` fails, the modules stay remote.
+    """Undo `enter`; if `gather` raises an exception, the modules stay remote, and the exception is passed on.
 
     Args:
         model: the parallelized model.

@@ -37,7 +37,7 @@ from parallelformers_ng.worker.call import Answer, Call
 class Replica:
     """A group of workers that has the whole model and serves calls.
 
-    If a worker ends, all ranks of its group end, and a new group maps the same memory.
+    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
 
     Args:
         group: a group that is running or starting.
@@ -71,7 +71,15 @@ class Replica:
     def keep_alive(
         self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, limit: RestartLimit | None
     ) -> None:
-        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
+        """From now on replace the group after a worker has ended, unless the group belongs to the caller.
+
+        Args:
+            skeleton: model that a new group builds.
+            plan: plan of the model.
+            store: shared memory with the weights, which a new group maps.
+            checkpoint: files with all other weights.
+            limit: limit of restarts; None for the defaults of `RestartLimit`.
+        """
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
             self.supervisor = Supervisor(self.group, again, limit)
@@ -91,7 +99,14 @@ class Replica:
         return self.supervisor.ready(self.deadline_of(None) if deadline is None else deadline)
 
     def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, in seconds of `time.monotonic`."""
+        """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
+
+        Args:
+            timeout: maximum duration of the call in seconds; None uses the group's timeout.
+
+        Raises:
+            ParallelError: `timeout` is not a positive number.
+        """
         return self.group.deadline(timeout)
 
     @property
@@ -100,7 +115,11 @@ class Replica:
         return self.supervisor.current[1]
 
     def leave(self) -> None:
-        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent."""
+        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent.
+
+        Raises:
+            GroupError: the caller's group failed to drop the model.
+        """
         self.supervisor.stop()
         group = self.group
         if self._make_group is not None:
@@ -176,6 +195,9 @@ class Dispatcher:
     ) -> Any:
         """Run a method on the workers and return its result.
 
+        The call also changes state in this process: the random stream, caches, and objects of the caller such as
+        logits processors and forward hooks.
+
         Args:
             model: the parallelized model.
             path: dotted path of the module; "" for the model.
@@ -184,7 +206,13 @@ class Dispatcher:
             kwargs: keyword arguments of the method.
             options: options of this call.
 
+        Returns:
+            Result of the method on rank 0, with tensors on CPU, and with a `CacheHandle` instead of each cache.
+
         Raises:
+            ParallelError: `timeout` is not a positive number, or a cache belongs to another model or was filled in
+                this process. Also: a hook cannot run on the workers, or the plan is not valid for changed code.
+            StaleCacheError: the workers with a cache of the arguments have ended, or the cache's length is unknown.
             NotPortableError: an argument cannot be sent by value; nothing was run.
             GroupError: the workers failed or have ended, or the deadline has passed; see the subclasses of GroupError.
         """

@@ -25,7 +25,13 @@ class RowSteps:
         self._hooks = hooks
 
     def positions(self, model: Any) -> int:
-        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs."""
+        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
+
+        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
+
+        Args:
+            model: the parallelized model, whose class and settings may exclude CUDA graphs.
+        """
         if (
             self._steps is None
             or self._hooks.present()

@@ -47,6 +47,7 @@ def save_sharded(
         ParallelError: the model has adapters.
         CheckpointError: `directory` has files of another kind, or `max_shard_size` is not a size.
         OSError: the disk is full, or the directory cannot be written to.
+        GroupError: a rank failed or has ended.
     """
     if layers_with_adapters(model):
         raise ParallelError(
@@ -91,8 +92,10 @@ def shard(
         options: arguments of `from_pretrained`, the same as in `parallelize`.
 
     Raises:
-        CheckpointError: a file of the source is missing or damaged, or `directory` has files of another kind.
+        CheckpointError: a file of the source is missing or damaged, or `directory` has files of another kind. Also:
+            `max_shard_size` is not a size.
         UnsupportedModelError: no policy fits the model.
+        ParallelError: `quantize` is not a quantization that ranks can compute with.
         OSError: the disk is full, or the directory cannot be written to.
     """
     bits = read_quantize(quantize)

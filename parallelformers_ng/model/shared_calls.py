@@ -35,6 +35,7 @@ class SharedCalls:
         steps: decision whether decode steps become CUDA graphs.
 
     Attributes:
+        trial: argument `trial`.
         batch: calls that the current group decodes together.
     """
 
@@ -82,7 +83,9 @@ class SharedCalls:
             Prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone.
 
         Raises:
-            BatchingError: the call may need more tokens than a limit allows, or too many calls are waiting.
+            BatchingError: the call may need more tokens than a limit allows, too many calls are waiting, or the batch
+                ended with an internal error.
+            ParallelError: `timeout` is not a positive number, or the plan is not valid for changed code of the model.
             NotPortableError: an argument cannot be sent; nothing was run.
             GroupError: the workers failed, or the deadline has passed; see `Ticket.wait`.
         """

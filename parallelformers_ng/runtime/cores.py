@@ -24,8 +24,9 @@ def usable_cpus() -> int:
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     """Return the set of CPU numbers of each rank, or None if the kernel's scheduler should place the ranks.
 
-    Ranks are pinned only if all ranks together use every CPU of this process; with spare CPUs, the scheduler places
-    ranks well. Ranks that are adjacent in the list share a NUMA node if the numbers of CPUs allow it.
+    Ranks are pinned only if each rank has as many threads as its equal share of this process's CPUs, rounded down.
+    Ranks are not pinned if a control group's quota allows fewer CPUs. With spare CPUs, the scheduler places ranks well.
+    Ranks that are adjacent in the list share a NUMA node if the numbers of CPUs allow it.
 
     Args:
         world_size: number of ranks.

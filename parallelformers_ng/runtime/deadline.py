@@ -19,7 +19,8 @@ def deadline(seconds: float) -> Iterator[None]:
     """Limit all calls inside the `with` block to `seconds` in total, counted from the start of the block.
 
     Example: `with deadline(2.0): model(**inputs)`. A call that is running at the deadline raises RequestTimeoutError; a
-    call that starts later raises DeadlineExpiredError and is not sent. The deadline applies to this thread or asyncio
+    call that starts later raises DeadlineExpiredError and is not sent. If a call is running at the deadline, the
+    workers end, unless the call is a `generate` that shares a batch. The deadline applies to this thread or asyncio
     task. In nested blocks the earlier deadline applies.
 
     Args:

@@ -151,6 +151,9 @@ class Exchange:
     def run(self, request: Request, when_sent: Callable[[], object]) -> None:
         """Send a request to all ranks, and deliver the ranks' events and answers to the request with `put`.
 
+        If there is no memory for the messages, nothing is sent, and `put` delivers a SharedMemoryError. If the caller
+        gives up a running request, the ranks get 10 s to leave the request.
+
         Args:
             request: the request.
             when_sent: function that is called after the request was sent to all ranks.

@@ -31,7 +31,11 @@ _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard outp
 
 
 def main() -> None:
-    """Import the module that ranks need, then fork ranks on request until the caller has ended."""
+    """Import the module that ranks need, then fork ranks on request until the caller has ended.
+
+    The process exits with code 1 if an import has started threads or initialized CUDA. A fork would lack the threads,
+    and could not use CUDA devices.
+    """
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)
     worker.end_with_lifeline(lifeline)

@@ -159,7 +159,7 @@ class ForkServer:
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
-        """Return the text that the server has written to its log since the last call."""
+        """Return the text that the server has written to its log since the last call, at most the last 8 KiB."""
         start, self._shown = self._shown, self.link.log_size()
         return self.link.log_tail(start)
 
@@ -178,7 +178,9 @@ _newest: ForkServer | None = None
 def running(imports: str | None = None) -> ForkServer | None:
     """Return a running fork server, or start one; return None if ranks have to be started as fresh processes.
 
-    A running server is used only if its forks would inherit the same state as a fresh process of this thread.
+    A running server is used only if its forks would inherit the same state as a fresh process of this thread. The
+    result is None if the environment variable `PARALLELFORMERS_NG_FORK_SERVER` is 0, or if a server cannot start or
+    must not fork.
 
     Args:
         imports: name of the module that the server imports; with None, any running server is used.

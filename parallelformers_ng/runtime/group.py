@@ -41,7 +41,8 @@ class WorkerGroup:
         target: `"module:Class"`, importable in a fresh interpreter with the `sys.path` of this process.
         imports: name of the module that the fork server imports once for all workers; by default torch, or the module
             of a running fork server.
-        device_ids: CUDA device of each rank; by default 0, 1, 2, ….
+        device_ids: CUDA device of each rank; by default 0, 1, 2, … for the first group of `among`, and the next numbers
+            for the next groups.
         backend: backend of the collectives; `"auto"` chooses by device.
         timeout: maximum duration of a request in seconds; a call can override it.
         start_timeout: maximum time in seconds until all workers are ready.
@@ -55,6 +56,7 @@ class WorkerGroup:
         world_size, device, timeout: the arguments of the same names.
         device_names: device of each rank, such as "cpu:0" or "cuda:3".
         owner: id of the process that started the group; other processes cannot use the group.
+        check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
         hosts: starter of the ranks; None if this process started the ranks.
         user: weak reference to the object that uses the group, or None; see `in_use`.
 
@@ -201,10 +203,12 @@ class WorkerGroup:
             WorkerError: the method raised on a rank; the error is also of the original type. After a
                 torch.AcceleratorError the group has ended.
             NotPortableError: an argument cannot be sent; the message names the argument. Nothing was run.
+            SharedMemoryError: the system has no memory for the message. Nothing was run.
             WorkerDiedError: a worker ended. The group cannot be used any more.
             DeadlineExpiredError: the deadline passed before the request was sent. Nothing was run.
             RequestTimeoutError: the deadline passed while the request ran. The group cannot be used any more.
             GroupClosedError: the group was closed.
+            GroupError: this thread is running an `on_event` of the group.
             WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
@@ -238,7 +242,10 @@ class WorkerGroup:
         return self._request(method, arguments, flags, deadline, on_event)
 
     def close(self) -> None:
-        """End the workers; running calls raise GroupClosedError. Idempotent."""
+        """End the workers; running calls raise GroupClosedError. Idempotent.
+
+        Idle workers get 2 s to exit by themselves. In a process that did not start the group, nothing happens.
+        """
         if os.getpid() != self.owner:
             return
         text = "the worker group was closed; parallelize the model again to use it"
@@ -254,7 +261,7 @@ class WorkerGroup:
         self._loop.join()
 
     def submit(self, request: Request) -> None:
-        """Queue a request without waiting for its answers."""
+        """Queue a request without waiting for its answers; see `RequestLoop.submit`."""
         self._loop.submit(request)
 
     def do_later(self, function: Callable[[], object]) -> None:

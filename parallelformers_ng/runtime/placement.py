@@ -21,6 +21,8 @@ def placement(
 ) -> tuple[int, str]:
     """Return the number of workers of each replica and the type of their devices.
 
+    A warning is logged once if `device` is "auto" and this machine has no CUDA device.
+
     Args:
         num_gpus: number of workers of each replica; None uses all CUDA devices, or 2 workers on CPU.
         device: "cpu", "cuda" or "auto".
@@ -31,7 +33,8 @@ def placement(
         (world size of a replica, "cpu" or "cuda").
 
     Raises:
-        PlacementError: fewer devices exist than requested, or the arguments contradict each other.
+        PlacementError: fewer devices exist than requested, the arguments contradict each other, or the number of
+            workers is not an integer of at least 1.
     """
     available = torch.cuda.device_count()
     kind = device if device != "auto" else "cuda" if available else "cpu"
@@ -67,7 +70,8 @@ def placement_elsewhere(
         devices: number of CUDA devices of the hosts that will run the ranks; 0 if unknown.
 
     Raises:
-        PlacementError: `num_gpus` is None for CUDA devices, or `device_ids` is not None.
+        PlacementError: `num_gpus` is None for CUDA devices or is not an integer of at least 1, or `device_ids` is not
+            None.
     """
     kind = device if device != "auto" else "cuda" if devices else "cpu"
     if device == "auto" and kind == "cpu":
@@ -88,13 +92,21 @@ def placement_elsewhere(
 
 
 def check_count(count: Any, argument: str = "num_gpus") -> None:
-    """Raise PlacementError if `count` is not an integer of at least 1."""
+    """Raise PlacementError if `count` is not an integer of at least 1.
+
+    Args:
+        count: value to check; True and False are refused.
+        argument: name of the caller's argument, for the message.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 
 
 def check_platform() -> None:
-    """Raise UnsupportedPlatformError if workers cannot run on this system."""
+    """Raise UnsupportedPlatformError if workers cannot run on this system.
+
+    Workers need Linux, a mounted /proc, and modules for threads, processes and sockets that gevent has not patched.
+    """
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
             f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; use a Linux container. plan() works"

@@ -126,7 +126,15 @@ class Processes:
             )
 
     def raise_why_over(self) -> NoReturn:
-        """Raise the reason why the group cannot serve a call: the group has ended, or belongs to another process."""
+        """Raise the reason why the group cannot serve a call: the group has ended, or belongs to another process.
+
+        In a daemon thread at interpreter exit, wait forever instead.
+
+        Raises:
+            WrongProcessError: another process started the workers.
+            GroupError: the error of `why_over`.
+            GroupClosedError: the interpreter is shutting down.
+        """
         self.check_process()
         if self.why_over is not None:
             raise self.why_over()
@@ -152,7 +160,7 @@ class Processes:
         self.end()
 
     def kill(self) -> None:
-        """Kill all workers; the thread that waits for the workers cleans up afterwards."""
+        """Abort the collectives and kill all workers; the thread that waits for the workers cleans up afterwards."""
         with self._descriptors:
             if not self._closed:
                 self.arena.abort()
@@ -161,6 +169,8 @@ class Processes:
 
     def dismiss(self, patience: float) -> None:
         """Ask all workers, which must be idle, to exit; then call `end`.
+
+        If a worker cannot be asked, return at once, without a call of `end`.
 
         Args:
             patience: seconds that the workers get to exit.

@@ -47,7 +47,7 @@ class RequestLoop:
         return self._current is not None or bool(self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; if the group has ended, the request gets None as its last item."""
+        """Queue a request; if the group has ended, the request gets None as its last item. Any thread may call this."""
         self._waiting.append(request)
         os.eventfd_write(self._wakeup, 1)
         if self._processes.ended:  # the thread may not look at the queue any more

@@ -36,6 +36,10 @@ _REQUEST, _DONE = (
 class Emitter:
     """Sends values to the caller while a request runs. Only rank 0 sends; on other ranks a call has no effect.
 
+    Args:
+        channel: connection to the caller.
+        rank: rank of this worker.
+
     Attributes:
         sequence: number of the running request, the same number as in `Arena.request_cancel`.
     """
@@ -74,7 +78,15 @@ class Service:
     device: torch.device
 
     def serve(self) -> None:
-        """Serve requests until the parent ends the worker."""
+        """Serve requests until the parent ends the worker.
+
+        Exceptions of a request are sent to the caller, and abort the collectives unless all ranks have ended the
+        request.
+
+        Raises:
+            ProtocolError: the worker received a frame other than the next request or the end.
+            ChannelClosedError: the parent has closed the connection.
+        """
         while frame := self._next():
             if frame.flags & Flag.RESET:
                 self.communicator.reset()  # if this fails, the process ends, so that its peers do not wait
@@ -117,6 +129,9 @@ class Service:
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     """Join the group, build the target and return its `Service`; on failure, send the parent the error and return None.
+
+    The function sets `sys.path`, the environment variables, the CPUs and the thread counts of this process. After a
+    successful start, standard error is the parent's, and ranks other than rank 0 show no warnings.
 
     Args:
         channel: connection to the parent process.

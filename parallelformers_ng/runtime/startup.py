@@ -142,6 +142,8 @@ def await_ready(
 ) -> None:
     """Wait until all workers are ready. If `await_ready` raises, the caller must end the processes.
 
+    After success, the start logs of the workers are written to this process's standard error; equal logs only once.
+
     Args:
         workers: workers that `launch` started.
         server: fork server of the workers; None if the workers are fresh processes.

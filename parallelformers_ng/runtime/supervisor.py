@@ -81,6 +81,8 @@ class Supervisor:
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """Return the running group and its incarnation; while a new group starts, wait for the new group.
 
+        Without `revive`, or after `stop`, the returned group may have died; a call of that group raises the reason.
+
         Args:
             deadline: latest time to return, in seconds of `time.monotonic`.
 
@@ -117,6 +119,8 @@ class Supervisor:
 
     def replace(self) -> list[int]:
         """Replace the ended group by a new one; only the supervising thread calls this.
+
+        A failed start is logged and repeated after 0.5 s, up to the limit of restarts.
 
         Returns:
             Descriptors that become readable when a worker of the new group ends; an empty list without a new group.

@@ -58,7 +58,11 @@ def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
 
 
 def set_signals() -> None:
-    """Ignore Ctrl-C, which only the parent handles, and write a traceback on SIGUSR1."""
+    """Set the signal handlers of a worker or a fork server.
+
+    SIGINT (Ctrl-C) is ignored, because only the parent handles it, and so is SIGTTOU. SIGUSR1 and fatal signals write a
+    traceback to standard error. SIGCHLD has its default action.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the parent requests a traceback
     signal.signal(signal.SIGINT, signal.SIG_IGN)

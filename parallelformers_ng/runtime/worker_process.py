@@ -20,7 +20,7 @@ EXIT_SECONDS = 1.0  # maximum time between the end of a worker's socket and the 
 
 
 class WorkerGoneError(GroupError):
-    """A worker ended, or closed its socket, during a request. Callers get a WorkerDiedError instead."""
+    """A worker has ended, or has closed its socket. Callers get a WorkerDiedError instead."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"the worker of rank {rank} is gone")
@@ -135,7 +135,10 @@ class WorkerProcess:
         return (-code, None) if code is not None and code < 0 else (None, code)
 
     def reap(self) -> int | None:
-        """Wait for a killed process and return its exit code, or minus its signal; None if the process does not end."""
+        """Wait up to 5 s for a killed process and return its exit code, or minus its signal.
+
+        None if the process does not end in that time, if the exit code is unknown, or if there is no process.
+        """
         return self._process.exit_code(REAP_SECONDS) if self._has_process else None
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:

@@ -166,7 +166,7 @@ class ShardPlan:
         for path, reason in self.uncut.items():
             kinds.setdefault(pattern_of(f"{path}."), pattern_of(reason))
         parts = "; ".join(f"{path.strip('.')} ({reason})" for path, reason in [*kinds.items()][:3])
-        return f"computed whole on every rank, because neither torch nor transformers defines the code: {parts}"
+        return f"computed whole on every rank, because of foreign code or because a policy does not fit: {parts}"
 
     @property
     def cut_share(self) -> float:

@@ -26,8 +26,8 @@ class Call:
         autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
         configs: attributes of configurations, also of `generation_config`, that changed since the last call: dotted
             name → value.
-        cache_block: first id of the caches that this call makes.
-        freed_caches: ids of caches whose handles were deleted.
+        cache_block: number of this call's block of cache numbers; the first new cache has the next number.
+        freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
         has_caches: whether the arguments contain caches.
         returns_state: whether the arguments contain objects whose state must be returned to the caller.
@@ -64,7 +64,7 @@ class Answer:
     Attributes:
         output: return value of the method, caches as `Handle("cache", …)`.
         rng: state of the generator after the call; None if the state did not change.
-        caches: new facts about the caches in the arguments: id → `CacheInfo`.
+        caches: new facts about the caches in the arguments: number of the cache → `CacheInfo`.
         states: new states of changed objects in the arguments, numbered as in `generation.object_state.ObjectState`.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.

@@ -11,6 +11,7 @@ IMPORTS = "parallelformers_ng.worker.imports"
 def warm_up() -> None:
     """Start to import, in another process, the modules that workers need, so that the first `parallelize` is faster.
 
-    Returns at once. Call this function before loading a model that will be parallelized.
+    Returns at once. Call this function before loading a model that will be parallelized. The function does nothing if
+    the environment variable `PARALLELFORMERS_NG_FORK_SERVER` is 0.
     """
     forks.running(IMPORTS)

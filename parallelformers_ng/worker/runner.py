@@ -59,7 +59,26 @@ from parallelformers_ng.worker.weights import RankWeights
 class ModelRunner(RankWeights):
     """The rank's part of a model and the methods that the parent calls.
 
-    A runner is empty when the worker starts. `build` and `attach` add a model; another `build` replaces the model.
+    A runner is empty when the worker starts. `build` and `attach` add a model; another `build` replaces the model. The
+    constructor changes functions of torch and transformers in this process.
+
+    Args:
+        rank: number of the rank.
+        world_size: number of ranks.
+        device: device of the rank.
+        communicator: connection to the other ranks.
+        emit: function that sends the parent a value during a request; its attribute `sequence` is the request's number.
+
+    Attributes:
+        world_size, communicator: the arguments of the same names.
+        code: the caller's changes of code that this process has applied.
+        kept: data that the rank keeps from one call for later calls.
+        caches: caches of the rank, by number.
+        hooks: the caller's forward hooks; None if there are no hooks.
+        generating: modules of the model that have a `generate`.
+        adapters: active adapters; None before the first call of a model with adapters.
+        alike: whether the devices of all ranks compute and draw the same numbers.
+        kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
@@ -93,7 +112,10 @@ class ModelRunner(RankWeights):
         self.kernels: StepKernels | None = None
 
     def build(self, skeleton: Skeleton) -> None:
-        """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here."""
+        """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here.
+
+        An earlier model is deleted first. The method seeds the generators of `random` and `numpy.random` with 0.
+        """
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
@@ -128,7 +150,14 @@ class ModelRunner(RankWeights):
                 torch.cuda.empty_cache()  # other processes may need the memory
 
     def run(self, call: Call) -> Answer:
-        """Run a method of the model for the caller, with the caller's random state, configuration and adapters."""
+        """Run a method of the model for the caller, with the caller's random state, configuration and adapters.
+
+        Raises:
+            ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
+                is true and the results of the ranks differ.
+            RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
+            Exception: an error of the method.
+        """
         self._prepare(call)
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
@@ -173,7 +202,7 @@ class ModelRunner(RankWeights):
         return answer
 
     def decode_rows(self, order: Round) -> News:
-        """Run one round of a batch."""
+        """Run one round of a batch, and return this rank's report; see `RankBatch.run`."""
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, dict[str, Any] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
@@ -192,7 +221,7 @@ class ModelRunner(RankWeights):
 
     def hook_changes(self, cache_block: int) -> HookChanges | None:
         """Return the changes by the caller's forward hooks in the call with this `cache_block`, even if that call
-        failed."""
+        failed; None if the call had no hooks."""
         return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
 
     def recorder(self) -> CudaRecorder | str:
@@ -249,8 +278,19 @@ class ModelRunner(RankWeights):
     def cache(
         self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
     ) -> tuple[Any, CacheInfo]:
-        """Call a method of a cache of this rank, or of its subcache `subcache`. Return the method's result, and the new
-        facts about the whole cache."""
+        """Call a method of a cache of this rank, or of its subcache `subcache`.
+
+        Args:
+            number: number of the cache.
+            method: name of the method; "copy" copies the cache.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
+            block: number of the request's block, which a new cache's number follows.
+            subcache: name of the subcache; "" for the whole cache.
+
+        Returns:
+            Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
+        """
         self.caches.last_number = block
         with torch.inference_mode():
             result = self.caches.run(number, method, args, kwargs, subcache)

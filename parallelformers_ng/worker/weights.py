@@ -36,8 +36,12 @@ class RankWeights:
         emit: function that sends the parent an event during a request.
 
     Attributes:
+        rank, device, emit: the arguments of the same names.
         model: the rank's modules; None if the rank has no model.
         plan: plan of the model; None if the rank has no model.
+        checkpoint: files of the weights that `load` takes; empty after `loaded`.
+        aliases: storage name of a tensor → all names of the tensor.
+        staging: buffer for copies to the device; None while no copy needs the buffer.
         moves: loads layers that are not always on the device; None if all layers stay on the device.
     """
 
@@ -62,6 +66,10 @@ class RankWeights:
     def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
         """Take the weights in the parent's shared memory: a CPU rank maps the memory, a CUDA rank copies the weights.
 
+        A CUDA rank also maps weights that the plan places on disk.
+
+        The method closes the descriptors, also after an error.
+
         Args:
             fds: descriptors of the shared memory, see `map_shards`.
             checkpoint: files with all other weights, which `load` takes.
@@ -84,6 +92,9 @@ class RankWeights:
         """Take this rank's part of stored tensors from the checkpoint's files.
 
         A file is mapped if it has the part in the form that this rank needs; otherwise the part is copied.
+
+        Args:
+            names: storage names of the tensors.
         """
         assert self.plan is not None
         pending = 0
@@ -175,9 +186,20 @@ class RankWeights:
         return part
 
     def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory, with the arguments of `write_rank`.
+        """Write this rank's files of a sharded directory; see `write_rank`.
 
         Rank 0 emits the number of written bytes after each tensor.
+
+        Args:
+            directory: folder of the files.
+            names: storage names of the tensors.
+            limit: maximum size of a file in bytes; a larger tensor gets a file of its own.
+
+        Returns:
+            The files that this rank has written.
+
+        Raises:
+            OSError: the disk is full, or the directory cannot be written to.
         """
         assert self.plan is not None
         return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
@@ -186,7 +208,7 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's part of each stored tensor in `names`, on CPU."""
+        """Return this rank's part of each stored tensor in `names` (storage names), on CPU."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
