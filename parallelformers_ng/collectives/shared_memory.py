@@ -42,8 +42,8 @@ class SharedMemoryCommunicator(ArenaCommunicator):
     gather for large messages; see `_kernel.c`.
 
     Args:
-        arena: shared memory of the ranks, mapped into this process. The communicator closes the arena.
-        rank: number of this rank.
+        arena: shared memory of the ranks, mapped into this process. A communicator of all ranks closes the arena.
+        rank: number of this rank among all ranks of the arena.
         timeout: seconds that a rank waits for another rank.
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 

@@ -45,7 +45,9 @@ class ReferencePickler(ByValuePickler):
     """Pickler that writes references for some objects.
 
     Args:
-        reference: function that returns an object's reference; None to write the object itself.
+        buffer: file to which the pickle is written.
+        reference: function that returns an object's reference, which pickle must accept; None to write the object
+            itself.
     """
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:

@@ -48,6 +48,9 @@ class _Stranger:
 class Listener:
     """A TCP listener that accepts callers from this host or other hosts if the callers know the key.
 
+    Caller and listener prove to each other that they know the key, by HMAC-SHA256 signatures of random bytes. The key
+    itself is never sent.
+
     Args:
         host: address of one interface of this machine, IPv4 or IPv6.
         key: secret key of the callers.
