@@ -76,8 +76,8 @@ Taken = Callable[[Tensor], Tensor]
 class InLines(Computed):
     """A tensor that is computed some lines at a time, each line as a whole.
 
-    The tensor has at least two dimensions. About 2²¹ elements are in high precision at the same time, and at least one
-    line.
+    The tensor has at least two dimensions. At most about 2²¹ elements are in high precision at the same time, but at
+    least one line.
 
     Attributes:
         along: dimension along which a line runs, negative: -1 is the last dimension.

@@ -38,7 +38,7 @@ class Leaf(Node, ABC):
         passed on."""
 
     def release(self) -> None:
-        """Unmap the pages of this tensor. A later read maps the pages again."""
+        """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of the stored data, not a copy."""

@@ -103,7 +103,15 @@ class ShardStore:
         self.take(tensor, node)
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
-        """Write each rank's shard of a tensor from a node, as `write`. Numbers that are stored quantized are copied."""
+        """Write each rank's shard of a tensor from a node. Numbers that are stored quantized are copied.
+
+        Args:
+            tensor: plan of a tensor of the model.
+            node: node that reads the whole tensor.
+
+        Raises:
+            OSError, CheckpointError: see `write`.
+        """
         for part, shard in zip(
             self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
@@ -220,7 +228,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
     """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
 
     Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan. If
-    an error occurs, the model gets all its tensors back, on CPU.
+    an error occurs, the model gets the moved tensors back, on CPU.
 
     Args:
         which: names of the tensors to move.

@@ -109,7 +109,8 @@ class Communicator(ABC):
             A new contiguous tensor, the same on all ranks, without gradient.
 
         Raises:
-            ValueError: `dim` is out of range, `sizes` does not fit the world size or `tensor`, or see `all_reduce`.
+            ValueError: `dim` is out of range, or `sizes` does not fit the world size or `tensor`. For a cause in shared
+                memory, see `all_reduce`.
             CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
@@ -156,7 +157,7 @@ class Communicator(ABC):
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Guard the launch of recorded collectives.
+        """Guard the launch of recorded collectives, which runs in the `with` block.
 
         Raises:
             CollectiveAbortedError: the group was aborted, so the recordings' connections are closed or closing.
@@ -164,11 +165,20 @@ class Communicator(ABC):
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended the request with the number `sequence`; no rank need wait for it now."""
+        """Record that this rank has ended a request, for `all_ended` of the other ranks.
+
+        Args:
+            sequence: number of the request.
+        """
         return None
 
     def all_ended(self, sequence: int) -> bool:
         """Wait a short time until all ranks have ended a request that failed on this rank.
+
+        Only NCCL's communicator waits, at most 0.1 s. Every other communicator returns False at once.
+
+        Args:
+            sequence: number of the request.
 
         Returns:
             Whether all ranks ended the request after the same collectives. Then no rank waits, and no abort is needed.
@@ -193,7 +203,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this."""
+        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this.
+
+        Args:
+            reason: text of the error.
+        """
 
     def reset(self) -> None:
         """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`.
@@ -267,7 +281,10 @@ class ArenaCommunicator(Communicator):
 
 
 class SingleCommunicator(ArenaCommunicator):
-    """A communicator of a single rank, whose collectives return their input."""
+    """A communicator of a single rank.
+
+    A sum returns its input, or a copy if the input must not change. A gather returns a copy.
+    """
 
     capturable = True
 

@@ -15,7 +15,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_left() -> int | None:
-    """Return the free bytes below the memory limits of this process's control groups and their parents.
+    """Return the fewest free bytes below a memory limit of this process's control groups and their parents.
 
     File pages that the kernel can drop count as free. None: no group has a limit.
     """

@@ -35,8 +35,7 @@ class Elsewhere:
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
     """Return how a launcher starts the ranks of a group; None if this process starts the ranks.
 
-    In a torchrun job the function returns only in the process of rank 0; the other processes serve the group, then
-    exit.
+    In a torchrun job the function returns only in the process of rank 0; see `serve_unless_caller`.
 
     Args:
         num_gpus: number of ranks of each replica, or None.
@@ -46,9 +45,9 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
     Raises:
         PlacementError: the launcher cannot start this number of ranks or replicas.
         ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
-        StartupError: the Ray cluster or the caller of a torchrun job cannot be reached, or the nodes have no common
-            key.
-        SystemExit: this is a process of a torchrun job other than rank 0, and the caller has ended.
+        StartupError: the Ray cluster or the caller of a torchrun job cannot be reached, or the nodes do not have the
+            same key.
+        SystemExit: this process of a torchrun job does not have rank 0.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

@@ -40,7 +40,8 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Return whether torchrun has started this process."""
+    """Return whether torchrun has started this process, or a parent of this process with the same environment
+    variables."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
@@ -71,12 +72,12 @@ def ranks_of_each() -> int:
 
 
 def serve_unless_caller() -> None:
-    """Return at once in the process of rank 0; other processes serve until the caller has ended, then exit.
+    """Return at once in the process of rank 0; end every other process of the torchrun job by SystemExit.
 
-    On the node of rank 0, and except for one process per node, other processes exit at once.
+    On each node without rank 0, the process of local rank 0 first serves until the caller has ended.
 
     Raises:
-        SystemExit: this process does not have rank 0, and has served.
+        SystemExit: this process does not have rank 0.
         StartupError: torchrun shares no store with its processes, or the nodes do not have the same key in `KEY`.
     """
     if _number("RANK") == 0:

@@ -76,11 +76,19 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """Return the purpose, the connection and the connection keys of the next caller that knows the key. Callers
-        without the key are disconnected.
+        """Wait for the next caller that knows the key, and disconnect callers that do not know the key.
+
+        A caller has 5 s to prove that it knows the key. With more than 256 callers without a proof, the first caller is
+        disconnected.
+
+        Args:
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
+
+        Returns:
+            The purpose, the connection and the connection keys of the caller. The connection is non-blocking.
 
         Raises:
-            RequestTimeoutError: no such caller came before the deadline, on the clock of `time.monotonic`.
+            RequestTimeoutError: no such caller came before the deadline.
         """
         while True:
             for fd, _ in self._poll.poll(0):
