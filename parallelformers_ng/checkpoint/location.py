@@ -79,7 +79,10 @@ class Location:
 
     @property
     def download(self) -> dict[str, Any]:
-        """Arguments for transformers' functions that find or download a file."""
+        """Arguments for transformers' functions that find or download a file.
+
+        All attributes except `path` and `variant` are arguments; `revision` is "main" if the attribute is None.
+        """
         options = dataclasses.asdict(self)
         del options["path"], options["variant"]
         return {**options, "revision": self.revision or "main"}

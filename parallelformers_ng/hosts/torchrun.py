@@ -40,8 +40,10 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Return whether torchrun has started this process, or a parent of this process with the same environment
-    variables."""
+    """Return whether torchrun has started this process.
+
+    A child of such a process counts, too, if it has the same environment variables.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
@@ -151,8 +153,8 @@ class Torchrun:
         threads: None, so the ranks of each host share its CPUs.
 
     Raises:
-        StartupError: torchrun shares no store with its processes, the key in `KEY` is too short, or this machine does
-            not have the address in `INTERFACE` or MASTER_ADDR.
+        StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
+            does not have the address in `INTERFACE` or MASTER_ADDR.
     """
 
     threads = None

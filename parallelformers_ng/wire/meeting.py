@@ -78,8 +78,8 @@ class Listener:
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
         """Wait for the next caller that knows the key, and disconnect callers that do not know the key.
 
-        A caller has 5 s to prove that it knows the key. With more than 256 callers without a proof, the first caller is
-        disconnected.
+        A caller has 5 s to prove that it knows the key. If more than 256 callers have not proved this yet, the listener
+        disconnects the earliest of these callers.
 
         Args:
             deadline: latest time on the clock of `time.monotonic`, in seconds.

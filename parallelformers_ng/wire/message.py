@@ -80,8 +80,8 @@ def encode(value: Any, place: str = "") -> Encoded:
         place: name of the value in error messages; by default, errors name the keys of a dict.
 
     Raises:
-        NotPortableError: a part of the value cannot be pickled, and the message names that part; or the value has more
-            than 252 open files or more than 2²⁰ tensors.
+        NotPortableError: a part of the value cannot be pickled, and the message names that part. Or the value has more
+            than 252 open files, or more than 2²⁰ tensors and open files.
     """
     buffer = io.BytesIO()
     pickler = _MessagePickler(buffer)
