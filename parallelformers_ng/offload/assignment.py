@@ -26,8 +26,8 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
         budget: memory limits; None for no limits.
 
     Raises:
-        ParallelError: the weights outside of layers and the largest layer do not fit on a device, or the RAM budget is
-            too small without an offload folder.
+        ParallelError: the weights outside of layers and the largest layer do not fit on a device. Or the RAM budget is
+            too small, and there is no offload folder.
     """
     if budget is None:
         return None
