@@ -29,8 +29,8 @@ def balanced_device_map(
 ) -> dict[str, int | str]:
     """Return a `device_map` for `from_pretrained` that keeps the load of the fullest device as small as possible.
 
-    Each device gets consecutive modules. The load of a device is counted in bytes, embedding and head included. A
-    module that transformers does not split stays on one device. Tied weights stay on the same device.
+    Each device gets consecutive modules. The load of a device is its bytes, embedding and head included, divided by its
+    share. A module that transformers does not split stays on one device. Tied weights stay on the same device.
 
     Args:
         model_or_config: a model on any device (also `meta`), or a configuration.
@@ -47,6 +47,7 @@ def balanced_device_map(
         PlacementError: `num_devices` is not a positive integer, the model has too few parts for the devices, or
             `device_ids` has a different length.
         ParallelError: `ratio`, `batch` or `length` is invalid.
+        UnsupportedModelError: transformers has no class for the configuration.
     """
     check_count(num_devices, "num_devices")
     parts = FitOptions(ratio=None if ratio is None else tuple(ratio)).parts(num_devices)

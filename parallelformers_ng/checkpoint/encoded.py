@@ -29,7 +29,12 @@ _NUMBERS = 1 << 21
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight in high precision, dequantized from stored numbers and scales (`parts`)."""
+    """A weight in high precision, dequantized from stored numbers and scales.
+
+    Attributes:
+        encoding: format of the stored numbers and scales.
+        parts: node of the numbers, and node of the scales.
+    """
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -71,6 +76,9 @@ Taken = Callable[[Tensor], Tensor]
 class InLines(Computed):
     """A tensor that is computed some lines at a time, each line as a whole.
 
+    The tensor has at least two dimensions. At most about 2²¹ elements are in high precision at the same time, but at
+    least one line.
+
     Attributes:
         along: dimension along which a line runs, negative: -1 is the last dimension.
     """
@@ -87,11 +95,16 @@ class InLines(Computed):
         """Return a function that computes the lines of a cut and takes the wanted part of each line.
 
         Args:
-            rank: rank whose shards are preferred if several ranks stored the same part.
+            rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines."""
+        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines.
+
+        Args:
+            dim: the dimension `along`, not negative.
+            wanted: ranges of this tensor along `dim`.
+        """
         return {}, Shard(dim, wanted).of
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
@@ -149,7 +162,12 @@ class _Encoding(InLines):
 
 
 class Numbers(_Encoding):
-    """The quantized numbers of a weight."""
+    """The quantized numbers of a weight.
+
+    Attributes:
+        encoding: format of the numbers.
+        weight: node of the weight in high precision.
+    """
 
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
         encoding, scales = self.encoding, self.encoding.scales(weight)
@@ -159,7 +177,12 @@ class Numbers(_Encoding):
 
 
 class Scales(_Encoding):
-    """The scales of a weight."""
+    """The scales of a weight.
+
+    Attributes:
+        encoding: format of the scales.
+        weight: node of the weight in high precision.
+    """
 
     def _of(self, weight: Tensor, taken: Taken) -> Tensor:
         return taken(self.encoding.scales(weight))
@@ -168,9 +191,11 @@ class Scales(_Encoding):
 def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
     """Return storage name → node, for the tensors that ranks hold for one tensor of the model.
 
-    A tensor that the plan quantizes becomes two tensors: numbers and scales.
+    A tensor that the plan quantizes becomes two tensors: numbers and scales. Numbers and scales that are stored in the
+    plan's format stay as they are.
 
     Args:
+        name: name of the tensor in the model.
         node: node of the tensor as the checkpoint or the model has it.
     """
     encoding = plan.quantized.get(name)
@@ -192,7 +217,8 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 def stored_encoding(node: Node) -> Decoded | None:
     """Return a node that dequantizes a stored quantized weight; None if the weight is not stored quantized.
 
-    The weight may be joined from several quantized tensors (experts).
+    The weight may be cast, transposed, split, or joined from several quantized tensors (experts). A split or a join
+    along the encoded dimension gives None.
     """
     if isinstance(node, Decoded):
         return node
@@ -260,7 +286,12 @@ of the result; None if the operation cannot run on numbers and scales."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales."""
+    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales.
+
+    Args:
+        tensor: plan of the tensor of the model.
+        node_of: function that returns the node of a stored tensor.
+    """
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

@@ -45,12 +45,14 @@ class CheckpointFile:
 
     Workers on the same host open the file through the first process (`/proc/PID/fd`), also after a restart of the
     workers. So workers read the same file, even if a save has put a new file of the same name into the directory.
-    Workers on other hosts open the file by its path, or from the hub's cache, if size and header are the same.
+    Workers on other hosts open the file by its path, or from the hub's cache; see `is_like` for the comparison with the
+    first file.
 
     Args:
         path: path of the file.
 
     Attributes:
+        path: absolute path of the file.
         entries: name of each stored tensor → its shape and data type.
         metadata: further text in the file, name → text.
 
@@ -75,7 +77,13 @@ class CheckpointFile:
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the stored tensor of name `key`: a view of the mapped file if possible, else a copy."""
+        """Return the stored tensor of name `key`: a view of the mapped file if possible, else a copy.
+
+        The first call in a process opens the file, see `name_to_open`.
+
+        Raises:
+            CheckpointError: the file cannot be opened, or a `.bin` file is damaged.
+        """
         raise NotImplementedError
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -89,14 +97,18 @@ class CheckpointFile:
     def release(self, key: str) -> None:
         """Unmap the pages of the tensor of name `key`, so that the pages no longer count as memory of this process.
 
-        The pages stay in the page cache of the system.
+        The pages stay in the page cache of the system. Values that were written to a view of the tensor are lost. Only
+        a `SafetensorsFile` unmaps pages; for a `.bin` file the method does nothing.
         """
 
     def name_to_open(self) -> str:
         """Return a path at which this process can open the same file.
 
+        On another host, the method downloads a missing file of the hub to the hub's cache.
+
         Raises:
-            CheckpointError: the file was changed or deleted after it was opened first.
+            CheckpointError: the file was changed or deleted after it was opened first, or this host has no copy of the
+                file.
         """
         if self._seen_from != mounts():
             return self._name_elsewhere()
@@ -106,7 +118,13 @@ class CheckpointFile:
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def is_like(self, name: str) -> bool:
-        """Return whether the file `name` of this host may be a copy of this file."""
+        """Return whether the file `name` of this host may be a copy of this file.
+
+        The sizes must be equal. A `SafetensorsFile` also compares the checksums of the headers.
+
+        Raises:
+            OSError: the file `name` cannot be read.
+        """
         return os.stat(name).st_size == self._identity[2]
 
     def _name_elsewhere(self) -> str:
@@ -138,6 +156,9 @@ class SafetensorsFile(CheckpointFile):
     Attributes:
         size: size of the file in bytes.
         header_checksum: CRC-32 of the 8 bytes of header length and of the header.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, or has a data type that this version cannot read.
     """
 
     _mapping: mmap.mmap | None = None
@@ -205,7 +226,14 @@ class SafetensorsFile(CheckpointFile):
 
 
 class PickleFile(CheckpointFile):
-    """A `.bin` file, read by `torch.load(weights_only=True)`, which executes no code from the file."""
+    """A `.bin` file, read by `torch.load(weights_only=True)`, which executes no code from the file.
+
+    Objects in the file that are not tensors are left out.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, contains no dictionary, or contains a tensor of a
+            subclass.
+    """
 
     _state: dict[str, torch.Tensor] | None = None
 
@@ -259,7 +287,11 @@ class FileLeaf(Leaf):
 
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file."""
+    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+    """
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
 
 

@@ -15,11 +15,14 @@ class Layout:
     """Region and offset of every shard of a plan. Shards are 64-byte aligned; large shards have their own pages.
 
     A layout depends only on the plan. Parent and workers each compute the layout, so the parent sends only file
-    descriptors.
+    descriptors. A shard is large from 16 pages on (64 KiB with pages of 4 KiB).
 
     Regions 0 to `world_size - 1` are memory files, one for the shards of each rank. Region `world_size` is a memory
-    file with the replicated tensors. Regions `world_size + 1` to `2 * world_size` are disk files, one for the offloaded
-    shards of each rank.
+    file with the replicated tensors that no rank offloads to disk. Regions `world_size + 1` to `2 * world_size` are
+    disk files, one for the offloaded shards of each rank.
+
+    Args:
+        plan: plan of the stored tensors (`ShardPlan.as_stored`).
 
     Attributes:
         sizes: size of each region in bytes; `2 * world_size + 1` numbers.

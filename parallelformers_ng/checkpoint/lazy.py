@@ -32,6 +32,10 @@ _SAME_VALUES = ("aten.alias.default", "aten.detach.default", "aten.clone.default
 class LazyTensor(torch.Tensor):
     """A CPU tensor without memory.
 
+    A torch operation on lazy tensors returns lazy tensors and reads no values. Values are read by `torch.equal` of two
+    lazy tensors, and by a change of an ordinary tensor in place, for example `copy_`. Other uses of values, for example
+    `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError.
+
     Args:
         node: node that reads the values.
         stride: strides that operations assume for the tensor; contiguous by default.
@@ -90,7 +94,11 @@ class LazyTensor(torch.Tensor):
 
 
 class RemoteTensor(LazyTensor):
-    """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors."""
+    """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors.
+
+    Each operation that needs values fetches the values from the workers again. An operation that would change the
+    weight, and `data_ptr`, raise ParallelError.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,7 +145,7 @@ _BEYOND_OPERATORS = (
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return an ordinary tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
+    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):

@@ -47,6 +47,9 @@ class Checkpoint:
     Args:
         nodes: name of a parameter or buffer → node that reads the tensor. Tensors without a node are in memory.
         copied: names in `nodes` of the tensors that the parent copies to memory and files that ranks map.
+
+    Attributes:
+        nodes, copied: the arguments of the same names, as a dictionary and a frozen set.
     """
 
     def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:
@@ -86,7 +89,12 @@ class Checkpoint:
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
-        """Write the copied tensors to the store."""
+        """Write the copied tensors to the store, and unmap the pages of the checkpoint files that were read.
+
+        Raises:
+            OSError: not enough memory or disk space.
+            CheckpointError: a checkpoint file is damaged, or has changed.
+        """
         for name in self.copied:
             node = self.nodes[name]
             store.take(store.plan.tensors[name], node)
@@ -114,7 +122,10 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model in evaluation mode with unread weights.
+    """Return a model with unread weights: a new model in evaluation mode, or `model`.
+
+    The result is `model` if the source has no configuration. The function removes `quantization_config` from the
+    configuration of the source or of `model`.
 
     Args:
         source: source of the files, with the arguments of `from_pretrained`.
@@ -125,8 +136,8 @@ def open_source(
 
     Raises:
         CheckpointError: a file is missing or damaged; the message names the file.
-        UnsupportedModelError: the configuration names no class that can be loaded, or the format of quantized weights
-            cannot be read.
+        UnsupportedModelError: the configuration names no class that can be loaded, the format of quantized weights
+            cannot be read, or a weight needs `dequantize`.
     """
     location, config = source.location, source.config
     if config is None:
@@ -150,7 +161,15 @@ def load_skeleton(
     dequantize: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model with unread weights from a path, with arguments of `from_pretrained`; see `open_source`."""
+    """Return a model with unread weights from a path, with arguments of `from_pretrained`; see `open_source`.
+
+    Args:
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        ParallelError: an option is unknown or not supported.
+        CheckpointError, UnsupportedModelError: see `open_source`.
+    """
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
@@ -160,14 +179,14 @@ def fill_skeleton(
     """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay.
 
     Args:
-        model: model on `meta`; changed.
+        model: model on `meta`; changed. Its configuration loses `quantization_config`.
         location: location of the checkpoint.
         dtype: data type of the loaded weights; None for the model's data type.
         dequantize: same as in `open_source`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing in the checkpoint or has another shape.
-        UnsupportedModelError: the format of quantized weights cannot be read.
+        UnsupportedModelError: the format of quantized weights cannot be read, or a weight needs `dequantize`.
     """
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)

@@ -79,14 +79,17 @@ class Location:
 
     @property
     def download(self) -> dict[str, Any]:
-        """Arguments for transformers' functions that find or download a file."""
+        """Arguments for transformers' functions that find or download a file.
+
+        All attributes except `path` and `variant` are arguments; `revision` is "main" if the attribute is None.
+        """
         options = dataclasses.asdict(self)
         del options["path"], options["variant"]
         return {**options, "revision": self.revision or "main"}
 
     @property
     def directory(self) -> Path:
-        """Return the folder of the files of a local checkpoint."""
+        """Folder of the files of a local checkpoint; has no meaning for a model id of the hub."""
         return Path(self.path) / self.subfolder
 
     def __str__(self) -> str:
@@ -124,7 +127,12 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise ParallelError for the first option: no model is loaded that could use an option, for the reason `why`."""
+    """Raise ParallelError for the first of some options that no model can use; return if there are no options.
+
+    Args:
+        options: name of each option → value.
+        why: reason why no model is loaded, as a clause after "… is for loading, and".
+    """
     for name in options:
         _refuse_by_name(name)
         if name in _FOR_LOADING:
@@ -141,6 +149,9 @@ def read_source(
 ) -> Source:
     """Check arguments of `from_pretrained`, and read the configuration.
 
+    The configuration of a model on the hub is downloaded if need be. With `trust_remote_code=True`, code of the
+    checkpoint may run.
+
     Args:
         path: a directory or a model id of the hub.
         arguments: name → value. An argument that is an attribute of the configuration overrides that attribute.
@@ -150,7 +161,7 @@ def read_source(
 
     Raises:
         ParallelError: an argument is unknown or not supported.
-        CheckpointError: the directory does not exist, or the configuration is missing or damaged.
+        CheckpointError: the directory does not exist, or the configuration is missing, damaged or cannot be downloaded.
     """
     for name in arguments:
         _refuse_by_name(name)
@@ -187,7 +198,11 @@ def _refuse_by_name(name: str) -> None:
 
 
 def read_generation_config(location: Location) -> GenerationConfig:
-    """Read the generation configuration as `from_pretrained` does: from its own file, or else from `config.json`."""
+    """Read the generation configuration as `from_pretrained` does: from its own file, or else from `config.json`.
+
+    Raises:
+        OSError: the checkpoint has neither file.
+    """
     try:
         return GenerationConfig.from_pretrained(location.path, **location.download)
     except OSError:
@@ -197,7 +212,10 @@ def read_generation_config(location: Location) -> GenerationConfig:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return the quantization configuration from the `config.json` of a checkpoint; None if the checkpoint has none."""
+    """Return the quantization configuration from the `config.json` of a checkpoint.
+
+    The result is None if `config.json` has no quantization configuration, or cannot be found.
+    """
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError:  # a directory with weights and without config.json
@@ -208,8 +226,10 @@ def stored_quantization(location: Location) -> dict[str, Any] | None:
 def open_weights(location: Location) -> list[CheckpointFile]:
     """Open the files with the weights: one file, or every file that the index names. No weights are read.
 
+    Safetensors files are preferred to `.bin` files. Missing files of a model on the hub are downloaded.
+
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: a file is missing or damaged, or a download failed.
     """
     names = [_variant(name, location.variant) for name in _CANDIDATES]
     file = next((path for name in names if (path := _cached(location, name)) is not None), None)

@@ -22,6 +22,7 @@ class MappedFile:
     Attributes:
         start: address of the first byte.
         size: number of mapped bytes.
+        descriptor: file descriptor of the file, open as long as the mapping exists.
     """
 
     start: int
@@ -44,8 +45,15 @@ _FILES: weakref.WeakKeyDictionary[mmap.mmap, MappedFile] = weakref.WeakKeyDictio
 def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
     """Map a file copy-on-write. The caller may close the descriptor afterwards.
 
+    Changes of the memory do not reach the file. `file_at` finds the mapping as long as it exists.
+
     Args:
+        descriptor: file descriptor, open for reading.
         size: bytes to map from the beginning; 0 for the whole file.
+
+    Raises:
+        OSError: the system cannot map the file, or no file descriptor is left.
+        ValueError: the file is empty, or has fewer than `size` bytes.
     """
     mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

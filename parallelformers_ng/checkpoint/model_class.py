@@ -21,7 +21,7 @@ def class_of(
 ) -> type[PreTrainedModel]:
     """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
 
-    A warning in the log names the class of an auto mapping.
+    If a checkpoint's configuration names no class, a warning in the log names the class of the auto mapping.
 
     Args:
         config: the configuration.
@@ -76,7 +76,7 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
-    """Build a model on `meta`, without weights. Only the configuration is read.
+    """Build a model on `meta`, without weights, in evaluation mode. Only the configuration is read.
 
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type
@@ -86,6 +86,7 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: the installed transformers does not have the model's class.
         OSError: the configuration cannot be found.
+        ValueError: transformers does not know the model type of the configuration.
     """
     if name.startswith(("/", "./", "../")) and not Path(name).exists():
         raise FileNotFoundError(f"no model folder or config.json at {name}")

@@ -34,10 +34,11 @@ class Leaf(Node, ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """Return the whole tensor, as a view of mapped memory if possible."""
+        """Return the whole tensor, as a view of mapped memory if possible. Errors of the file or the function are
+        passed on."""
 
     def release(self) -> None:
-        """Unmap the pages of this tensor. A later read maps the pages again."""
+        """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of the stored data, not a copy."""
@@ -111,8 +112,10 @@ class Computed(Node, ABC):
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
     """Return a node for a tensor whose shards are on the ranks.
 
+    A replicated tensor is read from rank 0. Shards that are all zeros are not read.
+
     Args:
-        part: function that returns the shard of a rank, given the rank's number.
+        part: function that returns the shard of a rank, given the rank's number. Every read calls the function.
     """
     ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
     parts: dict[int, tuple[Shard, Node]] = {}
@@ -124,7 +127,11 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
 
 
 def parts(node: Node) -> Iterator[Node]:
-    """Yield a node, and all operands of its operations, recursively."""
+    """Yield a node, and all operands of its operations, recursively.
+
+    An operand of several operations is yielded several times. The shards of a `ShardedNode` and the sources of a
+    `Computed` node are left out.
+    """
     yield node
     if isinstance(node, Operation):
         for operand in tree_leaves((node.args, node.kwargs)):

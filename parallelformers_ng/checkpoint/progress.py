@@ -20,12 +20,15 @@ _SECONDS = 5.0
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]:
-    """Show a progress bar if standard error is a terminal, else log a line every 5 seconds.
+    """Show a progress bar if standard error is a terminal, else log a line at most every 5 seconds.
 
     Args:
         what: text before the numbers, for example "loading LlamaForCausalLM".
         total: total bytes.
         show: whether to show the bar or log the lines.
+
+    Yields:
+        Function to call with the number of bytes since the last call.
     """
     if show and (sys.stderr is None or not sys.stderr.isatty()):
         yield _Lines(what, total).update

@@ -35,11 +35,14 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
     """Return a plain model with unread weights for a quantized model; None if the model is not quantized.
 
     Args:
+        model: the quantized model, with loaded weights; not changed.
         dtype: data type of weights in high precision; None for the model's data type.
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
-        UnsupportedModelError: the format cannot be read, or a weight needs `dequantize`.
+        UnsupportedModelError: the format cannot be read, a weight needs `dequantize`, or an adapter has trained a copy
+            of a quantized layer.
+        CheckpointError: the quantization configuration is invalid, or a tensor is missing or does not fit its weight.
     """
     bare: Any = without_adapters(model)
     described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}
@@ -73,7 +76,10 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
 class ConvertedLayers:
     """A quantized model whose quantized layers have been converted to plain layers, in place.
 
+    The constructor converts the layers. It also removes the model's marks of quantization, for example `hf_quantizer`.
+
     Args:
+        model: the quantized model; changed until `restore` is called.
         plain: result of `plain_counterpart` for `model`.
 
     Attributes:
@@ -101,7 +107,7 @@ class ConvertedLayers:
         vars(layer).update(parts)
 
     def restore(self) -> None:
-        """Convert the layers back to quantized layers. Idempotent."""
+        """Convert the layers back to quantized layers, and restore the model's marks of quantization. Idempotent."""
         while self._layers:
             layer, cls, parts = self._layers.pop()
             vars(layer).clear()

@@ -28,7 +28,10 @@ _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.def
 def read_shard(
     node: Node, shard: Shard, rank: int | None = None, *, copy: bool = True, rows_apart: bool = False
 ) -> torch.Tensor:
-    """Return one rank's part of a tensor, contiguous: a view of the stored tensor if possible, else a copy.
+    """Return one rank's part of a tensor: a view of the stored tensor if possible, else a copy.
+
+    The result is contiguous, except with `copy=False` or `rows_apart=True`. Pages that were copied are unmapped. A part
+    that the plan fills with zeros is a new tensor.
 
     Args:
         shard: the part.
@@ -37,6 +40,9 @@ def read_shard(
             then releases the node.
         rows_apart: whether a view of a matrix with contiguous rows may be returned, even if the matrix is not
             contiguous.
+
+    Raises:
+        CheckpointError: a checkpoint file is damaged, or has changed.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -66,7 +72,11 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
 
     Args:
+        cut: the part; an empty cut means the whole tensor.
         rank: rank whose shards are preferred if several ranks stored the same part.
+
+    Raises:
+        CheckpointError: a checkpoint file is damaged, or has changed.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
@@ -101,7 +111,10 @@ def is_read_in_parts(node: Node) -> bool:
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return a copy of part of a tensor, contiguous. Arguments as in `read`."""
+    """Return a contiguous copy of part of a tensor, and unmap the pages that were read.
+
+    Arguments and errors are those of `read`.
+    """
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -110,7 +123,16 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
-    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece."""
+    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece.
+
+    Args:
+        cut: the part, as in `read`.
+        out: CPU tensor of the part's shape; values are cast to its data type.
+        rank: rank whose shards are preferred if several ranks stored the same part.
+
+    Raises:
+        CheckpointError: a checkpoint file is damaged, or has changed.
+    """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, ShardedNode):
         for source, place, source_cut in _pieces(node, cut, rank):

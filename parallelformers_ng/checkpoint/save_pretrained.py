@@ -46,15 +46,17 @@ def write_pretrained(
     """Write an ordinary checkpoint of a model whose weights are not in this process, one tensor at a time.
 
     Files get temporary names until all weights are written, so an error while writing weights does not damage an
-    earlier checkpoint in `directory`. The index is written after the weights.
+    earlier checkpoint in `directory`. The index is written after the weights. Afterwards the weight files of an earlier
+    save are deleted.
 
     Args:
-        model: the model, with weights on `meta` or on workers.
+        model: the model, with weights on `meta` or on workers. `write_configs` changes its configuration.
         nodes: name of a parameter or buffer → node that reads it.
-        max_shard_size, save_original_format: same as in
-            `PreTrainedModel.save_pretrained`.
+        max_shard_size, save_original_format: same as in `PreTrainedModel.save_pretrained`.
+        progress: whether to show progress, see `progress_bar`.
 
     Raises:
+        CheckpointError: `max_shard_size` is invalid.
         OSError: the disk is full, or the directory cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,11 +126,16 @@ def shard_checkpoint(
     """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time.
 
     Args:
-        model: result of `load_skeleton`.
+        model: result of `load_skeleton`; its unread tensors become `meta` tensors.
+        plan: plan of the model.
+        directory: the sharded directory; see `replaced_directory` if it exists.
         max_shard_size: largest size of a file, in bytes or as a text like "5GB".
+        progress: whether to show progress, see `progress_bar`.
 
     Raises:
-        CheckpointError: `max_shard_size` is invalid, or `directory` exists and is not a sharded directory.
+        CheckpointError: `max_shard_size` is invalid, `directory` exists and is not a sharded directory, or a checkpoint
+            file is damaged.
+        OSError: the disk is full, or the directory cannot be written to.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

@@ -53,10 +53,17 @@ def write_rank(
 ) -> list[WrittenFile]:
     """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
+    Tensors whose shard on the rank is all zeros are left out.
+
     Args:
+        plan: plan of the stored tensors (`ShardPlan.as_stored`).
         names: storage names of the tensors to save.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
         part: function that returns the rank's shard of a tensor.
+        progress: function that is called with the number of bytes since its last call; None for no reports.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written to.
     """
     written = []
     for file, file_tensors in _files_of(plan, names, rank, limit).items():
@@ -75,11 +82,16 @@ def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
 def write_index(
     directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
 ) -> None:
-    """Write the configuration files, and then the index.
+    """Write the configuration files, and then the index. The index is flushed to the disk.
 
     Args:
+        model: the model. `write_configs` changes its configuration.
         plan: plan of the model.
+        names: storage names of the saved tensors.
         ranks: result of `write_rank` for each rank.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written to.
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
@@ -114,7 +126,10 @@ def write_index(
 
 
 def write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """Write the configuration, the generation configuration, and the code of a model with its own code."""
+    """Write the configuration, the generation configuration, and the code of a model with its own code.
+
+    The function sets `dtype` and `architectures` in the model's configuration.
+    """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     if model.is_remote_code():
@@ -125,11 +140,15 @@ def write_configs(model: PreTrainedModel, directory: Path) -> None:
 
 
 def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder has the index of a sharded directory."""
     return (Path(path) / INDEX_NAME).is_file()
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory."""
+    """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory.
+
+    The names of the configuration files are always in the result, even if a file does not exist.
+    """
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
@@ -139,10 +158,12 @@ def files_of(path: Path) -> set[str] | None:
 def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     """Return name of a tensor in the model → its node, for all tensors of a sharded directory. No weights are read.
 
-    A rank that later reads its own shard reads only its own file, and gets a view of the mapped file.
+    A rank that later reads its own shard reads only its own file, and gets a view of the mapped file. The first read of
+    a shard in a process checks its checksum.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or differs from the saved file; the message names the file.
+        CheckpointError: a file is missing, damaged, or differs from the saved file, or a newer version wrote the index;
+            the message names the file.
     """
     directory = Path(path)
     index = _read_index(directory / INDEX_NAME)
@@ -179,8 +200,10 @@ def _encodings(plan: ShardPlan) -> dict[str, Any]:
 class CheckedLeaf(FileLeaf):
     """A tensor in a file; its first read in a process compares its bytes with a checksum.
 
+    If the checksum differs, the read raises CheckpointError.
+
     Attributes:
-        checksum: expected checksum.
+        checksum: expected result of `writing.checksum`.
         checked: whether this process has compared the checksum.
     """
 

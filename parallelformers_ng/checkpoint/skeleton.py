@@ -86,7 +86,11 @@ class Skeleton:
         )  # a separate pickle: the thousands of ranges of a plan contain no tensors to look for
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
-        """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold."""
+        """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold.
+
+        The method unpickles, and so imports modules and runs code of the model. It also registers the model's recorders
+        of hidden states and attentions in transformers.
+        """
         tensors: dict[str, torch.Tensor] = {}
 
         def resolve(reference: Any) -> torch.Tensor:

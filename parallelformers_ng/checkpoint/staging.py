@@ -14,11 +14,11 @@ _BUFFER_BYTES = 64 << 20
 
 
 class Staging:
-    """Two buffers for copies of tensors from the CPU to a device.
+    """Two buffers in host memory for copies of tensors from the CPU to a device.
 
     Args:
         device: target of the copies.
-        buffer_bytes: size of each buffer in bytes.
+        buffer_bytes: size of each buffer in bytes; by default 64 MiB.
         pin: whether to lock the pages of the buffers. Needs CUDA. Only copies from locked pages are asynchronous.
     """
 

@@ -41,6 +41,14 @@ class ShardStore:
     The system frees memory and disk space when no process has a file open or mapped. A store closes its files when it
     is garbage-collected.
 
+    Args:
+        plan: plan of the model.
+
+    Attributes:
+        plan: plan of the model.
+        layout: region and offset of every shard.
+        fds: file descriptor of each region of the layout; empty after `close`.
+
     Raises:
         OSError: not enough memory (ENOMEM), or a file would be too large (EFBIG); `write` also raises OSError.
         ParallelError: the offload folder has not enough disk space.
@@ -66,7 +74,8 @@ class ShardStore:
             raise
 
     def fds_for(self, rank: int) -> list[int]:
-        """Return the file descriptors of the regions that a rank maps; see `map_shards`."""
+        """Return the file descriptors of the regions that a rank maps; see `map_shards`. The store keeps the
+        descriptors."""
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
@@ -78,8 +87,13 @@ class ShardStore:
     def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         """Quantize and shard a tensor as the plan says, and write each rank's shard.
 
+        Args:
+            tensor: plan of a tensor of the model.
+            whole: the whole tensor, on any device; may be a `LazyTensor`.
+
         Raises:
             OSError: not enough memory or disk space.
+            CheckpointError: a checkpoint file with a `LazyTensor` is damaged, or has changed.
         """
         node = (
             whole.node
@@ -89,7 +103,15 @@ class ShardStore:
         self.take(tensor, node)
 
     def take(self, tensor: TensorPlan, node: Node) -> None:
-        """Write each rank's shard of a tensor from a node, as `write`. Numbers that are stored quantized are copied."""
+        """Write each rank's shard of a tensor from a node. Numbers that are stored quantized are copied.
+
+        Args:
+            tensor: plan of a tensor of the model.
+            node: node that reads the whole tensor.
+
+        Raises:
+            OSError, CheckpointError: see `write`.
+        """
         for part, shard in zip(
             self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
         ):
@@ -119,8 +141,8 @@ class ShardStore:
         """Return a whole tensor of the model, on CPU, dequantized.
 
         Args:
-            release: whether to free the memory of its shards afterwards, so that gathering a model does not need
-                memory for two copies.
+            release: whether to free the memory of its shards afterwards, so that gathering a model does not need memory
+                for two copies. Freed shards read as zeros; small shards and shards on disk are kept.
         """
         whole = read_copy(self.node(tensor), {})
         for part in self.plan.parts(tensor.name) if release else ():
@@ -145,6 +167,7 @@ class ShardStore:
         return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
+        """Close the files. Mappings of the files stay valid. Idempotent."""
         _close_all(self.fds)
 
 
@@ -204,13 +227,15 @@ def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int)
 def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None) -> None:
     """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
 
-    Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan.
+    Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan. If
+    an error occurs, the model gets the moved tensors back, on CPU.
 
     Args:
         which: names of the tensors to move.
+        progress: function that is called with the number of bytes since its last call; None for no reports.
 
     Raises:
-        OSError: not enough memory; the model has all its tensors again.
+        OSError: not enough memory or disk space.
     """
     moved_names: list[str] = []
     pending = 0
@@ -248,7 +273,9 @@ def take_back(
     Args:
         model: the model, with tensors on `meta`.
         read: function that returns a whole tensor; its second argument says whether the source may free the tensor.
+            Exceptions of the function are passed on.
         names: names of the tensors; None for all tensors of the plan.
+        progress: function that is called with the number of bytes since its last call; None for no reports.
     """
     for group in names_of_each(model, plan, names):
         # Tied tensors may be sharded differently; each has all values, so only the first tensor is read.

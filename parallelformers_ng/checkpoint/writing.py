@@ -35,6 +35,7 @@ class WrittenFile:
     """A safetensors file that was written.
 
     Attributes:
+        name: name of the file, without its directory.
         size: size of the file in bytes.
         header: CRC-32 of the 8 bytes of header length and of the header.
         checksums: name of each tensor in the file → `checksum` of the tensor.
@@ -49,13 +50,15 @@ class WrittenFile:
 def write_safetensors(
     path: Path, entries: Mapping[str, Entry], tensor: Callable[[str], torch.Tensor], progress: Progress | None = None
 ) -> WrittenFile:
-    """Write a safetensors file, with one tensor in memory at a time.
+    """Write a safetensors file, with one tensor in memory at a time, and flush the file to the disk.
 
-    Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`.
+    Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`. The
+    format is that of https://huggingface.co/docs/safetensors.
 
     Args:
         entries: name of a tensor → shape and data type.
         tensor: function that returns the tensor of a name.
+        progress: function that is called with the number of bytes since its last call; None for no reports.
 
     Raises:
         OSError: the disk is full, or the path cannot be written to.
@@ -87,7 +90,7 @@ def write_safetensors(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of the 64-bit sums of a tensor's blocks of 1 MiB.
+    """Return a checksum of a CPU tensor: the CRC-32 of the 64-bit sums of its whole blocks of 1 MiB, and of the rest.
 
     The checksum detects flipped bits, lost pages and swapped blocks, but not deliberate changes. It is computed about
     as fast as memory is read.
@@ -108,6 +111,9 @@ def parse_size(
         size: number of bytes, or a number with a unit: KB, MB, GB, TB, KiB, MiB, GiB or TiB.
         argument: name of the caller's argument, for the error.
         refusal: class of the error for an invalid size.
+
+    Raises:
+        ParallelError: the size is not positive or not of this form. The class of the error is `refusal`.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -123,15 +129,16 @@ def parse_size(
 def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) -> Iterator[Path]:
     """Yield a new directory to write to; the new directory replaces `target` in one step if the block raises no error.
 
-    After an interruption, `target` is either the complete old directory or the complete new directory.
+    After an interruption, `target` is either the complete old directory or the complete new directory. A file system
+    without `renameat2(RENAME_EXCHANGE)` is an exception: three steps replace an existing directory there.
 
     Args:
         ours: function that returns the names of the replaceable files in an existing directory; None if the directory
-            is not a sharded directory. All other files of the old
-            directory move to the new directory.
+            is not a sharded directory. Copies of all other files of the old directory get into the new directory.
 
     Raises:
         CheckpointError: `target` exists, and is neither an empty directory nor a sharded directory.
+        OSError: the disk is full, or the directory cannot be written to.
     """
     target = target.absolute()
     replaceable: set[str] = set()

@@ -51,7 +51,8 @@ class Arena:
     """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
 
     The arena is anonymous memory without a name in the file system. The kernel frees the memory when the last process
-    has closed the arena.
+    has closed the arena. Each rank has two places, and each place has a line of words and two slots. Place r is for
+    collectives of all ranks, and place `world_size` + r for collectives of rank r's stage.
 
     Args:
         fd: file descriptor of the arena. The caller may close the descriptor after the call.
@@ -59,6 +60,10 @@ class Arena:
 
     Attributes:
         fd: file descriptor in the process that created the arena, close-on-exec; -1 in other processes.
+        memory: the mapping.
+        words: the mapping as unsigned integers of 8 bytes.
+        slot_bytes: size of a slot in bytes.
+        may_spin: whether a waiting rank may spin, because each rank can have a CPU.
     """
 
     fd = -1
@@ -118,7 +123,7 @@ class Arena:
             raise
 
     def line(self, place: int) -> int:
-        """Return the index of the first word of a place's line."""
+        """Return the index in `words` of the first word of a place's line."""
         return (HEADER_BYTES + place * LINE_BYTES) // 8
 
     def counter(self, place: int) -> int:
@@ -127,10 +132,12 @@ class Arena:
 
     @property
     def aborted(self) -> bool:
+        """Whether a rank or the parent has aborted since the last reset."""
         return self.words[ABORT_WORD] != 0
 
     @property
     def aborted_by_parent(self) -> bool:
+        """Whether the parent has aborted since the last reset."""
         return self.words[ABORT_WORD] == PARENT + 2
 
     def note_end(self, place: int, sequence: int, trace: int) -> None:
@@ -166,7 +173,7 @@ class Arena:
         self.words[ABORT_WORD] = author + 2
 
     def abort_error(self) -> CollectiveAbortedError:
-        """Return an exception that names the process that aborted and the reason."""
+        """Return an exception that names the process that aborted and the reason. Has no meaning without an abort."""
         author = self.words[ABORT_WORD] - 2
         start = self._reason_start(author)
         # Another process may still be writing the text, so the text may be incomplete.

@@ -52,6 +52,12 @@ class Communicator(ABC):
 
         All ranks must call this method together. The result is kept for each width, and is reset, aborted and closed
         together with this communicator.
+
+        Args:
+            width: number of ranks of each stage; must divide the number of ranks of each host.
+
+        Raises:
+            ValueError: this communicator cannot be divided into stages of this width.
         """
         if width == self.world_size:
             return self
@@ -62,7 +68,11 @@ class Communicator(ABC):
     def before_reset(self, action: Callable[[], None]) -> None:
         """Register an action to call before the connections to the other ranks are closed.
 
-        Recordings with collectives must be destroyed before their connections.
+        Recordings with collectives must be destroyed before their connections. A `ProcessGroupCommunicator` calls the
+        action in `clear_up`, `reset` and `close`. Other communicators never call the action.
+
+        Args:
+            action: function without arguments; must allow several calls.
         """
         self._before_reset.append(action)
 
@@ -76,11 +86,12 @@ class Communicator(ABC):
 
         Returns:
             `tensor` if it was summed in place; otherwise, and always inside a `torch.compile` trace, a new contiguous
-            tensor without gradient.
+                tensor without gradient.
 
         Raises:
             CollectiveAbortedError: a rank or the parent aborted, or a rank did not call within the timeout.
             DivergedError: another rank is in another collective, or in this collective with another size.
+            ValueError: the backend is shared memory, and the tensor is not a dense tensor on the CPU.
         """
         if is_compiling():
             return torch.ops.parallelformers_ng.all_reduce(tensor, self._number)
@@ -98,7 +109,8 @@ class Communicator(ABC):
             A new contiguous tensor, the same on all ranks, without gradient.
 
         Raises:
-            ValueError: `sizes` does not fit the world size or `tensor`.
+            ValueError: `dim` is out of range, or `sizes` does not fit the world size or `tensor`. For a cause in shared
+                memory, see `all_reduce`.
             CollectiveAbortedError, DivergedError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
@@ -145,7 +157,7 @@ class Communicator(ABC):
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Guard the launch of recorded collectives.
+        """Guard the launch of recorded collectives, which runs in the `with` block.
 
         Raises:
             CollectiveAbortedError: the group was aborted, so the recordings' connections are closed or closing.
@@ -153,11 +165,20 @@ class Communicator(ABC):
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended the request with the number `sequence`; no rank need wait for it now."""
+        """Record that this rank has ended a request, for `all_ended` of the other ranks.
+
+        Args:
+            sequence: number of the request.
+        """
         return None
 
     def all_ended(self, sequence: int) -> bool:
         """Wait a short time until all ranks have ended a request that failed on this rank.
+
+        Only NCCL's communicator waits, at most 0.1 s. Every other communicator returns False at once.
+
+        Args:
+            sequence: number of the request.
 
         Returns:
             Whether all ranks ended the request after the same collectives. Then no rank waits, and no abort is needed.
@@ -182,10 +203,19 @@ class Communicator(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this."""
+        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this.
+
+        Args:
+            reason: text of the error.
+        """
 
     def reset(self) -> None:
-        """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`."""
+        """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`.
+
+        Raises:
+            ProtocolError: the backend is shared memory, and the parent has not called `Arena.reset`.
+            StartupError: the backend is NCCL, and NCCL cannot connect the ranks or returns a wrong sum.
+        """
         for part in self._parts.values():
             part.reset()
 
@@ -251,7 +281,10 @@ class ArenaCommunicator(Communicator):
 
 
 class SingleCommunicator(ArenaCommunicator):
-    """A communicator of a single rank, whose collectives return their input."""
+    """A communicator of a single rank.
+
+    A sum returns its input, or a copy if the input must not change. A gather returns a copy.
+    """
 
     capturable = True
 

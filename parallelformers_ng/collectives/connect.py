@@ -75,6 +75,8 @@ def connect(
 ) -> Communicator:
     """Connect a rank to its group. With gloo or NCCL, the call waits until all ranks have connected.
 
+    With NCCL, the call sets environment variables of NCCL and torch; see `nccl_defaults`.
+
     Args:
         backend: one of BACKENDS that can serve `device` (see `why_unserved`). "auto": NCCL on CUDA; on CPU shared
             memory, or gloo if the C kernel was not built.
@@ -85,10 +87,14 @@ def connect(
         timeout: seconds to wait for another rank.
         span: description of several hosts; None for one host. `number`: number of this host. `counts`: ranks of each
             host. `address`: address of this host for other hosts. `links`: number of another host → socket and keys;
-            None except on the first rank of a host.
+            None except on the first rank of a host. The communicator closes the sockets.
 
     Returns:
         The communicator of all ranks.
+
+    Raises:
+        StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no network interface has the address of
+            this host.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)

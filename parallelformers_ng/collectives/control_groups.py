@@ -15,7 +15,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_left() -> int | None:
-    """Return the free bytes below the memory limits of this process's control groups and their parents.
+    """Return the fewest free bytes below a memory limit of this process's control groups and their parents.
 
     File pages that the kernel can drop count as free. None: no group has a limit.
     """
@@ -37,7 +37,10 @@ def _directories(controller: str) -> Iterator[Path]:
 
 
 def own_groups() -> list[tuple[str, str]]:
-    """Return the control groups of this process as (controllers, path); controllers are "" for version 2."""
+    """Return the control groups of this process as (controllers, path), as in `/proc/self/cgroup` (cgroups(7)).
+
+    Controllers are a text with commas, "" for version 2. The result is empty if the file cannot be read.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

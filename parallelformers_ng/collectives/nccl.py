@@ -66,7 +66,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
     collective is queued after an abort may have begun, and recordings are destroyed as soon as the request has ended.
     An error that all ranks raise after the same collectives needs no abort.
 
-    The ranks connect and check one sum when the communicator is created and after each reset.
+    The ranks connect and check one sum when the communicator is created and after each reset. The constructor adds
+    `nccl_defaults` to the environment of the process.
 
     Args:
         rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.

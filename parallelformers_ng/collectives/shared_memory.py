@@ -38,12 +38,13 @@ def is_built() -> bool:
 class SharedMemoryCommunicator(ArenaCommunicator):
     """A communicator through an arena. Sums are computed in rank order, so that all ranks get the same bits.
 
-    The algorithms are those of DeepSpeed's shared-memory all-reduce: one-shot for small messages, reduce-scatter and
-    gather for large messages; see `_kernel.c`.
+    The algorithms are those of DeepSpeed's shared-memory all-reduce (`csrc/cpu/comm/shm.cpp` of
+    https://github.com/deepspeedai/DeepSpeed). Small messages are summed in one shot. Large messages are
+    reduce-scattered and gathered; see `_kernel.c`.
 
     Args:
-        arena: shared memory of the ranks, mapped into this process. The communicator closes the arena.
-        rank: number of this rank.
+        arena: shared memory of the ranks, mapped into this process. A communicator of all ranks closes the arena.
+        rank: number of this rank among all ranks of the arena.
         timeout: seconds that a rank waits for another rank.
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 

@@ -23,13 +23,21 @@ _WORD, _LINE = 8, 64
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
     """Return the result of `compute` on rank `source` on every rank. All ranks must call this function together.
 
-    If `compute` raises an exception, the caller must abort the communicator, as for any collective.
+    If `compute` raises an exception, this function passes the exception on. The caller must then abort the
+    communicator, as for any collective.
 
     Args:
         source: number of the rank that sends its result.
-        compute: function that returns the result; None on a rank that receives the result. A rank other than `source`
-            with a function keeps its own result.
+        compute: function that returns the result, which pickle must accept; None on a rank that receives the result. A
+            rank other than `source` with a function keeps its own result.
         device: device of the communicator's tensors.
+
+    Returns:
+        The rank's own result; on a rank without a function, a copy of the result of `source`, with its tensors on
+            `device`.
+
+    Raises:
+        CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:

@@ -27,7 +27,7 @@ class HandedOver(dist.Store):
     """A store through which NCCL ranks of several hosts meet. All ranks gather the value that rank `source` sets.
 
     When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
-    The id is sent over signed connections.
+    A value has at most 255 bytes. The id is sent over signed connections.
 
     Args:
         between: communicator of all ranks, over shared memory and links.
@@ -61,11 +61,15 @@ class HandedOver(dist.Store):
 class SpanningNcclCommunicator(NcclCommunicator):
     """A communicator over NCCL for the CUDA ranks of several hosts. Unmeasured: never run on a GPU.
 
+    The constructor sets the environment variables `TORCH_NCCL_RANKS_PER_ROOT` and, if the user has not set it,
+    `NCCL_SOCKET_IFNAME`.
+
     Args:
         between: communicator of the same ranks without NCCL, for connecting NCCL; `close` closes `between`, too.
         place: number of this rank on its host.
         arena: arena of this host.
-        address: address at which other hosts reach this host. NCCL uses only the interface with this address.
+        address: address at which other hosts reach this host. NCCL uses only the interface with this address, unless
+            the user has set `NCCL_SOCKET_IFNAME`.
         timeout, device: same as in NcclCommunicator.
 
     Raises:
@@ -121,6 +125,9 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 def interface_of(address: str) -> str:
     """Return the name of this machine's network interface that has the given address.
+
+    Args:
+        address: IPv4 or IPv6 address as text.
 
     Raises:
         StartupError: no interface has the address.

@@ -54,7 +54,14 @@ class _Meeting:
 
 
 class ThreadCommunicator(Communicator):
-    """A communicator between threads. Sums are computed in rank order, as on every CPU backend."""
+    """A communicator between threads. Sums are computed in rank order, as on every CPU backend.
+
+    A sum is a new tensor; the input does not change.
+
+    Args:
+        rank, world_size: number of this rank, and number of ranks.
+        meeting: meeting point of the ranks; the same object for all ranks.
+    """
 
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
         super().__init__(rank, world_size)
@@ -84,6 +91,8 @@ def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float
     """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order.
 
     Args:
+        world_size: number of ranks.
+        body: function that each rank runs with its communicator.
         timeout: seconds that a rank waits in a collective for the other ranks.
 
     Raises:

@@ -18,7 +18,7 @@ class TwoStageCommunicator(Communicator):
     """A communicator of ranks on several hosts. The first rank of each host is its leader, the only rank with links.
 
     Each host sums its own ranks, and the leaders sum these sums in the order of the hosts. So every rank gets the same
-    bits.
+    bits. A sum of 16-bit floats is rounded to 16 bits on each host, and again over the hosts.
 
     Args:
         host: communicator of this host's ranks.

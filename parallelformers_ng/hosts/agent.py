@@ -53,8 +53,11 @@ def purpose(what: str, number: int, token: bytes) -> bytes:
 def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
     """Serve one group until the group or its caller has ended.
 
+    The function starts the group's ranks on this host as new processes, and ends these processes. If the ranks cannot
+    be started, the caller gets the error.
+
     Args:
-        link: connection to the caller; its purpose is `host NUMBER`.
+        link: connection to the caller; its purpose is `host NUMBER`. The function closes the connection.
         address: address at which the caller listens.
         key: secret key of the group.
         number: number of this host in the group.

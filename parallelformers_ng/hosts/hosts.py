@@ -123,8 +123,11 @@ class Hosts:
     ) -> Callable[[], None]:
         """Start the ranks, and return a function that waits until all ranks are ready. Each host divides its own CPUs.
 
+        A thread of the group starts the ranks, and then receives the agents' reports until `close`. The waiting
+        function raises StartupError if the ranks cannot be started in time.
+
         Args:
-            processes: the group's processes, to which the ranks are added.
+            processes: the group's processes, to which the waiting function adds the ranks.
             device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
                 with the hosts.
             among: ignored.
@@ -157,7 +160,11 @@ class Hosts:
         ]
 
     def abort(self, reason: str = "the group is ending") -> None:
-        """Abort the collectives of all ranks."""
+        """Abort the collectives of all ranks.
+
+        Args:
+            reason: text of the error that the collectives raise.
+        """
         for host in self._hosts:
             host.say("abort", reason)
 

@@ -35,7 +35,7 @@ class Elsewhere:
 def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> Elsewhere | None:
     """Return how a launcher starts the ranks of a group; None if this process starts the ranks.
 
-    In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
+    In a torchrun job the function returns only in the process of rank 0; see `serve_unless_caller`.
 
     Args:
         num_gpus: number of ranks of each replica, or None.
@@ -43,9 +43,11 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
         fit: fit options, with the stages; all ranks of a stage are on one host.
 
     Raises:
-        PlacementError: the launcher cannot start this number of ranks.
+        PlacementError: the launcher cannot start this number of ranks or replicas.
         ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
-        StartupError: the Ray cluster cannot be reached.
+        StartupError: the Ray cluster or the caller of a torchrun job cannot be reached, or the nodes do not have the
+            same key.
+        SystemExit: this process of a torchrun job does not have rank 0.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

@@ -91,7 +91,7 @@ class RayHosts:
     Args:
         options: options of the cluster.
         connection: connection to the cluster; `RayHosts.close` closes it.
-        width: number of ranks of each bundle.
+        width: number of ranks of each bundle; must divide the number of ranks.
 
     Attributes:
         key: secret key of the group.

@@ -24,6 +24,8 @@ class Agent:
     ) -> None:
         """Connect to the caller, then serve the group as `agent.serve` does.
 
+        With `devices`, the method sets CUDA_VISIBLE_DEVICES in this process.
+
         Args:
             address: address at which the caller listens.
             key: secret key of the group.
@@ -31,6 +33,9 @@ class Agent:
             name: name of this host in error messages.
             seconds: maximum time in seconds until the connection to the caller.
             devices: GPUs of the ranks, for CUDA_VISIBLE_DEVICES; empty on CPU.
+
+        Raises:
+            ChannelClosedError, ProtocolError, RequestTimeoutError: the connection failed, see `meeting.call`.
         """
         begin = time.monotonic()
         if devices:  # Ray has set CUDA_VISIBLE_DEVICES for this actor, which has no GPU

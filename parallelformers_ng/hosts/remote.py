@@ -52,7 +52,11 @@ class Host:
     sending: threading.Lock = field(default_factory=threading.Lock)
 
     def say(self, *words: Any) -> None:
-        """Send a command to the agent; do nothing if the agent cannot be reached."""
+        """Send a command to the agent, for up to 10 s; do nothing if the agent cannot be reached.
+
+        Args:
+            words: name of the command ("abort", "cancel", "reset" or "kill"), and its arguments.
+        """
         with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
             if not self.is_lost:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
@@ -96,6 +100,7 @@ class RemoteWorker:
         return pidfd < 0 or is_readable(pidfd, timeout)
 
     def kill(self) -> None:
+        """Kill all ranks on the host of this rank."""
         self.host.say("kill")
 
     def reap(self) -> None:

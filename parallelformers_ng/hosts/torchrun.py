@@ -40,7 +40,10 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Return whether torchrun has started this process."""
+    """Return whether torchrun has started this process.
+
+    A child of such a process counts, too, if it has the same environment variables.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
@@ -71,7 +74,14 @@ def ranks_of_each() -> int:
 
 
 def serve_unless_caller() -> None:
-    """Return at once in the process of rank 0; other processes serve until the caller has ended, then exit."""
+    """Return at once in the process of rank 0; end every other process of the torchrun job by SystemExit.
+
+    On each node without rank 0, the process of local rank 0 first serves until the caller has ended.
+
+    Raises:
+        SystemExit: this process does not have rank 0.
+        StartupError: torchrun shares no store with its processes, or the nodes do not have the same key in `KEY`.
+    """
     if _number("RANK") == 0:
         return
     if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
@@ -134,7 +144,18 @@ def _number(name: str) -> int:
 
 
 class Torchrun:
-    """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group."""
+    """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group.
+
+    The first object of a job with several nodes publishes the address of this process in torchrun's store.
+
+    Attributes:
+        key: secret key of the job.
+        threads: None, so the ranks of each host share its CPUs.
+
+    Raises:
+        StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
+            does not have the address in `INTERFACE` or MASTER_ADDR.
+    """
 
     threads = None
     _meeting: tuple[bytes, Listener] | None = None  # key and listener of this process, for all its groups

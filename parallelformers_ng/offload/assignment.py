@@ -15,16 +15,19 @@ from parallelformers_ng.sharding.wording import human_bytes
 
 
 def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers | None:
-    """Assign a place to the weights of each layer; return None if all weights fit on the devices.
+    """Assign a place to the weights of each layer; return None if all weights fit on the devices, or without a budget.
 
     A rank's device has all weights outside of layers, the running layer, the next layer, and as many further layers as
     the budget allows. If the budget has no memory for the next layer, that layer exceeds the budget. Further layers are
     spread evenly, so that an offloaded layer arrives while other layers run. Offloaded layers are in RAM as far as the
     RAM budget allows, and on disk otherwise.
 
+    Args:
+        budget: memory limits; None for no limits.
+
     Raises:
-        ParallelError: the weights outside of layers and one layer do not fit on a device, or the RAM budget is too
-            small without an offload folder.
+        ParallelError: the weights outside of layers and the largest layer do not fit on a device. Or the RAM budget is
+            too small, and there is no offload folder.
     """
     if budget is None:
         return None

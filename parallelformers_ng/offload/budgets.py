@@ -37,6 +37,9 @@ def budget_of(
 ) -> Budget | None:
     """Return the memory limits that the options set; None if the options set no limits.
 
+    The function creates the offload folder if it does not exist. Without a limit for "cpu", the limit is the available
+    memory of the machine.
+
     Args:
         world_size: number of ranks of a replica.
         kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
@@ -44,7 +47,8 @@ def budget_of(
         replicas: number of replicas, which all have the same plan.
 
     Raises:
-        ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable.
+        ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable or has no
+            limits.
     """
     if options.max_memory is None:
         if options.offload_folder is not None:

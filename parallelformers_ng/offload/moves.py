@@ -59,6 +59,7 @@ class MappedLayer(MovedLayer):
     While the layer runs, its pages are copies of the file, read with direct I/O, or pages of the page cache.
 
     Args:
+        module: the layer.
         tensors: the views.
     """
 
@@ -91,6 +92,7 @@ class CopiedLayer(MovedLayer):
     are read into memory ahead, and copied to the device when the layer runs.
 
     Args:
+        module: the layer.
         places: for each weight, the parameter dictionary of its module, and the weight's name in that dictionary. While
             the layer does not run, the dictionary has the weight in host memory.
         staging: buffers for copies from mapped files; None for weights in page-locked memory.
@@ -153,6 +155,9 @@ class CopiedLayer(MovedLayer):
 
 class Moves:
     """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
+
+    A thread reads the next layer into memory while a layer computes. If a layer cannot be read, its forward pass raises
+    the OSError of `MovedLayer.bring`.
 
     Args:
         layers: the layers, in the expected order of running.

@@ -35,9 +35,10 @@ class PageSource(NamedTuple):
     """The file that a range of pages maps.
 
     Attributes:
+        descriptor: file descriptor for mappings.
         direct: file descriptor for direct I/O (O_DIRECT).
         offset: offset of the range in the file, in bytes.
-        end: size of the file in bytes.
+        end: number of mapped bytes from the beginning of the file.
     """
 
     descriptor: int
@@ -73,13 +74,16 @@ def source_of(stretch: Stretch) -> PageSource | None:
 
 
 def read_ahead(stretch: Stretch) -> None:
-    """Make the system read a range of mapped pages into memory, and wait until the range is read."""
+    """Make the system read a range of mapped pages into memory, and wait until the range is read.
+
+    Errors are ignored. The call waits only on Linux 5.14 or later, which has MADV_POPULATE_READ.
+    """
     for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
         _libc().madvise(*stretch, advice)
 
 
 def let_go(stretch: Stretch) -> None:
-    """Free the memory of a range of pages that map a file."""
+    """Free the memory of a range of pages that map a file. Changes of the pages are lost; errors are ignored."""
     _libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users; the system then decides what to keep
     _libc().madvise(*stretch, _DONTNEED)
 
@@ -87,7 +91,8 @@ def let_go(stretch: Stretch) -> None:
 def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
     """Replace mapped pages by copies in new memory, read with direct I/O, so that the CPU copies nothing.
 
-    Each range of pages is replaced in one step, so other threads see the same bytes at any time.
+    Each range of pages is replaced in one step, so other threads see the same bytes at any time. After an error, each
+    range still has the same bytes.
 
     Raises:
         OSError: the file cannot be read, or there is not enough memory.
@@ -114,7 +119,11 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
 
 
 def show_file(stretch: Stretch, source: PageSource) -> None:
-    """Map the file at a range of pages again, instead of a copy of the file."""
+    """Map the file at a range of pages again, instead of a copy of the file.
+
+    Raises:
+        OSError: the system cannot map the file.
+    """
     _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, source.offset))
 
 

@@ -33,8 +33,10 @@ def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
 
 
 class ByValuePickler(cloudpickle.Pickler):
-    """Pickler that writes classes and functions by value if they are from `__main__`, a notebook or a registered
-    module."""
+    """Pickler that writes some classes and functions by value: those of `__main__`, a notebook or a registered module.
+
+    `cloudpickle.register_pickle_by_value` registers a module.
+    """
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
@@ -45,7 +47,9 @@ class ReferencePickler(ByValuePickler):
     """Pickler that writes references for some objects.
 
     Args:
-        reference: function that returns an object's reference; None to write the object itself.
+        buffer: file to which the pickle is written.
+        reference: function that returns an object's reference, which pickle must accept; None to write the object
+            itself.
     """
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:

@@ -100,7 +100,13 @@ class Handle:
 
 @dataclass(slots=True)
 class Packed:
-    """A frame ready for one or more receivers. The sender must close it after sending."""
+    """A frame ready for one or more receivers. The sender must close it after sending.
+
+    Attributes:
+        data: bytes of the frame, without a variable part in a memfd.
+        fds: descriptors to send, with the memfd as the last descriptor if there is a memfd.
+        memfd: descriptor of the memfd with the variable part; None if `data` has the variable part, and after `close`.
+    """
 
     data: bytes
     fds: list[int]
@@ -118,6 +124,9 @@ class Frame:
     """A received frame. The receiver must decode its message or discard the frame.
 
     Attributes:
+        kind: purpose of the frame.
+        flags: bits of `Flag`.
+        sequence: number of the request that the frame belongs to.
         body: variable part, in memory of this process; aligned and writable if the message has tensors.
         outside: number of objects outside the pickle.
         fds: descriptors of the open files that came with the frame.
@@ -139,7 +148,16 @@ class Frame:
 
 @dataclass(slots=True)
 class FixedPart:
-    """The decoded first bytes of a frame, see `FIXED_PART`."""
+    """The decoded first bytes of a frame, see `FIXED_PART`.
+
+    Attributes:
+        kind: purpose of the frame.
+        flags: bits of `Flag`.
+        sequence: number of the request that the frame belongs to.
+        size: bytes of the variable part.
+        outside: number of objects outside the pickle.
+        descriptors: number of file descriptors of the frame.
+    """
 
     kind: FrameKind
     flags: int
@@ -237,6 +255,10 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
 
 def map_memfd(fd: int, size: int) -> memoryview:
     """Map the bytes of a received memfd, privately and writable. The descriptor may be closed afterwards.
+
+    Args:
+        fd: descriptor of the memfd.
+        size: number of bytes to map, from the beginning.
 
     Raises:
         ProtocolError: the file is not a sealed memfd of at least `size` bytes.

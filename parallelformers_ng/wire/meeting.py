@@ -48,6 +48,9 @@ class _Stranger:
 class Listener:
     """A TCP listener that accepts callers from this host or other hosts if the callers know the key.
 
+    Caller and listener prove to each other that they know the key, by HMAC-SHA256 signatures of random bytes. The key
+    itself is never sent.
+
     Args:
         host: address of one interface of this machine, IPv4 or IPv6.
         key: secret key of the callers.
@@ -73,11 +76,19 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """Return the purpose, the connection and the connection keys of the next caller that knows the key. Callers
-        without the key are disconnected.
+        """Wait for the next caller that knows the key, and disconnect callers that do not know the key.
+
+        A caller has 5 s to prove that it knows the key. If more than 256 callers have not proved this yet, the listener
+        disconnects the earliest of these callers.
+
+        Args:
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
+
+        Returns:
+            The purpose, the connection and the connection keys of the caller. The connection is non-blocking.
 
         Raises:
-            RequestTimeoutError: no such caller came before the deadline, on the clock of `time.monotonic`.
+            RequestTimeoutError: no such caller came before the deadline.
         """
         while True:
             for fd, _ in self._poll.poll(0):

@@ -72,12 +72,16 @@ NOTHING = Encoded(memoryview(b""), [], [])
 def encode(value: Any, place: str = "") -> Encoded:
     """Pickle a value.
 
+    The result shares the memory of contiguous CPU tensors in the value, so these tensors must not change before the
+    value is sent. Other tensors are copied to the CPU.
+
     Args:
         value: the value.
         place: name of the value in error messages; by default, errors name the keys of a dict.
 
     Raises:
-        NotPortableError: a part of the value cannot be pickled. The error message names that part.
+        NotPortableError: a part of the value cannot be pickled, and the message names that part. Or the value has more
+            than 252 open files, or more than 2²⁰ tensors and open files.
     """
     buffer = io.BytesIO()
     pickler = _MessagePickler(buffer)
@@ -95,7 +99,13 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
-    """Pack a message into a frame.
+    """Pack a message into a frame. A message of more than 64 KiB is written to a memfd.
+
+    Args:
+        kind: purpose of the frame.
+        sequence: number of the request that the frame belongs to.
+        encoded: the message; `NOTHING` for a frame without a message.
+        flags: bits of `Flag`, without `Flag.MEMFD`.
 
     Raises:
         SharedMemoryError: the system has no memory left for the message.
@@ -127,7 +137,13 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode a value that `parcel` encoded. Raises the same errors as `decode`."""
+    """Decode a value that `parcel` encoded. Raises the same errors as `decode`.
+
+    Args:
+        data: the encoded value.
+        outside: number of objects outside its pickle.
+        device: target device of all tensors in the value; None for the CPU.
+    """
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
@@ -169,6 +185,8 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     Raises:
         ProtocolError: the sizes in the frame do not match its contents.
         NotPortableError: an object could not be rebuilt in this process.
+        torch.OutOfMemoryError: the device has no memory for the tensors.
+        torch.AcceleratorError: the device reports an error.
     """
     fds, frame.fds = frame.fds, []
     descriptors = iter(fds)

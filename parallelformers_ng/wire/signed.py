@@ -34,7 +34,7 @@ HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
 
 
 def signature(key: bytes, purpose: str, data: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `purpose` and `data`, so that a signature is valid only for its purpose."""
+    """Return the HMAC-SHA256 of `purpose` and `data`, 32 bytes, so that a signature is valid only for its purpose."""
     return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
@@ -72,7 +72,9 @@ class Signer:
 
 
 class SignedChannel(Channel):
-    """A control channel between hosts.
+    """A control channel between hosts. Both ends sign all records; a wrong signature raises ProtocolError.
+
+    An open file of a message is sent as its content. The receiver gets a new file in memory with that content.
 
     Args:
         connection: a TCP socket whose other end knows the session's keys.

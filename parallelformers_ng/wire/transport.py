@@ -85,7 +85,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Close the socket in this process."""
+        """Close the socket in this process, and received file descriptors that no frame has taken."""
         self.connection.close()
         self._close_descriptors()
 
@@ -140,6 +140,9 @@ class Channel:
 
     def receive(self, deadline: float = math.inf) -> Frame:
         """Receive one frame without decoding its message.
+
+        Args:
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
 
         Raises:
             ChannelClosedError: the other end is gone.

@@ -22,7 +22,16 @@ _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights: 8-bit weights with `SCB`, and 4-bit weights with `weight.absmax`."""
+    """Return name → node of the weights: 8-bit weights with `SCB`, and 4-bit weights with `weight.absmax`.
+
+    The function removes the tensors of the weights from `stored`. The formats are those of
+    https://github.com/bitsandbytes-foundation/bitsandbytes. An 8-bit weight is its number times `SCB` / 127. A 4-bit
+    weight may have quantized scales (`nested_absmax`).
+
+    Raises:
+        CheckpointError: a tensor is missing, or does not fit its weight.
+        UnsupportedModelError: an 8-bit weight is stored in a layout for GPU kernels.
+    """
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
         weights[f"{path}.weight"] = _in_8_bits(stored, path)

@@ -20,10 +20,15 @@ _TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def gptq(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the GPTQ weights.
+    """Return name → node of the GPTQ weights, and remove the tensors of the weights from `stored`.
 
     Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
     stored zero point is the real zero point minus 1, except in format gptq_v2 (github.com/ModelCloud/GPTQModel).
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
+        UnsupportedModelError: the configuration has another format, settings for single layers, or other bits than 2, 4
+            and 8.
     """
     settings = stored.quantization
     kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
@@ -58,9 +63,14 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
 
 
 def awq(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the AWQ weights in AutoAWQ's gemm format.
+    """Return name → node of the AWQ weights in AutoAWQ's gemm format, and remove their tensors from `stored`.
 
-    Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`.
+    Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`. The format is that
+    of https://github.com/casper-hansen/AutoAWQ.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
+        UnsupportedModelError: the configuration has another format, or another number of bits than 4.
     """
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":

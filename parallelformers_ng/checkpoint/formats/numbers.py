@@ -28,7 +28,10 @@ Blocks = int | Tensor
 
 @dataclass(eq=False)
 class ByLines(Computed):
-    """A tensor that is computed a few rows (indices of its first dimension) at a time."""
+    """A tensor that is computed a few rows (indices of its first dimension) at a time.
+
+    At most about 2²¹ elements are computed at the same time, but at least one row.
+    """
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         shape = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(self.shape)]
@@ -42,18 +45,26 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """Return a part with one range along the first dimension, in any data type that is exact for its values."""
+        """Return a part with one range along the first dimension, in any data type that is exact for its values.
+
+        Args:
+            cut: the part, see `Computed.part`; the first dimension is always in `cut`.
+            rank: rank whose shards are preferred if several ranks stored the same part.
+        """
 
 
 @dataclass(eq=False)
 class Scaled(ByLines):
     """A weight in high precision: w = (values − zeros) · scales + offset, with one scale per block.
 
+    The weight is computed in fp32, and then cast to `dtype`.
+
     Attributes:
         values: quantized numbers, in the shape of the weight.
         scales: one scale per block along each dimension.
         blocks: blocks along each dimension.
         zeros: zero points, in the shape of the scales; None for 0.
+        offset: number that is added to each element.
     """
 
     values: Node
@@ -153,6 +164,9 @@ class Unpacked(Computed):
 @dataclass(eq=False)
 class Pairs(ByLines):
     """4-bit integers that are packed two in a byte along one dimension, in the int4 format of `Encoding`.
+
+    The first integer of a pair is in the lower 4 bits. Reading a part raises CheckpointError if an integer is out of
+    range.
 
     Attributes:
         values: integers from -8 to 7, not packed.

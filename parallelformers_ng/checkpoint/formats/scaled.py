@@ -20,9 +20,13 @@ _E2M1 = torch.cat([_E2M1, -_E2M1])
 
 
 def fp8(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in DeepSeek's format.
+    """Return name → node of the weights in DeepSeek's format, and remove the tensors of the weights from `stored`.
 
-    `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block.
+    `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block. The format is that of DeepSeek-V3
+    (https://huggingface.co/deepseek-ai/DeepSeek-V3). Scales of activations are removed, too.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight, or the block size is invalid.
     """
     block_size = stored.quantization.get("weight_block_size")
     if block_size is not None and not (
@@ -44,9 +48,13 @@ def fp8(stored: StoredTensors) -> dict[str, Node]:
 
 
 def mxfp4(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in gpt-oss's format.
+    """Return name → node of the weights in gpt-oss's format, and remove the tensors of the weights from `stored`.
 
     `…_blocks` has two 4-bit floats in each byte and 32 floats in each block. `…_scales` has the exponent of each block.
+    The numbers are MXFP4 of the OCP Microscaling Formats specification, version 1.0.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight.
     """
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
@@ -68,10 +76,16 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 
 
 def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the weights in compressed-tensors' formats.
+    """Return name → node of the weights in compressed-tensors' formats, and remove their tensors from `stored`.
 
     A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
-    `weight_g_idx`, the group of each input.
+    `weight_g_idx`, the group of each input. The formats are those of
+    https://github.com/vllm-project/compressed-tensors. Scales of activations are removed, too.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight, or the configuration has no settings of
+            weights.
+        UnsupportedModelError: the configuration has another format, or weights that are sparse or transformed.
     """
     groups = _groups(stored)
     weights = {}

@@ -28,7 +28,7 @@ class StoredTensors:
     """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
     Args:
-        state: name → tensor, for all stored tensors.
+        state: name → tensor, for all stored tensors; copied.
         quantization: quantization configuration of the checkpoint.
         where: name of the checkpoint, for errors.
         dtype: data type of weights in high precision.
@@ -37,6 +37,8 @@ class StoredTensors:
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Attributes:
+        state: name → tensor, for the tensors that no format reader has taken yet.
+        quantization, where, dtype, dequantize: the arguments of the same names.
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
     """
 
@@ -98,7 +100,10 @@ class StoredTensors:
         return node
 
     def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
-        """Remove an optional tensor from `state`, and return its node; None without such a tensor."""
+        """Remove an optional tensor from `state`, and return its node; None without such a tensor.
+
+        Arguments and errors are those of `take`.
+        """
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
     def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
@@ -108,10 +113,12 @@ class StoredTensors:
             raise self.damaged(f"the shape of {name} is {list(node.shape)}; it must be [{wanted}]")
 
     def drop(self, *names: str) -> None:
+        """Remove tensors that no weight needs from `state`. Missing names are ignored."""
         for name in names:
             self.state.pop(name, None)
 
     def damaged(self, what: str) -> CheckpointError:
+        """Return the error for a damaged checkpoint; `what` is the reason."""
         return CheckpointError(f"{self.where} is damaged: {what}")
 
     def unread(self, what: str) -> UnsupportedModelError:
@@ -119,7 +126,12 @@ class StoredTensors:
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
-        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing."""
+        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing.
+
+        Args:
+            kinds: data types of quantized numbers.
+            ending: end of the name of the missing scales, for the error.
+        """
         for name, tensor in self.state.items():
             if tensor.dtype in kinds and tensor.ndim > 1:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
@@ -142,9 +154,12 @@ class StoredTensors:
     ) -> Node:
         """Return the node of a weight with one scale per block.
 
-        The node is quantized if `quantize=` has a scheme of the same format, and in high precision otherwise.
+        The node is quantized if `quantize=` has a scheme of the same format. If `dequantize` is true, a kernel must
+        also be able to compute with the format. Otherwise the node is in high precision, and `reasons` gets the reason.
+        The method reads the zero points.
 
         Args:
+            name: name of the weight.
             values: quantized numbers, in the shape of the weight.
             scales: scales; along each dimension, one scale per block. A single scale may have any shape.
             blocks: blocks along each dimension; None if a dimension has one scale for all indices or one per index.
@@ -206,9 +221,11 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, scales))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """Return the group of each input, int64 `[inputs]`.
+        """Read the group of each input, int64 `[inputs]`.
 
         Args:
+            name: name of the tensor, for the error.
+            order: node of the stored group numbers, `[inputs]`.
             count: number of groups.
 
         Raises:
@@ -226,7 +243,7 @@ class StoredTensors:
         return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
-        """Return name → text, for all text in the headers of the checkpoint files."""
+        """Return name → text, for all text in the headers of the files of the tensors in `state`."""
         if self._header is not None:
             return dict(self._header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))

@@ -17,9 +17,14 @@ _FEW_BITS = ("int1", "int2", "int3", "int4")
 
 
 def torchao(stored: StoredTensors) -> dict[str, Node]:
-    """Return name → node of the torchao weights.
+    """Return name → node of the torchao weights, and remove the tensors of the weights from `stored`.
 
-    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`.
+    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`. The format is that
+    of https://github.com/pytorch/ao.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit its weight, or the header of a file is damaged.
+        UnsupportedModelError: a weight has a tensor class that cannot be read, or a scale of activations.
     """
     weights = {}
     for name, description in _described(stored).items():
