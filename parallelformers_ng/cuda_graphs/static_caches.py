@@ -274,7 +274,10 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (tensor, copy of the tensor) for every tensor of the cache."""
+        """Return (tensor, copy of the tensor) for every tensor of the cache.
+
+        A copy is on the CPU if the device has too little memory.
+        """
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]
 

@@ -20,6 +20,8 @@ def digest(value: Any) -> bytes:
     The digest of a function covers its instructions, constants, defaults, module name and closure values. The digest of
     a class, a module or a built-in function covers its name. Numbers, strings, containers, and CPU tensors of at most
     1 MiB are digested by value. The digest of any other object covers only the name of its class.
+
+    The hash function is BLAKE2b (https://www.rfc-editor.org/rfc/rfc7693).
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())

@@ -231,6 +231,8 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
     Args:
         default: result if `holder` has no such name.
+        holder: class, dictionary of a module's globals, or registry.
+        key: name of the value.
     """
     if isinstance(holder, type):
         return vars(holder).get(key, default)
@@ -259,7 +261,13 @@ def package_of(part: Any) -> str:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters."""
+    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters.
+
+    Args:
+        value: a function, method, property or partial function. Of another object, only a function in `__wrapped__`
+            counts.
+        seen: ids of functions to leave out.
+    """
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
