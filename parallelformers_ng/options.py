@@ -308,10 +308,13 @@ OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_cop
 
 
 def check_switches(**switches: Any) -> None:
-    """Raise ParallelError for an argument that is neither True nor False. Python would take the text "no" as true.
+    """Check that arguments are True or False. Python would take the text "no" as true.
 
     Args:
         switches: arguments by name.
+
+    Raises:
+        ParallelError: an argument is neither True nor False.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):

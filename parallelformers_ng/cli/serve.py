@@ -20,7 +20,7 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of `ServeOptions`.
+    """Add the argument MODEL, the flag `--config`, and a flag for each other field of `ServeOptions`.
 
     A flag that is not on the command line has no default, so that `--config` can set the option.
 

@@ -228,7 +228,12 @@ class AttentionHalf(_Half):
         return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens."""
+        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens.
+
+        Args:
+            cache: cache of the step.
+            step: the step, with the numbers of sequences and of new tokens.
+        """
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             return False
@@ -264,6 +269,10 @@ class AttentionHalf(_Half):
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
         """Make room for new tokens in this layer's keys and values of the cache.
+
+        Args:
+            cache: cache of the step.
+            step: the step, with the numbers of sequences and of new tokens.
 
         Returns:
             Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and

@@ -332,8 +332,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 class Guard:
-    """A check whether a kernel may replace modules: the parameters are at the known addresses, and no module has a
-    hook.
+    """A check whether a kernel may replace modules: the parameters are the known tensors, and no module has a hook.
 
     Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
@@ -365,8 +364,10 @@ class Guard:
         return whole
 
     def holds(self) -> bool:
-        """Return whether the parameters are still the same tensors at the same addresses. `Module.to` changes the
-        addresses."""
+        """Return whether the parameters are still the same tensors, and the first parameter is at the same address.
+
+        `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
+        """
         same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 

@@ -86,9 +86,16 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """Return name of a module → list of the globals dictionaries of its functions, for the code that `reach` follows.
+    """Return the globals dictionaries of code that `forward`, `__call__` and `generate` reach, by module.
 
     Functions that were pickled by value have their own globals, which an import of the module does not find.
+
+    Args:
+        classes: classes of a model's modules.
+        functions: further functions that modules have as attributes.
+
+    Returns:
+        Name of a module → list of the globals dictionaries of its functions.
     """
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)

@@ -59,6 +59,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
+        """Whether `used` is at most `room`."""
         return self.used <= self.room
 
 
@@ -276,6 +277,8 @@ def step_seconds(device: Device, works: Sequence[Work], ranks: int) -> float:
     The operators between two matrix products count as one kernel, which moves the bytes of the largest operator. A
     kernel takes 3 µs, plus the time to move its bytes at 0.8 of the device's bandwidth. docs/planning.md says how the
     two figures were fitted to measurements.
+
+    The result includes 50 µs for the choice of a token and the loop of `generate`.
 
     Args:
         works: operators and exchanges of the step, in order.

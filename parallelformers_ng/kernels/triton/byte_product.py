@@ -49,7 +49,10 @@ def byte_product_kernel(
     rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
     FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute up to OUTPUTS outputs of one weight for all rows. `byte_product_launch` describes the arguments."""
+    """Compute up to OUTPUTS outputs of one weight for all rows. `byte_product_launch` describes the arguments.
+
+    `x_row` and `y_row` are distances between rows, in elements.
+    """
     tile = tl.program_id(0)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
     if tile >= tl.cdiv(outputs0, OUTPUTS):

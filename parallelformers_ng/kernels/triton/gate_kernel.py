@@ -24,7 +24,10 @@ _BLOCK = 1024
 
 @triton.jit
 def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute up to BLOCK columns of one row of y = act(g) * u. `gate_launch` describes the arguments."""
+    """Compute up to BLOCK columns of one row of y = act(g) * u. `gate_launch` describes the arguments.
+
+    `g_row` and `u_row` are distances between rows, in elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -51,7 +51,7 @@ def nibble_product_kernel(
 ):  # fmt: skip
     """Compute up to OUTPUTS outputs of one weight for all rows. `nibble_product_launch` describes the arguments.
 
-    `inputs` and `x_row` count pairs of inputs.
+    `inputs` and `x_row` count pairs of inputs. `x_row` and `y_row` are distances between rows.
     """
     tile = tl.program_id(0)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0

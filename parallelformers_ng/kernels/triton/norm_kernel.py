@@ -31,7 +31,10 @@ def norm_kernel(
     columns, x_row, d_row, epsilon,
     CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of s = x + d and of y, the norm of s. `norm_launch` describes the arguments."""
+    """Compute one row of s = x + d and of y, the norm of s. `norm_launch` describes the arguments.
+
+    `x_row` and `d_row` are distances between rows, in elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns

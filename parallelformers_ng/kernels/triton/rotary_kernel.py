@@ -47,7 +47,8 @@ def rotary_kernel(
 ):  # fmt: skip
     """Rotate one query head, or write one key head or value head to the cache.
 
-    `rotary_launch` describes the arguments.
+    `rotary_launch` describes the arguments. Names that end in `_row` or `_head` are distances in elements. `room` is
+    the number of positions of the cache.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)

@@ -46,8 +46,10 @@ def split_kernel(
 ):  # fmt: skip
     """Compute the partial results of one split of the keys, for the query heads of one key/value head.
 
-    The partial results of a query head are the largest score, the sum of exp(score - largest), and the sum of the
-    values with these weights. `attention_launches` describes the arguments.
+    The partial results of a query head are the largest score, and the sum of the weights exp(score - largest). The
+    third result is the weighted sum of the values. `attention_launches` describes the arguments. Names that end in
+    `_row` or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the
+    number of positions.
     """
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
