@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: words of the command line after the program's name; None for those of this process.
+        arguments: words of the command line after the program's name; None for the command line of this process.
 
     Raises:
         SystemExit: a word is wrong (status 2), or `--help` or `--version` is present (status 0).

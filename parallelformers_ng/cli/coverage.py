@@ -125,8 +125,8 @@ def verify_model(
         The result of the check.
 
     Raises:
-        ParallelError: `quantize` has a wrong value. A policy whose outputs differ raises nothing; the result reports
-            it.
+        ParallelError: `quantize` has a wrong value. Different outputs raise no error, but make `equal` of the result
+            False.
         UnsupportedModelError: the model is refused, or no tiny copy of the model runs.
         PolicyError: a custom policy does not fit the model.
     """

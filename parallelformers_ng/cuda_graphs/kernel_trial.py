@@ -92,8 +92,8 @@ class KernelTrial:
         exchange their results.
 
         Args:
-            step: function that runs the step over the cache. Its tensors must stay at the same addresses until this
-                method returns.
+            step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
+                until this method returns.
             snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
             counts: at least one tensor of the cache, with the positions that a step writes to.
 

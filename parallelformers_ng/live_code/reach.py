@@ -50,7 +50,7 @@ class Slot:
         holder: class, module globals or registry that contains the value.
         key: name of the value in `holder`.
         value: value of the place when the slot was made.
-        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach it.
+        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach the place.
     """
 
     place: str

@@ -25,8 +25,8 @@ class Link:
         """Return the seconds of a sum or a gather of a tensor over the devices of one host.
 
         The latency is NCCL's own model of a tree (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc). The
-        bytes are those of a ring. For a tensor of n bytes on k devices, each device sends 2 n (k - 1) / k bytes in a
-        sum. In a gather, each device sends half as many bytes.
+        number of bytes is the number that a ring of devices sends. For a tensor of n bytes on k devices, each device
+        sends 2 n (k - 1) / k bytes in a sum. In a gather, each device sends half as many bytes.
 
         Args:
             ranks: number of devices, k.
