@@ -32,8 +32,8 @@ _logger = logging.getLogger(__name__)
 
 
 def lay_side_by_side(model: nn.Module) -> None:
-    """Group the linear layers of a model that may read the same tensor. One product computes a group whose layers do
-    so.
+    """Group the linear layers of a model that may read the same tensor. One product computes a group whose layers read
+    the same tensor.
 
     The weights of a group become views of one new tensor. Weights are copied for one module at a time.
 
