@@ -127,14 +127,16 @@ def parallelize(
         `model` itself, or the model loaded from the path.
 
     Raises:
-        UnsupportedModelError: `model` is not a transformers model, or no policy fits it.
+        UnsupportedModelError: the library does not support the model: for example, no policy fits.
         CheckpointError: a file of the checkpoint is missing or damaged. The message names the file.
         AlreadyParallelizedError: the model is parallelized already.
-        PlacementError: there are fewer devices than requested.
+        PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, or the group of
+            `workers` serves another model.
         PolicyError: a custom policy does not fit the model, is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is unchanged.
         SharedMemoryError: the system has too little memory for the shards. The model is unchanged.
         ParallelError: an argument has a wrong value or an unknown name.
+        UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python.
     """
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
@@ -239,6 +241,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
         PlacementError: there are fewer devices than requested.
         StartupError: a worker could not start.
         ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
+        UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python.
     """
     for name in OF_A_MODEL:
         if name in options:
@@ -271,6 +274,8 @@ def plan(
 ) -> ShardPlan:
     """Return the plan by which `parallelize` would divide `model`, without starting workers.
 
+    The function logs a warning if much of the model would be replicated.
+
     Args:
         model: a transformers model, also without weights on `meta`.
         num_gpus: number of ranks.
@@ -284,10 +289,11 @@ def plan(
         The plan, with `bytes_per_rank`, `replicated`, `policy` and `source`; `print` shows the plan as a table.
 
     Raises:
-        UnsupportedModelError: `model` is not a transformers model, or no policy fits it.
+        UnsupportedModelError: the library does not support the model: for example, no policy fits.
         AlreadyParallelizedError: the model is parallelized already.
         PolicyError: a policy does not fit the model.
         ParallelError: an argument has a wrong value.
+        PlacementError: `num_gpus` is less than 1, or the model has fewer parts than there are stages.
     """
     check_count(num_gpus)
     check_switches(fp16=fp16)
@@ -340,7 +346,7 @@ def _batching(
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise an error if no policy could parallelize the model.
+    """Check that a model is of a kind that `parallelize` supports, whatever its policy.
 
     Raises:
         AlreadyParallelizedError: the model is parallelized already.
@@ -369,7 +375,11 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if `torch.compile` has replaced a module of the model or a module's `forward`."""
+    """Check that `torch.compile` has compiled no module of a model.
+
+    Raises:
+        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`.
+    """
     for path, module in model.named_modules():
         compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         if compiled or "_orig_mod" in module._modules:

@@ -15,19 +15,24 @@ class ParallelError(Exception):
 
 
 class UnsupportedPlatformError(ParallelError):
-    """The operating system lacks features that the workers need (memfd and pidfd of Linux)."""
+    """The workers cannot run here: for example, the system is not Linux, `/proc` is missing, or gevent has patched
+    Python.
+    """
 
 
 class UnsupportedModelError(ParallelError):
-    """No policy fits the model. The message lists the failed attempts and says how to write a policy."""
+    """The library does not support the model: for example, no policy fits, or `torch.compile` has compiled the model.
+
+    If no policy can be inferred, the message lists the failed attempts and says how to write a policy.
+    """
 
 
 class PolicyError(ParallelError):
-    """A policy does not fit the model: for example, a rule names a missing layer or a layer that cannot be sharded."""
+    """A policy is wrong, is not proven, or does not fit the model: for example, a rule names a missing layer."""
 
 
 class PlacementError(ParallelError):
-    """A requested device does not exist, or there are fewer devices than requested."""
+    """The ranks cannot be placed: for example, there are fewer devices than ranks, or fewer layers than stages."""
 
 
 class AlreadyParallelizedError(ParallelError):
@@ -153,6 +158,11 @@ class RequestCancelledError(GroupError):
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'timeout'?)`, for the end of a message; "" if no known name is similar to `wrong`."""
+    """Return ` (did you mean 'timeout'?)`, for the end of a message; "" if no known name is similar to `wrong`.
+
+    Args:
+        wrong: unknown name that the caller has used.
+        known: valid names.
+    """
     near = difflib.get_close_matches(wrong, list(known), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -28,6 +28,9 @@ class RayOptions:
         cpus: number of CPUs, and of threads, of each rank.
         resources: further resources of each rank's Ray bundle, by Ray's names (`{"memory": …}`) or custom names.
         runtime_env: Ray's `runtime_env` for the processes on the hosts.
+
+    Raises:
+        ParallelError: `cpus` is not more than 0.
     """
 
     address: str | None = None
@@ -62,6 +65,10 @@ class WorkerOptions:
         ray: resources of the ranks in the Ray cluster, as `RayOptions` or a dict of its fields; needs `launcher="ray"`.
         host_copy: on CUDA, keep a copy of the shards in host memory, from which workers can be restarted. CPU workers
             always keep their shards in host memory.
+
+    Raises:
+        PlacementError: `launcher` or `device` has an unknown value.
+        ParallelError: `ray` is set and `launcher` is not "ray", or a number is too small.
     """
 
     device: str = "auto"
@@ -108,6 +115,9 @@ class BatchingOptions:
             the tokens that fit in half of the memory that is free when the first call runs.
         prompt_tokens, new_tokens: most prompt tokens and most new tokens of a call; a longer call raises
             BatchingError. None: no limit.
+
+    Raises:
+        ParallelError: a number is less than 1, or `prefix_tokens` is less than 0.
     """
 
     rows: int = 16
@@ -137,7 +147,7 @@ class FitOptions:
         strategy: "tensor": every rank holds a part of every layer. "pipeline": every rank holds some consecutive
             layers. "tensor+pipeline": every stage of `tensor` ranks holds some consecutive layers, and each of its
             ranks a part of every such layer. "auto": "tensor" if that spreads the model, otherwise "pipeline"; the plan
-            says why.
+            says why. With custom policies, `quantize` or `cache`, "auto" is "tensor".
         tensor: ranks of each stage, for "tensor+pipeline"; by default, on several hosts, the ranks of each host.
         ratio: relative share of each rank, or of each stage: `(1, 3)` gives the second rank three times the weights
             of the first.
@@ -148,6 +158,10 @@ class FitOptions:
         cache: storage of keys and values. "int8": 8-bit integers with a scale for each head and token, about a
             quarter of the bytes of float32. "offload", on CUDA devices: in host memory, except for the running
             layer. None: in the model's data type.
+
+    Raises:
+        ParallelError: `cache` or `strategy` has an unknown value; `tensor` is less than 2, or comes without
+            "tensor+pipeline"; or a number of `ratio` is not positive and finite.
     """
 
     strategy: str = "tensor"
@@ -177,7 +191,7 @@ class FitOptions:
 
     @property
     def has_stages(self) -> bool:
-        """Whether the strategy divides the layers among stages."""
+        """Whether the strategy divides the layers among stages; False for "auto"."""
         return self.strategy in ("pipeline", BOTH)
 
     @property
@@ -186,7 +200,9 @@ class FitOptions:
         return self.strategy == BOTH and self.tensor is None
 
     def over(self, counts: Sequence[int]) -> FitOptions:
-        """Return the same options with `tensor` set so that each stage is on one host, or unchanged if not `is_open`.
+        """Return the same options with `tensor` set so that each stage is on one host.
+
+        The options stay unchanged if not `is_open`, or if all ranks are on one host.
 
         Args:
             counts: number of ranks of each host.
@@ -208,7 +224,7 @@ class FitOptions:
         """Return the number of stages of `world_size` ranks; 1 if the strategy has no stages.
 
         Raises:
-            ParallelError: `tensor` is not set, does not divide `world_size`, or makes only one stage.
+            ParallelError: `tensor` is not set, does not divide `world_size`, or makes only one stage of all ranks.
         """
         if self.is_open:
             raise ParallelError(
@@ -255,6 +271,10 @@ class QuantizeOptions:
         embeddings: quantize the input embeddings and the output head, too.
         dequantize: dequantize a checkpoint whose scheme no kernel supports; then quantize the weights by `scheme`, if
             set. Each rank dequantizes its own shards.
+
+    Raises:
+        ParallelError: `scheme` is unknown; `scheme` is None, but other fields than `dequantize` are set, or
+            `dequantize` is False; or `group` is no even number of at least 2.
     """
 
     scheme: str | None = None
@@ -274,7 +294,7 @@ class QuantizeOptions:
 
     @property
     def block(self) -> int | None:
-        """Number of inputs of an output that share a scale; None for all inputs."""
+        """Number of inputs of an output that share a scale; None for all inputs, or without a scheme."""
         return self.group or SCHEMES.get(str(self.scheme))
 
 
@@ -288,10 +308,13 @@ OF_A_MODEL = ("restart", "max_restarts", "restart_window", "replicas", "host_cop
 
 
 def check_switches(**switches: Any) -> None:
-    """Raise ParallelError for an argument that is neither True nor False. Python would take the text "no" as true.
+    """Check that arguments are True or False. Python would take the text "no" as true.
 
     Args:
         switches: arguments by name.
+
+    Raises:
+        ParallelError: an argument is neither True nor False.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -311,7 +334,8 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
         argument: name of the argument that the caller used, for error messages.
 
     Raises:
-        ParallelError: an unknown field name, or a value of another type. The message names the field.
+        ParallelError: `options` has another type; or a field has an unknown name or a value of another type. The
+            message names the argument and the field. `cls` may raise a ParallelError for a wrong value.
     """
     if isinstance(options, cls):
         options = vars(options)  # a dataclass does not check its types by itself
@@ -351,7 +375,8 @@ def read_quantize(quantize: Any) -> QuantizeOptions | None:
         quantize: `QuantizeOptions`, a dict of its fields, the name of a scheme, a torchao config, or None.
 
     Raises:
-        ParallelError: `quantize` has another type, or ranks cannot compute with the scheme of the torchao config.
+        ParallelError: `quantize` has another type, a wrong field or an unknown scheme; or ranks cannot compute with the
+            scheme of the torchao config.
     """
     if quantize is None:
         return None
@@ -385,7 +410,15 @@ def _of_torchao(config: Any) -> QuantizeOptions:
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:
-    """Return `seconds`, or raise ParallelError with the argument's `name` if `seconds` is not a positive number."""
+    """Return `seconds` unchanged.
+
+    Args:
+        seconds: number of seconds to check.
+        name: name of the caller's argument, for the error message.
+
+    Raises:
+        ParallelError: `seconds` is not a number, is True or False, or is not more than 0.
+    """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
     return seconds

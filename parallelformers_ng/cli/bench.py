@@ -55,12 +55,22 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """Return the share of the memory bandwidth, from 0 to 1, that a contestant's median decode speed uses."""
+        """Return the share of the memory bandwidth that a contestant's median decode speed uses; 1 is the maximum.
+
+        The share is too large for a mixture of experts, which reads fewer bytes than the report counts.
+
+        Args:
+            name: name of the contestant.
+        """
         token_bytes = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
         return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, the medians and the bandwidth shares as a dictionary for JSON."""
+        """Return all fields, the medians and the bandwidth shares as a dictionary for JSON.
+
+        The key "median" has task ("prefill", "decode") → contestant → tokens per second. The key "bandwidth_share" has
+        contestant → share.
+        """
         medians = {
             task: {name: statistics.median(values) for name, values in figures.items()}
             for task, figures in (("prefill", self.prefill), ("decode", self.decode))
@@ -94,6 +104,8 @@ class Report:
 
         Raises:
             ParallelError: matplotlib is missing.
+            ValueError: matplotlib does not know the suffix of `path`.
+            OSError: the file cannot be written.
         """
         check_plotting()
         from matplotlib.figure import Figure
@@ -132,6 +144,9 @@ def bench(
 ) -> Report:
     """Measure a model on workers and, in turn, in this process with all its threads or on one GPU.
 
+    Memory must hold two copies of the model, or one copy without `baseline`. The function seeds torch for random
+    weights.
+
     Args:
         model: a model folder, a name on the hub, or a `config.json` or model type, which get random weights.
         num_gpus: number of workers.
@@ -153,6 +168,7 @@ def bench(
         ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
             or `dtype` is no data type of torch.
         ParallelError: `parallelize` failed.
+        OSError: the configuration or the weights cannot be found.
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")
@@ -203,6 +219,8 @@ def bench(
 def read_bandwidth(device: str, count: int = 1) -> float:
     """Measure the read bandwidth in bytes per second: the best of 8 sums over a tensor of 512 MiB.
 
+    A device with a cache of more than 512 MiB gives a larger figure.
+
     Args:
         device: "cpu", with all threads of this process, or "cuda".
         count: number of CUDA devices, assumed to be as fast as the first; ignored on CPU.
@@ -217,7 +235,11 @@ def read_bandwidth(device: str, count: int = 1) -> float:
 
 
 def check_plotting() -> None:
-    """Raise ParallelError if matplotlib is missing."""
+    """Check that matplotlib can be imported.
+
+    Raises:
+        ParallelError: the import fails.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

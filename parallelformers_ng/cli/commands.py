@@ -18,6 +18,12 @@ from parallelformers_ng.options import QUANTIZE_HELP
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
+    Args:
+        arguments: words of the command line after the program's name; None for the command line of this process.
+
+    Raises:
+        SystemExit: a word is wrong (status 2), or `--help` or `--version` is present (status 0).
+
     Returns:
         The exit status: 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C.
     """
@@ -69,7 +75,14 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def policies(options: argparse.Namespace) -> int:
-    """Print every model type with the source of its policy."""
+    """Print every model type with the source of its policy.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        The exit status, 0.
+    """
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -79,7 +92,19 @@ def policies(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check the policy on a tiny random copy of the model, and print the result."""
+    """Check the policy on a tiny random copy of the model, and print the result.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        The exit status: 0 if sharded and whole outputs match, otherwise 1.
+
+    Raises:
+        ParallelError: a flag or a policy is wrong, or the library does not support the model.
+        OSError: the configuration or the policy file cannot be found.
+        ValueError: transformers does not know the model type of the configuration.
+    """
     from parallelformers_ng.checkpoint.model_class import empty_model
     from parallelformers_ng.cli.coverage import verify_model
 
@@ -90,7 +115,19 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def shard(options: argparse.Namespace) -> int:
-    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time."""
+    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is missing or damaged, or the directory has files of another kind.
+        ParallelError: a flag has a wrong value, or the library does not support the model.
+        OSError: the disk is full, or the directory cannot be written to.
+    """
     from parallelformers_ng.model.saving import shard as write_shards
 
     size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
@@ -99,7 +136,19 @@ def shard(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure and print prefill and decode speeds on the workers and in one process."""
+    """Measure and print prefill and decode speeds on the workers and in one process.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        ParallelError: a flag has a wrong value, matplotlib is missing, or `parallelize` failed.
+        OSError: the configuration or the weights cannot be found, or the plot cannot be written.
+        ValueError: a number is out of range, a name is unknown, or matplotlib does not know the suffix of the plot.
+    """
     from parallelformers_ng.cli import bench as benchmark
 
     if options.plot:

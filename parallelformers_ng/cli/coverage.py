@@ -83,6 +83,7 @@ class Verification:
     misfits: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -124,7 +125,8 @@ def verify_model(
         The result of the check.
 
     Raises:
-        ParallelError: `quantize` has a wrong value.
+        ParallelError: `quantize` has a wrong value. Different outputs raise no error, but make `equal` of the result
+            False.
         UnsupportedModelError: the model is refused, or no tiny copy of the model runs.
         PolicyError: a custom policy does not fit the model.
     """

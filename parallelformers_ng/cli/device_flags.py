@@ -25,6 +25,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
 def forecast_arguments(options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the keyword arguments of `forecast`, except the model and its policies; None without `--device`.
 
+    Args:
+        options: parsed arguments of the command `plan`.
+
     Raises:
         ParallelError: a forecast flag comes without `--device`, or a plan's flag with `--device`.
     """

@@ -21,6 +21,9 @@ def options_of(command: Sequence[str]) -> ServeOptions:
 
     Raises:
         ValueError: the command line has no word `serve`.
+        ParallelError: an option has a wrong value.
+        OSError: the configuration file cannot be read.
+        SystemExit: a flag is unknown.
     """
     arguments = command[command.index("serve") :]
     parsed = commands._parser().parse_args(arguments)
@@ -28,7 +31,10 @@ def options_of(command: Sequence[str]) -> ServeOptions:
 
 
 def main() -> int:
-    """Return 0 if the server is ready; otherwise raise an error.
+    """Return 0 if the server is ready.
+
+    The server is process 1 of the container. The function reads the address and the key from that process's command
+    line and from the environment.
 
     Raises:
         OSError: the server does not answer within 8 seconds, or answers that it is not ready.

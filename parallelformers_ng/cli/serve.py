@@ -20,9 +20,12 @@ _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of `ServeOptions`.
+    """Add the argument MODEL, the flag `--config`, and a flag for each other field of `ServeOptions`.
 
     A flag that is not on the command line has no default, so that `--config` can set the option.
+
+    Args:
+        parser: parser of the command `serve`; changed in place.
     """
     from parallelformers_ng.serving.serve_options import ServeOptions
 
@@ -72,7 +75,14 @@ def _types(kind: Any) -> Iterator[Any]:
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options set by flags and by the environment variable of the key."""
+    """Return the options set by flags and by the environment variable `PARALLELFORMERS_API_KEY`; the flag has priority.
+
+    Args:
+        options: parsed arguments of the command.
+
+    Returns:
+        Name of a field of `ServeOptions` → value, without options that are not set.
+    """
     flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
         flags.setdefault("api_key", key)
@@ -82,11 +92,15 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Serve a model until a signal ends the server.
 
+    Args:
+        options: parsed arguments of the command.
+
     Returns:
         The exit status of the server.
 
     Raises:
         ParallelError: an option has a wrong value, or a package that the server needs is missing.
+        OSError: the configuration file cannot be read, or the server cannot listen on the address.
     """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options

@@ -94,7 +94,11 @@ class CapturedStep:
         del self._graph, self._logits, self._kept, self._buffers
 
     def run(self, arguments: StepArguments) -> Any:
-        """Replay the recording, and return the step's output: logits `[rows, tokens, vocabulary]` and the cache."""
+        """Replay the recording, and return the step's output: logits `[rows, tokens, vocabulary]` and the cache.
+
+        Args:
+            arguments: arguments of the step, with the shapes of the recorded arguments, and at most as many rows.
+        """
         logits = self._compute(arguments)
         self._cache.advance()
         values = {"logits": logits, CACHE: self._cache.cache}
@@ -102,6 +106,13 @@ class CapturedStep:
 
     def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
         """Run a step from the recording and normally, and compare the logits.
+
+        The logits agree if the largest difference is at most 1e-4 of the largest logit in float32 and float64, 2e-2 in
+        other types. The cache then has the tokens of the normal step.
+
+        Args:
+            run: `forward` of the model.
+            arguments: arguments of the step.
 
         Returns:
             (output of the normal step, difference): the difference is a text, "" if the logits agree.
@@ -160,7 +171,11 @@ class CapturedSteps:
 
     @contextlib.contextmanager
     def capturing(self, model: Any) -> Iterator[None]:
-        """Record and replay decode steps of `model.generate` over a static cache inside the `with` block."""
+        """Record and replay decode steps of `model.generate` over a static cache inside the `with` block.
+
+        Inside the block, the model object has its own `forward` and `_prepare_static_cache`. If steps cannot be
+        recorded, `reason` says why, and the model runs as usual.
+        """
         self.reason = _model_obstacle(model)
         if self.reason:
             yield
@@ -211,7 +226,17 @@ class CapturedSteps:
         return reusable
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
-        """Run one step over a cache of the method `cache`, from a recording if possible, and return the output."""
+        """Run one step over a cache of the method `cache`, from a recording if possible, and return the output.
+
+        Args:
+            model: model of the rank.
+            reusable: cache that the method `cache` has returned.
+            arguments: keyword arguments of the model, with `input_ids` `[rows, 1]` and the cache.
+
+        Raises:
+            GroupError: a collective between the ranks has failed. Other errors of a recording are only kept in
+                `reason`.
+        """
         self.reason = _model_obstacle(model)
         if self.reason:
             return model(**arguments)

@@ -33,31 +33,40 @@ _logger = logging.getLogger(__name__)
 
 
 class Kernels(Protocol):
-    """Kernels that can compute parts of a step in the place of modules."""
+    """Interface of kernels that can compute parts of a decode step instead of modules."""
 
     def obstacle(self) -> str:
-        """Return why no kernel can run here, "" if nothing is known against it."""
+        """Return the reason why no kernel can run on this rank, as text; "" if no reason is known."""
 
     def computing(self, mode: KernelMode) -> AbstractContextManager[None]:
-        """Within it, steps are computed in this way."""
+        """Return a context in which decode steps are computed in a given way.
+
+        The start of the context resets the results of `are_served` and `difference`.
+
+        Args:
+            mode: way to compute a step.
+        """
 
     def are_served(self) -> bool:
-        """Return whether the kernels could compute all layers in the latest step."""
+        """Return whether the kernels can compute all layers of the latest step in a context of `computing`."""
 
     def difference(self) -> str:
-        """Return how both ways differ in the latest step, "" if they agree."""
+        """Return a text about the difference between kernels and modules in the latest context with the mode "both".
+
+        The text is "" if kernels and modules agree.
+        """
 
 
 class KernelTrial:
-    """The trial of one model's kernels, and its result.
+    """The trial that decides whether one model's decode steps use kernels or modules.
 
     Args:
         kernels: kernels of the model.
-        recorder: recorder of its steps.
-        communicator: the ranks, which decide together.
+        recorder: recorder of the model's decode steps.
+        communicator: communicator of the ranks; all ranks get the same result.
 
     Attributes:
-        mode: how steps are computed: in the modules, or by the kernels; None before the trial.
+        mode: result of the trial, "modules" or "kernels"; None before the trial.
     """
 
     def __init__(self, kernels: Kernels, recorder: CudaRecorder, communicator: Communicator) -> None:
@@ -67,18 +76,29 @@ class KernelTrial:
         self._communicator = communicator
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it, steps are computed as the trial has decided."""
+        """Return a context in which decode steps are computed as the trial has decided.
+
+        Before the trial, the modules compute the steps.
+        """
         return self._kernels.computing(self.mode or "modules")
 
     def decide(
         self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
     ) -> None:
-        """Try the kernels in a step, and leave the cache as it is.
+        """Run a step in several ways, set `mode`, and restore the tensors of the cache.
+
+        The mode becomes "kernels" if kernels and modules agree on every rank, and if a recorded step is not slower with
+        kernels on rank 0. Rank 0 logs the result. All ranks must call this method at the same step, because the ranks
+        exchange their results.
 
         Args:
-            step: runs a step over a cache. Its tensors stay where they are until this returns.
-            snapshot: returns the tensors of the cache, each with a copy.
-            counts: tensors among them that say where a step writes.
+            step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
+                until this method returns.
+            snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
+            counts: at least one tensor of the cache, with the positions that a step writes to.
+
+        Raises:
+            GroupError: a collective between the ranks has failed. Any other error makes the modules compute.
         """
         device = counts[0].device
         reason = self._agreed(self._tried(self._kernels.obstacle), device)

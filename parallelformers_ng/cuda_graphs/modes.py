@@ -37,8 +37,8 @@ class StaticSteps:
         options: arguments of `generate` that turn on the mode.
         without: log message for a call that cannot use the mode.
         captured: whether decode steps become CUDA graphs.
-        by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does
-            not change the types of the answer, and no call uses a default mode after a failure.
+        by_default: whether the caller did not request the mode. A call uses a default mode only if the mode does not
+            change the types of the answer. After a failure, no call uses a default mode.
     """
 
     options: Mapping[str, Any]

@@ -74,7 +74,9 @@ class CudaRecorder:
         return output, graph
 
     def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Return the device's time of one replay. Waits for the device."""
+        """Replay a graph, and return the milliseconds of the replay on the device's clock. The method waits for the
+        device.
+        """
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         graph.replay()
@@ -83,7 +85,9 @@ class CudaRecorder:
         return before.elapsed_time(after)
 
     def destroy(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroy a graph and free its memory at once, even if objects refer to the graph. NCCL waits for this."""
+        """Destroy a graph and free its memory at once, even if objects refer to the graph. The end of an NCCL
+        communicator waits until graphs with its collectives are destroyed.
+        """
         graph.reset()
         self._graphs -= 1
         if self._graphs == 0:
@@ -97,7 +101,7 @@ class CudaRecorder:
 
 
 class Uncapturable(Exception):
-    """Raised with the reason if a step cannot be recorded."""
+    """The reason why a decode step cannot be recorded, as the message of an exception."""
 
 
 class StepArguments:
@@ -142,7 +146,11 @@ class StepArguments:
         )
 
     def key(self, width: int) -> tuple[Any, ...]:
-        """Return a key that is equal for all steps that one recording of `width` rows can run."""
+        """Return a key that is equal for all steps that one recording of `width` rows can run.
+
+        Args:
+            width: number of rows.
+        """
         shapes = (self._shape(tensor, width) for tensor in self.tensors)
         kinds = ((tensor.dtype, tensor.device) for tensor in self.tensors)
         return (*self._constants, *shapes, *kinds)

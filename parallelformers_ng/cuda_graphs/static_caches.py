@@ -40,7 +40,12 @@ class ReusableLayer(StaticLayer):
     on_move: Callable[[], None]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`."""
+        """Allocate memory, or clear existing memory that is large enough, for the rows of `key_states`.
+
+        Args:
+            key_states, value_states: first keys and values of a call, `[rows, heads, tokens, width]`; only shape, data
+                type and device are read.
+        """
         rows = key_states.shape[0]
         if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
             shape = (bucket_of(rows), -1, -1, -1)
@@ -79,7 +84,7 @@ class ReusableLayer(StaticLayer):
         self.cumulative_length.zero_()
 
     def narrow(self, rows: int) -> None:
-        """Make `keys` and `values` views of the first `rows` rows."""
+        """Make `keys` and `values` views of the first `rows` rows. The layer must have memory."""
         assert self.whole is not None
         self.keys, self.values = (memory[:rows] for memory in self.whole)
 
@@ -274,7 +279,10 @@ class ReusableCache:
                 layer.cumulative_length_int = count
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (tensor, copy of the tensor) for every tensor of the cache."""
+        """Return (tensor, copy of the tensor) for every tensor of the cache.
+
+        A copy is on the CPU if the device has too little memory.
+        """
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]
 

@@ -74,7 +74,11 @@ class PackedHooks:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stand-in on a worker for an object that stays in the caller's process."""
+    """Stand-in on a worker for an object that stays in the caller's process.
+
+    Attributes:
+        number: index of the object in the list `local` of `pack`.
+    """
 
     number: int
 
@@ -89,6 +93,8 @@ def is_of_library(hook: Any) -> bool:
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHooks:
     """Pickle hooks of a model for the workers.
+
+    The result has `parts` 0; `CallHooks` sets the number.
 
     Args:
         model: model with the hooks.
@@ -123,6 +129,7 @@ def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
 
 
 def described(hook: Any) -> str:
+    """Return the name of a hook for error messages: the qualified name of a function, or of an object's class."""
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 

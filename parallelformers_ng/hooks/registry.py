@@ -122,7 +122,12 @@ class HookRegistry:
             pack(model, [Hook(path, table, 0, hook)], [])
 
     def note(self, path: str, table: str) -> None:
-        """Record that a module has a new hook."""
+        """Record that a module has a new hook.
+
+        Args:
+            path: path of the module; "" for the model.
+            table: name of the module's table of hooks. Tables of backward hooks are ignored.
+        """
         if table in _FORWARD:
             model: Any = self._model()
             with self._paths_lock:
@@ -131,6 +136,13 @@ class HookRegistry:
 
 class CallHooks:
     """The hooks of one call in the caller's process.
+
+    Args:
+        model: model with the hooks.
+        hooks: hooks of the call.
+
+    Raises:
+        ParallelError: a hook cannot be sent to the workers.
 
     Attributes:
         packed: message with the hooks for the workers.
@@ -198,6 +210,10 @@ class _Table(OrderedDict):
 def check(model: nn.Module, plan: ShardPlan) -> None:
     """Check before parallelization that all hooks of a model can run on the workers.
 
+    Args:
+        model: model that is not parallelized yet.
+        plan: plan of the model.
+
     Raises:
         ParallelError: a hook cannot run on the workers, or torch has a global module hook.
     """
@@ -217,6 +233,8 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
     Args:
         path: path of the module; "" for the model.
         table: name of the module's table of hooks.
+        plan: plan of the model, with the sharded blocks.
+        hook: the hook. A hook of torch or transformers is not checked.
 
     Raises:
         ParallelError: the hook is a backward hook, is on a module inside a sharded block, or belongs to a module.

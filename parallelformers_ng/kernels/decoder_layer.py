@@ -135,7 +135,28 @@ class _Half:
 
 
 class AttentionHalf(_Half):
-    """The attention half of a layer: norm, projections, rotary positions, cache update and attention."""
+    """The attention half of a layer: norm, projections, rotary positions, cache update and attention.
+
+    Args:
+        attention: attention module of the layer.
+        linears: projections of queries, keys, values and outputs.
+        norms: norm of the layer's input, of each head's query and of each head's key; None for a missing norm.
+
+    Attributes:
+        guard: check that the parameters are the same tensors as before, and that no module has a hook.
+        communicator: communicator of the ranks whose outputs are summed; None if the last linear layer is not
+            row-parallel.
+        hidden: width of the hidden states.
+        dtype, kind: data type of the computation, and its number in `KINDS`.
+        static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
+        epsilons: ε of each norm; 0 for a missing norm.
+        layer_idx: index of the layer in the cache.
+        config: configuration of the attention module.
+        width: width of a head.
+        heads: number of this rank's query heads.
+        scaling: factor of the scores.
+        is_causal: whether a token sees only itself and earlier tokens.
+    """
 
     def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
         super().__init__((attention,), linears, norms)
@@ -184,7 +205,15 @@ class AttentionHalf(_Half):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Step | None:
-        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step."""
+        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step.
+
+        Args:
+            hidden: input of the layer, `[batch, tokens, hidden]`.
+            attention_mask: mask for new tokens over all tokens, `[batch or 1, heads or 1, tokens, all tokens]`; bool,
+                or numbers that are added to the scores.
+            position_embeddings: cosines and sines of the positions, `[batch or 1, tokens, width]` each.
+            others: further arguments of the layer, by name; one is the cache.
+        """
         cache = others.pop(CACHE, None)
         if (
             not self.may_stand_for_modules(hidden)
@@ -199,7 +228,12 @@ class AttentionHalf(_Half):
         return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens."""
+        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens.
+
+        Args:
+            cache: cache of the step.
+            step: the step, with the numbers of sequences and of new tokens.
+        """
         layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if type(layer) is not DynamicLayer:
             return False
@@ -216,7 +250,16 @@ class AttentionHalf(_Half):
         )
 
     def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Append the new keys and values to the cache, and return attention's output without the residual."""
+        """Append the new keys and values to the cache, and return attention's output without the residual.
+
+        Args:
+            hidden: input of the layer, `[batch, tokens, hidden]`.
+            step: the step from `step_for`.
+            cache: cache of the step.
+
+        Returns:
+            Attention's output, `[batch, tokens, hidden]`, summed over the ranks.
+        """
         out, cache_arguments = torch.empty_like(hidden), self.lengthen(cache, step)
         _decode.attention_half(
             *self.static, *cache_arguments, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache),
@@ -226,6 +269,10 @@ class AttentionHalf(_Half):
 
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
         """Make room for new tokens in this layer's keys and values of the cache.
+
+        Args:
+            cache: cache of the step.
+            step: the step, with the numbers of sequences and of new tokens.
 
         Returns:
             Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and
@@ -248,6 +295,11 @@ class AttentionHalf(_Half):
 class Step:
     """Kernel arguments that all layers of one step share.
 
+    Args:
+        shared: configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and mask or
+            None.
+        sizes: (sequences, queries), data type, width of a head, and number of query heads.
+
     Attributes:
         sequences, queries: number of sequences, and number of new tokens of each sequence.
         tokens: number of tokens of each sequence, new tokens included; None if any number fits.
@@ -263,7 +315,14 @@ class Step:
         cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> Step:
         """Return the step for `half`: the latest step if the arguments are the same objects, and otherwise a new step.
-        All layers get the same objects from transformers."""
+        All layers get the same objects from transformers.
+
+        Args:
+            half: the attention half of any layer.
+            shape: number of sequences, and number of new tokens of each sequence.
+            positions: cosines and sines of the positions, `[sequences or 1, queries, width]` each.
+            mask: attention mask, `[sequences or 1, heads or 1, queries, tokens]`, or None.
+        """
         shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
         for latest in cls._latest:
             if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
@@ -333,7 +392,22 @@ def _is_rotation(angles: Tensor, shape: tuple[int, int, int], dtype: torch.dtype
 
 
 class FeedHalf(_Half):
-    """The feed-forward half of a layer: residual, norm and gated feed-forward."""
+    """The feed-forward half of a layer: residual, norm and gated feed-forward.
+
+    Args:
+        mlp: feed-forward module of the layer.
+        linears: gate, up and down projection.
+        norms: norm of the feed-forward's input, alone in a sequence.
+
+    Attributes:
+        guard: check that the parameters are the same tensors as before, and that no module has a hook.
+        communicator: communicator of the ranks whose outputs are summed; None if the last linear layer is not
+            row-parallel.
+        hidden: width of the hidden states.
+        dtype, kind: data type of the computation, and its number in `KINDS`.
+        static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
+        epsilons: ε of each norm; 0 for a missing norm.
+    """
 
     def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
         super().__init__((mlp, mlp.act_fn), linears, norms)
@@ -359,7 +433,12 @@ class FeedHalf(_Half):
         return alike and self.may_stand_for_modules(hidden)
 
     def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output, `[batch, tokens, hidden]`."""
+        """Return the layer's output, `[batch, tokens, hidden]`.
+
+        Args:
+            hidden: input of the layer, `[batch, tokens, hidden]`.
+            attended: attention's output, `[batch, tokens, hidden]`, summed over the ranks.
+        """
         residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
         _decode.feed_half(
             *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),

@@ -45,7 +45,10 @@ class LayersAsOne(nn.ModuleList):
 
 
 class DecoderStack(LayersAsOne):
-    """Decoder layers that the C kernels compute in one call."""
+    """Decoder layers that the C kernels compute in one call.
+
+    The modules compute a step that the kernels cannot compute.
+    """
 
     _in_c: _StackInC | None = None
     _was_read = False  # a failed check whether layers can run as one is not repeated

@@ -44,12 +44,17 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class DeviceStep:
-    """The arguments that all layers of a step share, as the kernels take them.
+    """The arguments that all layers of a decode step share, in the form that the kernels need.
+
+    Args:
+        cos, sin: cosines and sines of the positions, `[rows or 1, 1, width]`.
+        mask: bool `[rows or 1, 1, 1, positions]`; False hides a position of the cache.
+        cache: static cache of the step.
 
     Attributes:
-        cos, sin: `[rows or 1, width]`.
-        mask: `[rows or 1, positions]`, bytes.
-        cache: the cache.
+        cos, sin: cosines and sines of the positions, `[rows or 1, width]`.
+        mask: bytes `[rows or 1, positions]`; 0 hides a position of the cache.
+        cache: argument `cache`.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor, mask: Tensor, cache: StaticCache) -> None:
@@ -65,7 +70,14 @@ class DeviceStep:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> DeviceStep | None:
-        """Return the step of a layer's arguments, None if the kernels do not compute it."""
+        """Return the step for a layer's arguments; None if the kernels cannot compute the step.
+
+        Args:
+            hidden: input of the layer, `[rows, 1, hidden]`.
+            attention_mask: bool `[rows or 1, 1, 1, positions]`.
+            position_embeddings: cosines and sines of the positions, `[rows or 1, 1, width]` each.
+            others: further arguments of the layer, by name; one is the static cache.
+        """
         cache = others.pop(CACHE, None)
         rows = hidden.shape[0]
         fits = (
@@ -121,7 +133,12 @@ class DeviceLayer:
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:
-        """Return the kernels' view of a decoder layer, None if the kernels do not compute it."""
+        """Return the kernels' view of a decoder layer; None if the kernels cannot compute the layer.
+
+        Args:
+            layer: the decoder layer.
+            operators: operators of `kernels/triton`, as for `DeviceLayer`.
+        """
         attention: Any = getattr(layer, "self_attn", None)
         kind: Any = type(attention)
         if kind.__bases__[0] is HeadParallel:
@@ -152,7 +169,12 @@ class DeviceLayer:
         return known if fits and not known.guard.patched else None
 
     def fits(self, hidden: Tensor, step: DeviceStep) -> bool:
-        """Return whether the kernels compute this step of the layer."""
+        """Return whether the kernels can compute this layer for a step.
+
+        Args:
+            hidden: input of the layer, `[rows, 1, hidden]`.
+            step: arguments that all layers share.
+        """
         attention, layers = self._attention, step.cache.layers
         cached = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
         if type(cached) is not ReusableLayer or not cached.is_initialized or not is_usual():
@@ -173,19 +195,24 @@ class DeviceLayer:
         )
 
     def cached(self, step: DeviceStep) -> ReusableLayer:
-        """Return the part of a step's cache that this layer has."""
+        """Return this layer's part of a step's cache."""
         layer: ReusableLayer = step.cache.layers[self._attention.layer_idx]
         return layer
 
     def run(self, residual: Tensor, added: Tensor | None, step: DeviceStep) -> tuple[Tensor, Tensor]:
-        """Compute a step of the layer.
+        """Compute this layer for one new token of each row.
+
+        The method writes the token's keys and values to the cache, and counts the token there.
 
         Args:
-            residual: `[rows, 1, hidden]`.
-            added: output of the feed-forward before, which is not yet in the residual; None for the first layer.
+            residual: sum of the embedding and of the outputs of earlier halves of layers, `[rows, 1, hidden]`.
+            added: output of the previous layer's feed-forward, `[rows, 1, hidden]`, which is not yet in `residual`.
+                None if `residual` is the layer's whole input.
+            step: arguments that all layers share.
 
         Returns:
-            The residual in the midst of the layer, and what the feed-forward adds to it.
+            (residual with attention's output, output of the feed-forward), both `[rows, 1, hidden]` and summed over the
+            ranks. The sum of the two tensors is the layer's output.
         """
         residual, normed = self._normed(self._norms[0], residual, added)
         residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))

@@ -54,7 +54,7 @@ class _DeviceNorm(nn.Module):
 
 
 class DeviceRMSNorm(_DeviceNorm):
-    """A root-mean-square norm."""
+    """A root-mean-square norm that torch computes in one kernel; mixed into the norm's class."""
 
     @staticmethod
     def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -62,7 +62,7 @@ class DeviceRMSNorm(_DeviceNorm):
 
 
 class DeviceLayerNorm(_DeviceNorm):
-    """A layer norm without a bias."""
+    """A layer norm without a bias that torch computes in one kernel; mixed into the norm's class."""
 
     @staticmethod
     def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -73,7 +73,10 @@ _NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm":
 
 
 class DeviceQuantizedLinear(QuantizedLinear):
-    """A linear layer with 8-bit weights: y = (x Qᵀ) ⊙ s + b, with one scale in s for each output."""
+    """A linear layer with 8-bit weights: y = (x Qᵀ) ⊙ s + b, with one scale in s for each output.
+
+    If Q has other scales or x is not float32 or bfloat16, the layer computes like `QuantizedLinear`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         encoding, dtype = self.encodings["weight"]
@@ -115,6 +118,8 @@ def _serves(input: Tensor) -> bool:
 def install(model: nn.Module, left: Collection[str] = ()) -> None:
     """Change the classes of modules that need fewer kernels here than in the modelling code.
 
+    A module keeps its class if the new class gives different results in a small test. The function then logs a warning.
+
     Args:
         model: model of a rank on a device; its tensors may still be missing.
         left: paths of modules that keep their class, because their parameters must be read as attributes.
@@ -135,7 +140,11 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 
 def install_attention() -> None:
     """Make transformers' "sdpa" attention read keys and values in the cache, for all models of this process. A second
-    call does nothing."""
+    call does nothing.
+
+    If the results differ from those of the usual attention in a small test, the function changes nothing and logs a
+    warning.
+    """
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if not hasattr(usual, "__wrapped__") and _attention_agrees(usual):
         ALL_ATTENTION_FUNCTIONS.register("sdpa", with_packed_queries(usual))

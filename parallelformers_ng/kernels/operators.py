@@ -46,7 +46,11 @@ _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
 
 class StreamingLinear(nn.Linear):
-    """`nn.Linear` that multiplies up to `MOST_ROWS` rows in C. The weight may be a slice of a wider matrix."""
+    """`nn.Linear` that multiplies up to `MOST_ROWS` rows in C. The weight may be a slice of a wider matrix.
+
+    torch multiplies more rows, tensors on another device or of another data type than `KINDS`, and all rows if
+    `may_serve()` is False.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         # Called for every matrix and token: reading the dictionary is faster than nn.Module.__getattr__.
@@ -64,7 +68,11 @@ class StreamingLinear(nn.Linear):
 
 
 class StreamingQuantizedLinear(QuantizedLinear):
-    """A quantized linear layer that multiplies a few rows in C. The weight is not dequantized in memory."""
+    """A quantized linear layer that multiplies up to `MOST_ROWS_OF_INTEGERS` rows in C. The weight is not dequantized
+    in memory.
+
+    In all cases that the kernel cannot compute, `QuantizedLinear` dequantizes the weight and torch multiplies.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         _, inputs = shape_of(self)
@@ -143,7 +151,13 @@ def data_type_of(linear: nn.Module) -> torch.dtype:
 
 
 class FusedRMSNorm(nn.Module):
-    """A root-mean-square norm in C; mixed into the class of Llama's norm or of one of its many copies."""
+    """A root-mean-square norm in C; mixed into the class of Llama's norm or of one of its many copies.
+
+    The norm is x / √(mean(x²) + ε) ⊙ w over the last dimension of x (https://arxiv.org/abs/1910.07467).
+
+    Attributes:
+        variance_epsilon: ε.
+    """
 
     variance_epsilon: float
 
@@ -166,7 +180,13 @@ class FusedRMSNorm(nn.Module):
 
 
 def serve_stock_code(is_stock: bool) -> None:
-    """Set whether models run only code of torch and transformers. With foreign code, no kernel replaces a module."""
+    """Set, for this process, whether models run only code of torch and transformers.
+
+    With foreign code, no kernel replaces a module.
+
+    Args:
+        is_stock: False if a model runs foreign code.
+    """
     global _code_is_stock
     _code_is_stock = is_stock
 
@@ -312,8 +332,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 class Guard:
-    """A check whether a kernel may replace modules: the parameters are at the known addresses, and no module has a
-    hook.
+    """A check whether a kernel may replace modules: the parameters are the known tensors, and no module has a hook.
 
     Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
@@ -338,15 +357,17 @@ class Guard:
 
     @classmethod
     def together(cls, parts: Sequence[Guard]) -> Guard:
-        """Return one guard that checks the modules of several guards."""
+        """Return one guard that checks the parameters and modules of several guards."""
         whole = cls((), ())
         for name, values in vars(whole).items():
             values.extend(chain.from_iterable(vars(part)[name] for part in parts))
         return whole
 
     def holds(self) -> bool:
-        """Return whether the parameters are still the same tensors at the same addresses. `Module.to` changes the
-        addresses."""
+        """Return whether the parameters are still the same tensors, and the first parameter is at the same address.
+
+        `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
+        """
         same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 

@@ -45,7 +45,10 @@ def fused_norm(cls: type) -> str:
 
 @cache
 def mixed(kernel: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`."""
+    """Return a class with the name of `cls` that inherits from `kernel` first, and then from `cls`.
+
+    Equal arguments give the same class.
+    """
     return type(cls.__name__, (kernel, cls), {"__module__": cls.__module__})
 
 
@@ -108,7 +111,11 @@ def normed_heads(cls: Any) -> bool | None:
 
 
 def modelling(family: str, part: str) -> Any:
-    """Return a class of a family in transformers; for example, ("Llama", "Attention") gives `LlamaAttention`."""
+    """Return a class of a family in transformers; for example, ("Llama", "Attention") gives `LlamaAttention`.
+
+    Raises:
+        ImportError, AttributeError: the installed transformers lacks the family or the class.
+    """
     file = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     return getattr(importlib.import_module(file), family + part)
 

@@ -39,9 +39,11 @@ class DeviceStack(LayersAsOne):
     """Decoder layers that the kernels of `kernels/triton` may compute.
 
     Attributes:
-        mode: way to compute a step.
-        is_served: whether the kernels could compute the latest step that was not left to the modules unseen.
-        worst: difference between the two, in units of what is allowed; None before a comparison.
+        mode: way to compute a step, see `KernelMode`; "modules" outside of `StepKernels.computing`.
+        is_served: whether the kernels can compute all layers of the latest step. A step in the mode "modules", or
+            without `may_serve`, leaves the value unchanged.
+        worst: largest difference between kernels and modules since the start of `StepKernels.computing`, divided by the
+            tolerance; one number on the device. None before a comparison.
     """
 
     mode: KernelMode = "modules"
@@ -100,7 +102,7 @@ class DeviceStack(LayersAsOne):
         return None if any(module.training for module in self) else self._known
 
     def forget(self) -> None:
-        """Read the layers anew before the next step."""
+        """Drop the kept views of the layers, so that the next step reads the layers again."""
         self._known, self._was_read = None, False
 
 
@@ -112,11 +114,11 @@ def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
 
 
 class StepKernels:
-    """The kernels of a rank's model, for `KernelTrial`.
+    """The Triton kernels of one rank's model, in the form that `KernelTrial` needs.
 
     Args:
-        stacks: decoder layers of the model.
-        device: device of the rank.
+        stacks: lists of decoder layers in the model.
+        device: CUDA device of the rank.
     """
 
     def __init__(self, stacks: list[DeviceStack], device: torch.device) -> None:
@@ -125,12 +127,21 @@ class StepKernels:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device) -> StepKernels | None:
-        """Return the kernels of a model, None if it has no layers for them."""
+        """Return the Triton kernels of a model; None if the model has no `DeviceStack`.
+
+        Args:
+            model: the rank's model.
+            device: device of the rank.
+        """
         stacks = [module for module in model.modules() if isinstance(module, DeviceStack)]
         return cls(stacks, device) if stacks else None
 
     def obstacle(self) -> str:
-        """Return why no kernel can run here, "" if nothing is known against it. Imports Triton if it is installed."""
+        """Return the reason why no Triton kernel can run on the device, as text; "" if no reason is known.
+
+        Triton must be installed, and the device must be NVIDIA's with compute capability 8.0 or higher. If so, the
+        method imports the kernels, and passes on the errors of the import.
+        """
         if find_spec("triton") is None:
             return "Triton is not installed"
         if torch.version.hip is not None:
@@ -143,7 +154,13 @@ class StepKernels:
 
     @contextlib.contextmanager
     def computing(self, mode: KernelMode) -> Iterator[None]:
-        """Within it, steps are computed in this way."""
+        """Make the decoder layers compute steps in a given way inside the `with` block.
+
+        The start of the block resets `are_served` and `difference`. After the block, the modules compute all steps.
+
+        Args:
+            mode: way to compute a step, see `KernelMode`.
+        """
         for stack in self._stacks:
             stack.mode, stack.is_served, stack.worst = mode, False, None
         try:
@@ -153,20 +170,30 @@ class StepKernels:
                 stack.mode = "modules"
 
     def are_served(self) -> bool:
-        """Return whether the kernels could compute all layers in the latest step."""
+        """Return whether the kernels can compute all layers of the latest step of a `computing` block.
+
+        The mode of the block must not be "modules".
+        """
         return all(stack.is_served for stack in self._stacks)
 
     def difference(self) -> str:
-        """Return how the layers that ran both ways differ, "" if they agree. Waits for the device."""
+        """Return a text about the difference between kernels and modules in a `computing` block with the mode "both".
+
+        The text is "" if each layer's output, keys and values agree. The tolerance is 2 % of the largest number that a
+        layer adds to its input, plus rounding. The method waits for the device.
+        """
         worst = max(torch.inf if stack.worst is None else stack.worst.item() for stack in self._stacks)
         return "" if worst <= 1 else f"they differ from the modules by {worst:.1f} times what is allowed"
 
 
 def install_stacks(model: nn.Module) -> None:
-    """Change the classes of the decoder layers that the kernels may compute. Nothing of Triton is imported.
+    """Prepare a model's decoder layers for the Triton kernels, if `is_decoder` knows the model's class.
+
+    The list of layers becomes a `DeviceStack`, and the module with the list runs the layers as one. Triton is not
+    imported.
 
     Args:
-        model: its norms have their classes for devices; its tensors may still be missing.
+        model: model of a rank on a CUDA device, after `on_devices.install`; its tensors may still be missing.
     """
     for module in [*model.modules()]:
         layers: Any = getattr(module, "layers", None)
@@ -177,7 +204,7 @@ def install_stacks(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Have the kernels read a model's modules anew: attributes of theirs were set."""
+    """Make the Triton kernels read a model's modules again, after attributes of the modules were set."""
     for module in model.modules():
         if isinstance(module, DeviceStack):
             module.forget()

@@ -37,13 +37,19 @@ def classes_of(model: nn.Module) -> set[type]:
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Return name of a place → digest of its value, for places in modules that a rank can import."""
+    """Return name of a place → digest of its value, for places in modules that a rank can import.
+
+    Args:
+        slots: name of a place → the place and its value.
+    """
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {place: digest(slot.value) for place, slot in slots.items() if module_of(place) not in by_value}
 
 
 def differences(digests: Digests) -> Digests:
     """Compare digests of another process with the code of this process.
+
+    The function imports the modules of the places, and thus runs their code.
 
     Returns:
         Name of a place → digest of its value in this process, or `ABSENT` without a value, for places that differ.
@@ -58,7 +64,12 @@ def differences(digests: Digests) -> Digests:
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Return whether a place differs from a rank's digest `here` only because transformers fills it at first use."""
+    """Return whether a place differs from a rank's digest `here` only because transformers fills it at first use.
+
+    Args:
+        slot: the place and its value in the caller.
+        here: digest of the rank's value.
+    """
     if slot.place == _BUILT:
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -83,6 +94,10 @@ class AppliedChanges:
 
         Args:
             model: the model of the rank; None before the model is built.
+            changes: changes from the caller; the pickle contains code, so the sender must be trusted.
+
+        Raises:
+            ImportError, AttributeError: this process has no module, class or registry with the name of a place.
         """
         for place in changes.restored:
             self._restore(place)

@@ -15,11 +15,14 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dt
 
 
 def digest(value: Any) -> bytes:
-    """Return an 8-byte digest of a value.
+    """Return an 8-byte BLAKE2b digest of a value (https://www.rfc-editor.org/rfc/rfc7693).
 
     The digest of a function covers its instructions, constants, defaults, module name and closure values. The digest of
-    a class, a module or a built-in function covers its name. Numbers, strings, containers, and CPU tensors of at most
-    1 MiB are digested by value. The digest of any other object covers only the name of its class.
+    a class, a module or a built-in function covers its name. The digest of a method, a property or an object with
+    `__wrapped__` covers the function or the getter.
+
+    Numbers, strings, containers, partial functions, and CPU tensors of at most 1 MiB are digested by value. The digest
+    of any other object covers only the name of its class.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())

@@ -73,7 +73,13 @@ def pack(
 
 @contextlib.contextmanager
 def by_value(names: Iterable[str]) -> Iterator[None]:
-    """Pickle functions and classes of these modules by value within the context."""
+    """Make cloudpickle pickle the functions and classes of some modules by value inside the `with` block.
+
+    All threads of the process share the setting, so blocks of two threads must not overlap.
+
+    Args:
+        names: names of modules. `__main__` and modules that are not imported are ignored.
+    """
     known = cloudpickle.list_registry_pickle_by_value()
     modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
     for module in modules:

@@ -50,7 +50,7 @@ class Slot:
         holder: class, module globals or registry that contains the value.
         key: name of the value in `holder`.
         value: value of the place when the slot was made.
-        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach it.
+        of_step: whether a forward pass reaches the place; if not, only `generate` and other methods reach the place.
     """
 
     place: str
@@ -86,9 +86,16 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """Return name of a module → list of the globals dictionaries of its functions, for the code that `reach` follows.
+    """Return the globals dictionaries of code that `forward`, `__call__` and `generate` reach, by module.
 
     Functions that were pickled by value have their own globals, which an import of the module does not find.
+
+    Args:
+        classes: classes of a model's modules.
+        functions: further functions that modules have as attributes.
+
+    Returns:
+        Name of a module → list of the globals dictionaries of its functions.
     """
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
@@ -231,6 +238,8 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
     Args:
         default: result if `holder` has no such name.
+        holder: class, dictionary of a module's globals, or registry.
+        key: name of the value.
     """
     if isinstance(holder, type):
         return vars(holder).get(key, default)
@@ -259,7 +268,13 @@ def package_of(part: Any) -> str:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters."""
+    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters.
+
+    Args:
+        value: a function, method, property or partial function. Of another object, only a function in `__wrapped__`
+            counts.
+        seen: ids of functions to leave out.
+    """
     while True:
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

@@ -50,7 +50,11 @@ class CodeWatch:
 
 
 def refuse_modes() -> None:
-    """Raise ParallelError if a torch function mode or dispatch mode of the program is active in this thread."""
+    """Check that no torch function mode or dispatch mode of the program is active in this thread.
+
+    Raises:
+        ParallelError: a mode is active whose class does not belong to a package in `LIBRARIES`.
+    """
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

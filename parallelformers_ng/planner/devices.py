@@ -24,8 +24,9 @@ class Link:
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
         """Return the seconds of a sum or a gather of a tensor over the devices of one host.
 
-        The latency is NCCL's own model of a tree. The bytes are those of a ring: for a tensor of n bytes on k devices,
-        each device sends 2 n (k - 1) / k bytes in a sum, and n (k - 1) / k bytes in a gather.
+        The latency is NCCL's own model of a tree (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc). The
+        number of bytes is the number that a ring of devices sends. For a tensor of n bytes on k devices, each device
+        sends 2 n (k - 1) / k bytes in a sum. In a gather, each device sends half as many bytes.
 
         Args:
             ranks: number of devices, k.
@@ -58,7 +59,10 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes of memory for a model; the driver, NCCL and the allocator use the remaining tenth."""
+        """Bytes of memory for a model: 0.9 of all memory, like vLLM's default of `gpu_memory_utilization`.
+
+        The driver, NCCL and the allocator use the remaining tenth.
+        """
         return self.memory * _USABLE
 
 

@@ -49,7 +49,10 @@ def byte_product_kernel(
     rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
     FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some outputs of one weight for all rows."""
+    """Compute up to OUTPUTS outputs of one weight for all rows. `byte_product_launch` describes the arguments.
+
+    `x_row` and `y_row` are distances between rows, in elements.
+    """
     tile = tl.program_id(0)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
     if tile >= tl.cdiv(outputs0, OUTPUTS):
@@ -82,14 +85,14 @@ def byte_product_kernel(
 def byte_product_launch(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
 ) -> Launch:
-    """Return the launch that writes y.
+    """Return the launch that writes y = (x Qᵀ) ⊙ s + b, side by side for all weights Q.
 
     Args:
-        x: `[rows, inputs]`, dense along the inputs, bf16 or fp16.
-        weights: one to three, `[outputs, inputs]`, contiguous, int8 or fp8.
-        scales: one a weight, `[outputs, 1]`, fp32, contiguous.
-        biases: one a weight, `[outputs]`, or empty.
-        y: `[rows, sum of the outputs]`, contiguous.
+        x: `[rows, inputs]`, dense along the inputs, bf16 or fp16; at most 16 rows.
+        weights: one to three tensors Q, `[outputs, inputs]`, contiguous, all int8 or all fp8 (e4m3).
+        scales: one tensor s for each weight, `[outputs, 1]`, fp32, contiguous.
+        biases: one tensor b for each weight, `[outputs]`; empty for no biases.
+        y: output, `[rows, sum of the outputs]`, contiguous.
     """
     is_fp8 = weights[0].dtype is torch.float8_e4m3fn
     if is_fp8:
@@ -107,7 +110,18 @@ def byte_product_launch(
 def joint_arguments(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
 ) -> dict[str, Any]:
-    """Return the arguments of a product with one to three weights. A missing weight has no outputs."""
+    """Return the arguments that kernels of products take for one to three weights, by name.
+
+    The kernels have arguments for three weights. In the place of a missing weight, a kernel gets the first weight with
+    0 outputs.
+
+    Args:
+        x: `[rows, inputs]`, dense along the inputs.
+        weights: one to three tensors, `[outputs, …]`.
+        scales: one tensor for each weight.
+        biases: one tensor for each weight; empty for no biases.
+        y: `[rows, sum of the outputs]`.
+    """
     rows, inputs = x.shape
     arguments: dict[str, Any] = {"x": x, "y": y, "rows": rows, "inputs": inputs}
     arguments |= {"x_row": x.stride(0), "y_row": y.stride(0)}
@@ -119,13 +133,26 @@ def joint_arguments(
 
 
 def programs(weights: Sequence[Tensor]) -> int:
-    """Return the number of programs for some weights: none computes outputs of two of them."""
+    """Return the number of programs for the outputs of some weights.
+
+    A program computes up to 32 outputs of one weight.
+
+    Args:
+        weights: tensors, `[outputs, …]`.
+    """
     return sum(-(-weight.shape[0] // OUTPUTS_OF_PROGRAM) for weight in weights)
 
 
 @operator("byte_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
 def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return y, `[…, sum of the outputs]`, for x of `[…, inputs]`."""
+    """Return y = (x Qᵀ) ⊙ s + b, `[…, sum of the outputs]`, side by side for all weights Q.
+
+    Args:
+        x: `[…, inputs]`, bf16 or fp16; at most 16 rows in all.
+        weights: one to three tensors, `[outputs, inputs]`, contiguous, all int8 or all fp8 (e4m3).
+        scales: one tensor for each weight, `[outputs, 1]`, fp32, contiguous.
+        biases: one tensor for each weight, `[outputs]`; empty for no biases.
+    """
     outputs = sum(weight.shape[0] for weight in weights)
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases, y.view(-1, outputs)).run()
@@ -135,7 +162,11 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
 def byte_product_twin(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """Return y: weights are widened in memory, and each is multiplied by itself."""
+    """Return the result of `byte_product`, computed by plain torch. Each weight is widened in memory.
+
+    Args:
+        x, weights, scales, biases: the arguments of `byte_product`, with any number of rows and weights.
+    """
     outputs = [
         functional.linear(x, weight.to(x.dtype)) * scale.flatten()
         for weight, scale in zip(weights, scales, strict=True)

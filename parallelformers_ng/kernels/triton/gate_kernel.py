@@ -24,7 +24,10 @@ _BLOCK = 1024
 
 @triton.jit
 def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute a piece of one row of y."""
+    """Compute up to BLOCK columns of one row of y = act(g) * u. `gate_launch` describes the arguments.
+
+    `g_row` and `u_row` are distances between rows, in elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -41,12 +44,12 @@ def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK:
 
 
 def gate_launch(g: Tensor, u: Tensor, y: Tensor, activation: str) -> Launch:
-    """Return the launch that writes y.
+    """Return the launch that writes y = act(g) ⊙ u.
 
     Args:
         g, u: `[rows, columns]`, dense along the columns.
-        y: `[rows, columns]`, contiguous.
-        activation: one of `ACTIVATIONS`.
+        y: output, `[rows, columns]`, contiguous.
+        activation: name of act, one of `ACTIVATIONS`.
     """
     rows, columns = g.shape
     arguments: dict[str, Any] = {"g": g, "u": u, "y": y, "columns": columns, "g_row": g.stride(0), "u_row": u.stride(0)}
@@ -56,14 +59,24 @@ def gate_launch(g: Tensor, u: Tensor, y: Tensor, activation: str) -> Launch:
 
 @operator("gated(Tensor g, Tensor u, str activation) -> Tensor")
 def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
-    """Return y for `[rows, 1, columns]`."""
+    """Return y = act(g) ⊙ u, contiguous.
+
+    Args:
+        g, u: `[rows, 1, columns]`, dense along the columns.
+        activation: name of act, one of `ACTIVATIONS`.
+    """
     y = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     gate_launch(g.flatten(0, -2), u.flatten(0, -2), y, activation).run()
     return y
 
 
 def gate_twin(g: Tensor, u: Tensor, activation: str) -> Tensor:
-    """Return y."""
+    """Return the result of `gated`, computed by plain torch.
+
+    Args:
+        g, u: tensors of equal shape.
+        activation: name of act, one of `ACTIVATIONS`.
+    """
     if activation == "silu":
         return functional.silu(g) * u
     return functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u

@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that a launch needs.
+    """One launch of a Triton kernel, as data.
 
     Attributes:
         kernel: function decorated with `triton.jit`.
-        grid: numbers of programs, one to three.
-        arguments: tensors, numbers, and None for an optional tensor that is absent; by name.
+        grid: numbers of programs in one to three dimensions.
+        arguments: tensors and numbers by name; None for an optional tensor that is absent.
         constants: arguments of type `tl.constexpr`, by name.
-        warps: groups of 32 threads of a program.
-        stages: iterations of the inner loop whose loads are in flight together.
+        warps: number of warps, groups of 32 threads, of a program.
+        stages: number of iterations of the inner loop whose loads are in flight together.
     """
 
     kernel: Any
@@ -30,7 +30,7 @@ class Launch:
     stages: int = 1
 
     def run(self) -> None:
-        """Queue the kernel on the current stream. A grid without programs is no launch."""
+        """Queue the kernel on the current stream. A grid with a 0 launches nothing."""
         if all(self.grid):
             options = {"num_warps": self.warps, "num_stages": self.stages}
             self.kernel[self.grid](**self.arguments, **self.constants, **options)
@@ -40,12 +40,13 @@ _library = torch.library.Library("parallelformers_ng", "FRAGMENT")
 
 
 def operator(schema: str) -> Callable[[Any], Any]:
-    """Return the decorator that makes an operator of torch of a function: modes of torch see its tensors.
+    """Return a decorator that registers a function as an operator of torch, `torch.ops.parallelformers_ng.NAME`.
 
+    The decorated name is the operator. Dispatch modes of torch see a call of the operator and its tensors.
     `torch.library.custom_op` would import the compiler for its first call.
 
     Args:
-        schema: name, arguments and results, as in torch's `native_functions.yaml`.
+        schema: name, arguments and results, in the form of torch's `native_functions.yaml`.
     """
 
     def decorated(function: Any) -> Any:

@@ -49,7 +49,10 @@ def nibble_product_kernel(
     rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some outputs of one weight for all rows. `inputs` and `x_row` count pairs."""
+    """Compute up to OUTPUTS outputs of one weight for all rows. `nibble_product_launch` describes the arguments.
+
+    `inputs` and `x_row` count pairs of inputs. `x_row` and `y_row` are distances between rows.
+    """
     tile = tl.program_id(0)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
     if tile >= tl.cdiv(outputs0, OUTPUTS):
@@ -88,14 +91,15 @@ def nibble_product_kernel(
 def nibble_product_launch(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
 ) -> Launch:
-    """Return the launch that writes y.
+    """Return the launch that writes y = x Wᵀ + b, side by side for all weights W = Q ⊙ s.
 
     Args:
-        x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4.
-        weights: one to three, `[outputs, inputs / 2]`, contiguous, uint8.
-        scales: one a weight, `[outputs, inputs / 32]`, of the type of x, contiguous.
-        biases: one a weight, `[outputs]`, or empty.
-        y: `[rows, sum of the outputs]`, contiguous.
+        x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 16 rows.
+        weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
+            low bits are the first integer.
+        scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
+        biases: one tensor for each weight, `[outputs]`; empty for no biases.
+        y: output, `[rows, sum of the outputs]`, contiguous.
     """
     signed = [weight.view(torch.int8) for weight in weights]
     constants = {"ROWS": MOST_ROWS, "OUTPUTS": OUTPUTS_OF_PROGRAM, "GROUPS": _GROUPS_AT_ONCE}
@@ -105,7 +109,15 @@ def nibble_product_launch(
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
 def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return y, `[…, sum of the outputs]`, for x of `[…, inputs]`."""
+    """Return y = x Wᵀ + b, `[…, sum of the outputs]`, side by side for all weights W = Q ⊙ s.
+
+    Args:
+        x: `[…, inputs]`, bf16 or fp16; at most 16 rows in all.
+        weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
+            low bits are the first integer.
+        scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
+        biases: one tensor for each weight, `[outputs]`; empty for no biases.
+    """
     outputs = sum(weight.shape[0] for weight in weights)
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     states = x.reshape(-1, x.shape[-1]).contiguous()
@@ -116,7 +128,11 @@ def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biase
 def nibble_product_twin(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """Return y: weights are put together in memory, and each is multiplied by itself."""
+    """Return the result of `nibble_product`, computed by plain torch. Each weight is dequantized in memory.
+
+    Args:
+        x, weights, scales, biases: the arguments of `nibble_product`, with any number of rows and weights.
+    """
     outputs = []
     for weight, scale in zip(weights, scales, strict=True):
         signed = weight.view(torch.int8)

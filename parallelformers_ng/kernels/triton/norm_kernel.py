@@ -31,7 +31,10 @@ def norm_kernel(
     columns, x_row, d_row, epsilon,
     CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of s and y."""
+    """Compute one row of s = x + d and of y, the norm of s. `norm_launch` describes the arguments.
+
+    `x_row` and `d_row` are distances between rows, in elements.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -53,12 +56,15 @@ def norm_kernel(
 def norm_launch(
     x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool, s: Tensor, y: Tensor
 ) -> Launch:
-    """Return the launch that writes s and y.
+    """Return the launch that writes s = x + d and y, the norm of s.
 
     Args:
-        x, d: `[rows, columns]`, dense along the columns.
-        w, b: `[columns]`.
-        s, y: `[rows, columns]`, contiguous.
+        x, d: `[rows, columns]`, dense along the columns, with at most `MOST_COLUMNS` columns. If d is None, y is the
+            norm of x, and s is not written.
+        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        epsilon: ε of the norm.
+        centered: True for LayerNorm, False for RMSNorm.
+        s, y: outputs, `[rows, columns]`, contiguous.
     """
     rows, columns = x.shape
     block = power_of_two(columns)
@@ -70,7 +76,14 @@ def norm_launch(
 
 @operator("norm(Tensor x, Tensor w, Tensor? b, float epsilon, bool centered) -> Tensor")
 def norm(x: Tensor, w: Tensor, b: Tensor | None, epsilon: float, centered: bool) -> Tensor:
-    """Return y for `[rows, 1, columns]`, without d."""
+    """Return the norm of x, contiguous and of the shape of x.
+
+    Args:
+        x: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
+        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        epsilon: ε of the norm.
+        centered: True for LayerNorm, False for RMSNorm.
+    """
     rows, y = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     norm_launch(rows, None, w, b, epsilon, centered, y, y).run()
     return y
@@ -80,7 +93,14 @@ def norm(x: Tensor, w: Tensor, b: Tensor | None, epsilon: float, centered: bool)
 def sum_and_norm(
     x: Tensor, d: Tensor, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return s and y for `[rows, 1, columns]`."""
+    """Return s = x + d and the norm of s, contiguous and of the shape of x.
+
+    Args:
+        x, d: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
+        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        epsilon: ε of the norm.
+        centered: True for LayerNorm, False for RMSNorm.
+    """
     s, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rows, added = (each.reshape(-1, x.shape[-1]) for each in (x, d))
     norm_launch(rows, added, w, b, epsilon, centered, s, y).run()
@@ -90,7 +110,14 @@ def sum_and_norm(
 def norm_twin(
     x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return s and y."""
+    """Return s = x + d and the norm of s, computed by plain torch. If d is None, s is x.
+
+    Args:
+        x, d: `[…, columns]`.
+        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        epsilon: ε of the norm.
+        centered: True for LayerNorm, False for RMSNorm.
+    """
     s = x if d is None else x + d
     wide = s if s.dtype is torch.float64 else s.float()
     if centered:

@@ -45,7 +45,11 @@ def rotary_kernel(
     key_row, key_head, value_row, value_head, epsilon,
     HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one query head, or write one key head or value head to the cache."""
+    """Rotate one query head, or write one key head or value head to the cache.
+
+    `rotary_launch` describes the arguments. Names that end in `_row` or `_head` are distances in elements. `room` is
+    the number of positions of the cache.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
@@ -78,15 +82,17 @@ def rotary_launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
 ) -> Launch:  # fmt: skip
-    """Return the launch that rotates q in place and writes a token to the cache.
+    """Return the launch that rotates q in place, and writes rotated k and unchanged v to the cache.
 
     Args:
-        q, k, v: `[rows, heads · width]`, `[rows, kv_heads · width]` twice, dense along the last dimension.
-        cos, sin: `[rows or 1, width]`, dense along the last dimension.
-        q_norm, k_norm: weights of the norms of heads, `[width]`.
-        epsilon: the same for both norms.
-        keys, values: `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
-        positions: `[rows]` or `[1]`, integers.
+        q: queries, `[rows, heads · width]`, dense along the last dimension.
+        k, v: keys and values of one new token of each row, `[rows, kv_heads · width]`, dense along the last dimension.
+        cos, sin: cosines and sines of the positions, `[rows or 1, width]`, dense along the last dimension.
+        q_norm, k_norm: weights of the RMS norms of each head, `[width]`; None for no norm.
+        epsilon: ε of both norms.
+        keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
+        positions: place of the new token in the cache, `[rows]` or `[1]`, integers. A token with a place outside of the
+            cache is not written.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
@@ -102,7 +108,7 @@ def rotary_launch(
 
 
 def row_step(tensor: Tensor) -> int:
-    """Return the distance between rows, 0 if all rows share one."""
+    """Return the distance between the rows of a tensor, in elements; 0 if the tensor has one row for all rows."""
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
@@ -114,7 +120,11 @@ def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
-    """Rotate q in place, and write a token to the cache. See `rotary_launch`."""
+    """Rotate q in place, and write rotated k and unchanged v to the cache.
+
+    Args:
+        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
+    """
     rotary_launch(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions).run()
 
 
@@ -122,7 +132,11 @@ def rotary_twin(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
 ) -> None:  # fmt: skip
-    """Rotate q in place, and write a token to the cache."""
+    """Change q, keys and values as `rotate_and_write` does, by plain torch.
+
+    Args:
+        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
+    """
     rows, kv_heads, room, width = keys.shape
 
     def turned(states: Tensor, w: Tensor | None) -> Tensor:

@@ -44,7 +44,13 @@ def split_kernel(
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute m, l and a of one split for the query heads of one key/value head."""
+    """Compute the partial results of one split of the keys, for the query heads of one key/value head.
+
+    The partial results of a query head are the largest score, and the sum of the weights exp(score - largest). The
+    third result is the weighted sum of the values. `attention_launches` describes the arguments. Names that end in
+    `_row` or `_head` are distances in elements. `groups` is the number of query heads of a key/value head, `room` the
+    number of positions.
+    """
     pair, split = tl.program_id(0), tl.program_id(1)
     row, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     query, column = tl.arange(0, QUERIES), tl.arange(0, BLOCK)
@@ -101,7 +107,10 @@ def combine_kernel(
     parts, largest, sums, counter, y, splits,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute y of one row and query head, of the partial results of its splits."""
+    """Compute attention y of one row and query head from the partial results of its splits.
+
+    One program also increments `counter`. `attention_launches` describes the arguments.
+    """
     slot = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK)
     is_split, is_column = split < splits, column < WIDTH
@@ -122,19 +131,24 @@ def attention_launches(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float, y: Tensor,
     mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Return the launches that write y.
+    """Return two launches, to run in order, that write attention y of one query of each row over a cache.
+
+    The first launch computes partial results for splits of the keys, the second launch combines the partial results.
+    The method is that of Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The function
+    allocates fp32 tensors for the partial results on the device of q.
 
     Args:
-        q: `[rows, heads · width]`, dense along the last dimension.
-        keys, values: `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
-        lengths: `[rows]` or `[1]`, integers.
-        new: tokens of each row that `lengths` does not count yet.
+        q: queries, `[rows, heads · width]`, dense along the last dimension.
+        keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
+        lengths: number of tokens of each row in the cache, `[rows]` or `[1]`, integers.
+        new: number of tokens of each row in the cache that `lengths` does not count yet.
         scale: factor of the scores.
-        y: `[rows, heads · width]`, contiguous.
-        mask: `[rows or 1, positions]`, bytes; 0 hides a position.
-        window: number of positions that a row attends to, 0 for all.
-        slopes: `[heads]`, fp32, ALiBi's.
-        counter: a number that is increased by one.
+        y: output, `[rows, heads · width]`, contiguous. A row that attends to no position gets zeros.
+        mask: bytes, `[rows or 1, positions]`; 0 hides a position. None hides no position.
+        window: number of last positions that a row attends to; 0 for all positions.
+        slopes: slopes of ALiBi (https://arxiv.org/abs/2108.12409), `[heads]`, fp32; None for no ALiBi.
+        counter: one integer on the device that the second launch increases by 1; may be `lengths` of one element. None
+            for no counter.
     """
     rows, kv_heads, room, width = keys.shape
     heads = q.shape[1] // width
@@ -163,12 +177,14 @@ def attention_launches(
 
 
 def splits_of(pairs: int, room: int) -> int:
-    """Return the number of splits of the keys. It depends on nothing that changes from step to step.
+    """Return the number of splits of the keys, 1 to 64.
+
+    The number is equal for all steps over a cache, so that a recording can repeat the launch.
 
     Args:
-        pairs: key/value heads, times rows rounded up to a power of two. A recording has that number of rows; its
-            kernels were compiled in the step before it.
-        room: positions of the cache.
+        pairs: number of key/value heads, times the number of rows rounded up to a power of two. A recording has this
+            number of rows; its kernels were compiled in the step before the recording.
+        room: number of positions of the cache.
     """
     of_keys = -(-room // (2 * _KEYS_AT_ONCE))
     return max(1, min(_MOST_SPLITS, of_keys, _PROGRAMS // max(1, pairs)))
@@ -182,7 +198,12 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
     mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y, `[rows, heads · width]`. See `attention_launches`."""
+    """Return attention of one query of each row over a cache, `[rows, heads · width]`.
+
+    Args:
+        q, keys, values, lengths, new, scale, mask, window, slopes, counter: the arguments of `attention_launches`. The
+            operator increments `counter` in place.
+    """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, slopes, counter):
         launch.run()
@@ -193,7 +214,11 @@ def attention_twin(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
     mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return y, row by row."""
+    """Return the result of `attend`, computed by plain torch, row by row, on the CPU.
+
+    Args:
+        q, keys, values, lengths, new, scale, mask, window, slopes: the arguments of `attention_launches`.
+    """
     rows, kv_heads, room, width = keys.shape
     y = torch.zeros_like(q)
     for row, length in enumerate(lengths.expand(rows).tolist()):
