@@ -6,24 +6,22 @@ that only exists in the caller's process, such as the handle of a cache.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-import sys
-import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cloudpickle
 import torch
-from cloudpickle import cloudpickle as by_value
 from torch import nn
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.object_state import code_of
+from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
@@ -142,24 +140,10 @@ def _is_portable(model: nn.Module, hook: Hook) -> bool:
     return True
 
 
-@contextmanager
-def _by_value(hooks: Sequence[Hook]) -> Iterator[None]:
+def _by_value(hooks: Sequence[Hook]) -> contextlib.AbstractContextManager[None]:
     """Within the block, pickle the modules that define hooks by value: an imported copy would have new variables."""
     names = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
-    modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith(LIBRARIES)]
-    with _registering:
-        added = [module for module in modules if module.__name__ not in by_value.list_registry_pickle_by_value()]
-        for module in added:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in added:
-                cloudpickle.unregister_pickle_by_value(module)
-
-
-_registering = threading.RLock()
-"""Lock for the list of modules that cloudpickle pickles by value; all threads share the list."""
+    return pickled_by_value(name for name in names if not name.startswith(LIBRARIES))
 
 
 class _HookPickler(ReferencePickler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import threading
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -75,20 +76,25 @@ def pack(
 def by_value(names: Iterable[str]) -> Iterator[None]:
     """Make cloudpickle pickle the functions and classes of some modules by value inside the `with` block.
 
-    All threads of the process share the setting, so blocks of two threads must not overlap.
+    All threads of the process share the setting, so the block of one thread waits for the end of another thread's block.
 
     Args:
         names: names of modules. `__main__` and modules that are not imported are ignored.
     """
-    known = cloudpickle.list_registry_pickle_by_value()
-    modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
-    for module in modules:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+    with _setting:
+        known = cloudpickle.list_registry_pickle_by_value()
+        modules = [sys.modules[name] for name in set(names) - known - {"__main__"} if name in sys.modules]
         for module in modules:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+_setting = threading.RLock()
+"""Lock for the list of modules that cloudpickle pickles by value."""
 
 
 class _CodePickler(cloudpickle.Pickler):
