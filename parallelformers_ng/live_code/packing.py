@@ -76,7 +76,7 @@ def pack(
 def by_value(names: Iterable[str]) -> Iterator[None]:
     """Make cloudpickle pickle the functions and classes of some modules by value inside the `with` block.
 
-    All threads of the process share the setting, so the block of one thread waits for the end of another thread's block.
+    All threads of the process share the setting, so a block waits until the blocks of other threads have ended.
 
     Args:
         names: names of modules. `__main__` and modules that are not imported are ignored.

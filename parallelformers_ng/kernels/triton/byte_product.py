@@ -121,8 +121,13 @@ def joint_arguments(
         scales: one tensor for each weight.
         biases: one tensor for each weight; empty for no biases.
         y: `[rows, sum of the outputs]`.
+
+    Raises:
+        ValueError: `x` has more than MOST_ROWS rows.
     """
     rows, inputs = x.shape
+    if rows > MOST_ROWS:
+        raise ValueError(f"x has {rows} rows; the kernel multiplies up to {MOST_ROWS}")
     arguments: dict[str, Any] = {"x": x, "y": y, "rows": rows, "inputs": inputs}
     arguments |= {"x_row": x.stride(0), "y_row": y.stride(0)}
     for place in range(MOST_WEIGHTS):
