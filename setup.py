@@ -20,6 +20,12 @@ setup(
             optional=True,
         ),
         Extension(
+            "parallelformers_ng.live_code._places",
+            sources=["parallelformers_ng/live_code/_places.c"],
+            extra_compile_args=["-O3", "-std=c11"],
+            optional=True,
+        ),
+        Extension(
             "parallelformers_ng.kernels._decode",
             sources=["parallelformers_ng/kernels/_decode.c"],
             depends=HEADERS,

@@ -16,6 +16,11 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
 
+try:
+    from parallelformers_ng.live_code._places import are_unchanged
+except ImportError:  # installed without a compiler
+    are_unchanged = None  # type: ignore[assignment]
+
 
 class CodeWatch:
     """Compares places of code with the values that the places had when the watch began.
@@ -34,17 +39,22 @@ class CodeWatch:
                 copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later
             if slot.key in table:
                 groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
-        self._tables = [table for table, _ in groups.values()]
-        self._getters = [_getter(values) for _, values in groups.values()]
-        self._values = [getter(table) for getter, table in zip(self._getters, self._tables, strict=True)]
-        self._classes = [*classes.values(), _table_of(torch.Tensor)]
-        self._sizes = [*map(len, self._classes)]
+        self._tables = tuple(table for table, _ in groups.values())
+        self._keys = tuple((*values, *list(values)[:1]) for _, values in groups.values())
+        self._getters = [operator.itemgetter(*keys) for keys in self._keys]  # with two keys or more, they return tuples
+        self._values = tuple(getter(table) for getter, table in zip(self._getters, self._tables, strict=True))
+        self._classes = (*classes.values(), _table_of(torch.Tensor))
+        self._sizes = tuple(map(len, self._classes))
 
     def holds(self) -> bool:
         """Return whether all places still have their first values, and no watched class gained or lost an attribute."""
-        try:
-            same = [*map(operator.call, self._getters, self._tables)] == self._values
-            return same and [*map(len, self._classes)] == self._sizes
+        if are_unchanged is not None and are_unchanged(
+            self._tables, self._keys, self._values, self._classes, self._sizes
+        ):
+            return True
+        try:  # another object may still be an equal one
+            same = tuple(map(operator.call, self._getters, self._tables)) == self._values
+            return same and tuple(map(len, self._classes)) == self._sizes
         except (KeyError, RuntimeError, ValueError):  # a value is missing, or is a tensor now
             return False
 
@@ -73,8 +83,3 @@ def _table_of(holder: Any) -> dict[str, Any]:
     if isinstance(holder, GeneralInterface):
         return holder._local_mapping or type(holder)._global_mapping
     return holder
-
-
-def _getter(values: dict[str, Any]) -> Any:
-    keys = [*values]
-    return operator.itemgetter(*keys, *keys[:1])  # with at least two keys, an itemgetter returns a tuple

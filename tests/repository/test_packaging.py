@@ -122,6 +122,7 @@ def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: 
         "import torch\n"
         "from parallelformers_ng.collectives import _kernel\n"
         "from parallelformers_ng.kernels import _decode\n"
+        "from parallelformers_ng.live_code import _places\n"
         "from parallelformers_ng.kernels.operators import StreamingLinear\n"
         "from parallelformers_ng.kernels.installation import install\n"
         "layer = torch.nn.Linear(70, 5).requires_grad_(False)\n"
@@ -131,7 +132,7 @@ def test_a_wheel_has_the_kernels_and_they_compute(with_kernels: Path, tmp_path: 
         "assert type(layer) is StreamingLinear\n"
         "with torch.inference_mode():\n"
         "    torch.testing.assert_close(layer(x), want)\n"
-        "print(_kernel.__file__, _decode.__file__, sep='\\n')\n"
+        "print(_kernel.__file__, _decode.__file__, _places.__file__, sep='\\n')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(with_kernels), "PYTHONSAFEPATH": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
