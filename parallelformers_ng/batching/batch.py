@@ -164,11 +164,11 @@ class Batch:
         self._go_on(changed)
 
     def _go_on(self, changed: list[Ticket]) -> None:
-        """Queue the next round, then wake the callers of the changed calls."""
+        """Queue the next round, then wake the callers of the changed calls that have news for their thread."""
         if self.busy:
             self.look()
         # The next request is sent first, because a caller that wakes up would delay this thread.
-        self.group.do_later(functools.partial(_ring, changed))
+        self.group.do_later(functools.partial(_ring, [ticket for ticket in changed if ticket.has_news]))
 
     def _measure(self, news: list[News]) -> None:
         """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from parallelformers_ng.batching.prepared import Prepared
 from parallelformers_ng.batching.row_caches import name_in
@@ -15,6 +17,34 @@ from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 
 GOES_ON, ENDED, FAILED = range(3)
+
+_CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteria, MaxLengthCriteria)}
+"""Criteria whose result follows from the newest token and the length, and their methods before a program changes them."""
+
+
+@dataclass(frozen=True)
+class GreedyCall:
+    """A call whose next token is the one with the largest logit, and whose end needs no logits.
+
+    Attributes:
+        length: number of tokens, prompt included, at which the call ends.
+        end_tokens: tokens that end the call.
+    """
+
+    length: float
+    end_tokens: frozenset[int]
+
+    @staticmethod
+    def read(call: Prepared) -> GreedyCall | None:
+        """Return the description of a greedy call; None if the call samples, or has processors or other criteria."""
+        criteria = (call.criteria, *call.criteria)
+        if call.config.do_sample or call.processors or call.penalties is not None:
+            return None
+        if any(_CALLS.get(type(each)) is not type(each).__call__ for each in criteria):
+            return None
+        lengths = [each.max_length for each in call.criteria if isinstance(each, MaxLengthCriteria)]
+        ends = [each.eos_token_id.tolist() for each in call.criteria if isinstance(each, EosTokenCriteria)]
+        return GreedyCall(min(lengths, default=math.inf), frozenset(token for each in ends for token in each))
 
 
 @dataclass(eq=False)
@@ -26,7 +56,7 @@ class BatchRow:
         call: prepared arguments, with logits processors and stopping criteria.
         random: random stream of the row; None for the rank's default generator.
         objects: mutable parts of the caller's processors and criteria; None if they have no such parts.
-        ids: the prompt and the tokens so far, int64 `[1, tokens]`.
+        greedy: description of a call whose token needs no method of transformers; None for other calls.
         newest: last token of `ids`.
         told: number of tokens, prompt included, that were sent to the caller.
         outcome: GOES_ON, ENDED or FAILED.
@@ -39,7 +69,7 @@ class BatchRow:
     call: Prepared
     random: OwnStream | None = None
     objects: ObjectState | None = None
-    ids: torch.Tensor = field(init=False)
+    greedy: GreedyCall | None = field(init=False)
     newest: int = field(init=False)
     told: int = field(init=False)
     may_be_kept: bool = field(init=False)
@@ -47,12 +77,21 @@ class BatchRow:
     failure: Description | None = None
 
     def __post_init__(self) -> None:
-        self.ids = self.call.input_ids
-        self.newest = int(self.ids[0, -1])
-        self.told = self.ids.shape[1]
+        self._ids = self.call.input_ids
+        self._new: list[int] = []  # tokens that are not in `_ids` yet
+        self.greedy = GreedyCall.read(self.call)
+        self.newest = int(self._ids[0, -1])
+        self.told = self._ids.shape[1]
         self.may_be_kept = self.prompt_is_plain
         if self.objects is not None:
             self.objects.remember()
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The prompt and the tokens so far, int64 `[1, tokens]`."""
+        if self._new:
+            self._ids, self._new = torch.cat((self._ids, self._ids.new_tensor([self._new])), -1), []
+        return self._ids
 
     @property
     def cache(self) -> Any:
@@ -87,12 +126,18 @@ class BatchRow:
                 if self.call.config.do_sample:
                     token = torch.multinomial(scores.softmax(-1), num_samples=1)
                 else:
-                    token = scores.argmax(-1, keepdim=True)
+                    token = scores.max(-1, keepdim=True).indices  # twice as fast as argmax on CPU
             ended = bool(self.call.criteria(torch.cat((self.ids, token), -1), scores)[0])
         except Exception as error:  # an error of a processor or criterion fails only this row
             self.failure = describe(error)
             return 0, FAILED
         return int(token), ENDED if ended else GOES_ON
+
+    def after(self, token: int) -> int:
+        """Return the outcome of a greedy call after its next token: GOES_ON or ENDED."""
+        assert self.greedy is not None
+        length = self._ids.shape[1] + len(self._new) + 1
+        return ENDED if length >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
     def take(self, token: int, outcome: int) -> None:
         """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
@@ -103,7 +148,7 @@ class BatchRow:
         """
         self.outcome = outcome
         if outcome != FAILED:
-            self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), -1)
+            self._new.append(token)
             self.newest = token
 
     def news(self) -> list[int]:

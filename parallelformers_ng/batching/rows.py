@@ -160,18 +160,24 @@ class Rows:
     def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
         """Choose the next tokens of this rank's share of the rows, and gather the tokens of all ranks."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
-        own = {index: logits[index : index + 1] for index, row in enumerate(rows) if row.number % ranks == rank}
-        if penalized_rows := [index for index in own if rows[index].call.penalties is not None]:
+        own = [index for index, row in enumerate(rows) if row.number % ranks == rank]
+        mine = [(0, 0)] * len(rows)
+        if greedy := [index for index in own if rows[index].greedy is not None]:
+            for index, token in zip(greedy, _of(logits, greedy).max(-1).indices.tolist(), strict=True):
+                mine[index] = token, rows[index].after(token)
+        scores = {index: logits[index : index + 1] for index in own if rows[index].greedy is None}
+        if penalized_rows := [index for index in scores if rows[index].call.penalties is not None]:
             penalties = [each for index in penalized_rows if (each := rows[index].call.penalties) is not None]
             sequences = [rows[index].ids[0] for index in penalized_rows]
-            scores = penalized(logits[penalized_rows].float(), sequences, penalties)
-            own.update(zip(penalized_rows, scores.split(1), strict=True))
-        mine = [row.choose(own[index]) if index in own else (0, 0) for index, row in enumerate(rows)]
+            changed = penalized(logits[penalized_rows].float(), sequences, penalties)
+            scores.update(zip(penalized_rows, changed.split(1), strict=True))
+        for index, each in scores.items():
+            mine[index] = rows[index].choose(each)
         chosen = self._mask.new_tensor([mine])
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)
-        for row, each in zip(rows, chosen.transpose(0, 1).tolist(), strict=True):
-            row.take(*each[row.number % ranks])
+        for row, outcomes in zip(rows, chosen.transpose(0, 1).tolist(), strict=True):
+            row.take(*outcomes[row.number % ranks])
 
     def _pack(self) -> None:
         """Drop empty rows and columns if at least one in 4 rows or columns is empty."""
@@ -183,3 +189,10 @@ class Rows:
         self._slots = [self._slots[index] for index in full]
         self._mask = self._mask[full, first:]
         row_caches.keep_rows(self._cache, full, self._mask.shape[1])
+
+
+def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Return the rows of `logits` with the given indices, without a copy if the indices have one stride."""
+    stride = rows[1] - rows[0] if len(rows) > 1 else 1
+    is_range = rows == list(range(rows[0], rows[0] + stride * len(rows), stride))
+    return logits[rows[0] : rows[-1] + 1 : stride] if is_range else logits[rows]

@@ -59,9 +59,11 @@ class SharedCall:
         Returns:
             The longer sequence, int64 `[1, tokens]`, and whether a new token ends the call.
         """
+        if not self.endings:
+            return (torch.cat((ids, ids.new_tensor([tokens])), -1) if tokens else ids), False
         for token in tokens:
             ids = torch.cat((ids, ids.new_tensor([[token]])), -1)
-            if self.endings and bool(self.endings(ids, None)[0]):
+            if bool(self.endings(ids, None)[0]):
                 return ids, True
         return ids, False
 

@@ -27,6 +27,7 @@ class Ticket:
         parcel: arguments of the call for the ranks: `message.parcel` of a `Call`.
         positions: most rows × tokens of a cache whose steps may be recorded for this call.
         arrived: function without arguments, called when the ranks have received the parcel.
+        on_tokens: function that receives new tokens as soon as they arrive; None for no streaming.
 
     Attributes:
         tokens: new tokens so far.
@@ -42,9 +43,15 @@ class Ticket:
     """
 
     def __init__(
-        self, call: SharedCall, parcel: tuple[bytes, int], positions: int, arrived: Callable[[], None]
+        self,
+        call: SharedCall,
+        parcel: tuple[bytes, int],
+        positions: int,
+        arrived: Callable[[], None],
+        on_tokens: Callable[[list[int]], object] | None = None,
     ) -> None:
         self.call, self.parcel, self.positions, self.arrived = call, parcel, positions, arrived
+        self._on_tokens = on_tokens
         self.tokens: list[int] = []
         self.states: deque[tuple[bytes, int]] = deque()
         self.runs = self.ended = self.lost = self.given_up = False
@@ -64,6 +71,12 @@ class Ticket:
     def needs_solitude(self) -> bool:
         """Whether the call must not share its next round with any call."""
         return self.failures > 1 and self.is_suspect
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the caller's thread has something to do now. Waking it for each token would slow the ranks, which
+        run on the same cores."""
+        return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
 
     def take(self, tokens: list[int]) -> None:
         """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same.
@@ -114,12 +127,11 @@ class Ticket:
 
     # -- in the thread of the caller -----------------------------------------------------------------------------
 
-    def wait(self, end: float, on_tokens: Callable[[list[int]], object] | None) -> torch.Tensor | None:
+    def wait(self, end: float) -> torch.Tensor | None:
         """Wait for the tokens of the call.
 
         Args:
             end: deadline in seconds, on the clock of `time.monotonic`.
-            on_tokens: function that receives new tokens as soon as they arrive; None for no streaming.
 
         Returns:
             Prompt and new tokens, int64 `[1, tokens]`; None if the call is `lost`.
@@ -141,8 +153,8 @@ class Ticket:
                 self.call.restore(unpack(*self.states.popleft()))
             before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
             new_count = ids.shape[1] - self.call.prompt.shape[1]
-            if on_tokens is not None and ids is not before:
-                on_tokens(ids[0, before.shape[1] :].tolist())
+            if self._on_tokens is not None and ids is not before:
+                self._on_tokens(ids[0, before.shape[1] :].tolist())
             if is_last:
                 return ids
             if ended:
@@ -154,6 +166,7 @@ class Ticket:
             try:
                 self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
             except queue.Empty:
+                new_count = len(self.tokens)
                 if not self.runs and not new_count:
                     text = "'generate' did not get its turn in the batch before its deadline"
                     raise DeadlineExpiredError(text) from None

@@ -121,11 +121,11 @@ class SharedCalls:
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
             arrived = self._edits.put_into(message, model, incarnation)
-            ticket = Ticket(call, parcel(message), self._steps.positions(model), arrived)
+            ticket = Ticket(call, parcel(message), self._steps.positions(model), arrived, on_tokens)
             batch = self._batch_of(group)
             try:
                 batch.add(ticket)
-                sequence = ticket.wait(end, on_tokens)
+                sequence = ticket.wait(end)
             finally:
                 ticket.given_up = True
                 if not ticket.ended:  # the batch removes its row
