@@ -114,6 +114,9 @@ def align_ends(cache: Any, empty: list[int]) -> None:
     Args:
         cache: cache to change, without states.
         empty: number of padding columns of each row.
+
+    Raises:
+        BatchingError: the cache has a tensor whose rows are unknown.
     """
     for item in _cache_tensors(cache):
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
