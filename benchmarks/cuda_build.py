@@ -99,8 +99,11 @@ def imports() -> list[str]:
 
 
 def keywords() -> tuple[int, list[str]]:
-    """Return the number of keywords that the package passes to names of the contract, and the keywords that these names
-    do not accept."""
+    """Check the keyword arguments in the package's calls of torch functions that `contract.NAMES` lists.
+
+    Returns:
+        Number of keyword arguments, and the keyword arguments that the installed torch does not accept.
+    """
     refused: list[str] = []
     count = 0
     for path in PACKAGE.rglob("*.py"):

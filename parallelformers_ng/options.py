@@ -55,7 +55,7 @@ class WorkerOptions:
         timeout: most seconds of one request.
         start_timeout: most seconds until all workers are ready.
         restart: start new workers after a worker died, if the caller keeps a copy of the weights.
-        max_restarts: most restarts within `restart_window`. After one more death, the group makes no further restart.
+        max_restarts: most restarts within `restart_window`; one more death in this time ends the group for good.
         restart_window: seconds over which `max_restarts` counts.
         replicas: number of groups of `num_gpus` workers, each with the whole model. A call goes to the replica with the
             least work. Replicas use different CUDA devices; CPU replicas share cores and the memory of the weights.

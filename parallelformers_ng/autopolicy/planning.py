@@ -98,7 +98,7 @@ def better(cut: Callable[[], ShardPlan], staged: Callable[[], ShardPlan]) -> Sha
 
     The choice is a pipeline if the layers cannot be sharded, or if two conditions hold. Tensor parallelism replicates
     more than 10 % of the bytes. The fullest rank of the pipeline holds less than 80 % of the bytes of the fullest rank
-    of tensor parallelism.
+    of tensor parallelism. Other exceptions of `cut` and `staged` are passed on, for example PolicyError.
 
     Args:
         cut: function that makes the plan for tensor parallelism.

@@ -29,7 +29,7 @@ class Proof:
     Attributes:
         selection: policies to use, including written policies.
         tried: failed attempts with reasons, as text.
-        unproven: parts of the model that stay whole because no inputs reach them, with reasons, as text.
+        unproven: text about parts that stay whole: no inputs of the twin reach them, or no twin could be made.
         chosen: inferred rules, which a search for another number of ranks tries first.
     """
 

@@ -100,7 +100,11 @@ class BatchRow:
 
     @property
     def prompt_mask(self) -> torch.Tensor:
-        """Attention mask of the prompt, int64 `[1, tokens]`; `generate` sets 0 for pad tokens."""
+        """Attention mask of the prompt, `[1, tokens]`: 0 for padding, 1 for tokens.
+
+        The data type is that of the caller's mask. Without a mask of the caller, the type is int64, and `generate` sets
+        0 for pad tokens.
+        """
         mask = self.call.model_kwargs.get("attention_mask")
         return torch.ones_like(self.call.input_ids) if mask is None else mask
 

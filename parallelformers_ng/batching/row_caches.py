@@ -112,8 +112,11 @@ def align_ends(cache: Any, empty: list[int]) -> None:
     """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens.
 
     Args:
-        cache: cache to change, without states.
+        cache: cache to change in place, of keys and values only: no states of convolutions or linear attention.
         empty: number of padding columns of each row.
+
+    Raises:
+        BatchingError: the cache has a tensor whose rows are unknown.
     """
     for item in _cache_tensors(cache):
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])

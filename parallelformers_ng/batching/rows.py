@@ -74,10 +74,12 @@ class Rows:
             rows: the new rows.
             logits: logits of the last token of each prompt, `[rows, vocabulary]`.
             cache: cache of the prompts; None if the model runs whole sequences at every step.
-            mask: int64 `[rows, columns]`: 0 for padding in the cache, 1 for tokens.
+            mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one
+                row that of `BatchRow.prompt_mask`.
 
         Raises:
             BatchingError: rows cannot be added to a cache of this model.
+            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
         self._choose(rows, logits)
         if cache is None:

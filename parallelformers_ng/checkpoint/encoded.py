@@ -102,7 +102,7 @@ class InLines(Computed):
         """Return the part of each line to read, and the function that takes `wanted` out of the computed lines.
 
         Args:
-            dim: the dimension `along`, not negative.
+            dim: the dimension `self.along`, as an index from the first dimension: 0, 1, ….
             wanted: ranges of this tensor along `dim`.
         """
         return {}, Shard(dim, wanted).of

@@ -115,7 +115,10 @@ def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> Sharded
     A replicated tensor is read from rank 0. Shards that are all zeros are not read.
 
     Args:
-        part: function that returns the shard of a rank, given the rank's number. Every read calls the function.
+        tensor: plan of the tensor.
+        part: function that returns the shard of a rank, given the rank's number. The shard has the shape
+            `tensor.shards[rank].shape(tensor.shape)` and the data type of the plan. Every read calls the function, and
+            passes on its exceptions.
     """
     ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
     parts: dict[int, tuple[Shard, Node]] = {}

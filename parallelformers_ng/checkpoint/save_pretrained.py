@@ -52,11 +52,13 @@ def write_pretrained(
     Args:
         model: the model, with weights on `meta` or on workers. `write_configs` changes its configuration.
         nodes: name of a parameter or buffer → node that reads it.
-        max_shard_size, save_original_format: same as in `PreTrainedModel.save_pretrained`.
+        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
+        save_original_format: same as in `PreTrainedModel.save_pretrained`.
         progress: whether to show progress, see `progress_bar`.
 
     Raises:
-        CheckpointError: `max_shard_size` is invalid.
+        CheckpointError: `max_shard_size` is invalid, or a checkpoint file that a node reads is damaged or has changed.
+        GroupError: a node reads weights from the ranks, and the ranks failed or have ended.
         OSError: the disk is full, or the directory cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -35,10 +35,13 @@ class Workers(Protocol):
         """
 
     def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, on the clock of `time.monotonic`.
+        """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
 
         Args:
             timeout: maximum duration of the call in seconds; None for the group's timeout.
+
+        Raises:
+            ParallelError: `timeout` is not a positive number.
         """
 
 

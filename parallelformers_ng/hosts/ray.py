@@ -73,7 +73,13 @@ class Connection:
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """Return resource name → amount, for each running node of the cluster."""
+        """Return resource name → total amount, for each running node of the cluster.
+
+        An amount is a number of bytes for `memory` and `object_store_memory`, and a count for `CPU` and `GPU`.
+
+        Raises:
+            ParallelError: Ray is not installed.
+        """
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod

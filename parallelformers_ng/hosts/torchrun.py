@@ -80,7 +80,8 @@ def serve_unless_caller() -> None:
 
     Raises:
         SystemExit: this process does not have rank 0.
-        StartupError: torchrun shares no store with its processes, or the nodes do not have the same key in `KEY`.
+        StartupError: torchrun shares no store with its processes. Or the key in `KEY` has fewer than 32 characters, or
+            is not the same on all nodes.
     """
     if _number("RANK") == 0:
         return

@@ -214,6 +214,7 @@ class Deployment:
 
         Raises:
             GroupError: only the ranks have the weights, and the ranks failed or have ended.
+            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         return self._read(self.plan.tensors[name])
 
@@ -252,16 +253,15 @@ class Deployment:
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
-        """Put the weights back into the model, on CPU, and stop the workers.
-
-        `restore` puts back the layers that were quantized in memory.
+        """Put the weights back into the model, on CPU, and stop the workers. `restore` restores quantized layers.
 
         Args:
             model: the model of the constructor.
 
         Raises:
             WrongProcessError: this is a forked process. Reading the weights frees memory that the parent process uses.
-            GroupError: only the ranks have the weights, and the ranks failed or have ended.
+            GroupError: the group failed to drop the model, or only the ranks have the weights and have failed.
+            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         self.replicas[0].group.check_process()
         with self._lock:

@@ -67,7 +67,7 @@ class Parallelized(RemoteModule):
         With `detail`, a line for each NVIDIA device of this machine follows.
 
         Raises:
-            GroupError: the workers failed or have ended.
+            GroupError: the workers failed, have ended, or did not answer in time.
         """
         ranks = deployment_of(self).memory("table" if detail else "line").values()
         return "\n".join(ranks) + (device_totals() if detail else "")

@@ -167,8 +167,8 @@ class RemoteModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the whole weights, gathered on CPU. Tied entries share their memory, the same as in any state dict.
 
-        With `keep_vars=True` the values are the parameters themselves; the workers send a weight only when the weight
-        is read.
+        With `keep_vars=True` the values are the parameters themselves, and a weight is gathered only when it is read.
+        Gathering a weight raises the errors of `Deployment.read`.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("destination") is None:

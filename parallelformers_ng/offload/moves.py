@@ -41,7 +41,7 @@ class MovedLayer:
         """
 
     def drop(self) -> None:
-        """Free the memory of the weights. Called in the mover thread."""
+        """Free the memory of the weights. Called in the mover thread, which moves weights while layers compute."""
 
     def ask(self) -> None:
         """Queue copies of the weights to the device. Called in the thread that computes."""

@@ -31,10 +31,11 @@ _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard outp
 
 
 def main() -> None:
-    """Import the module that ranks need, then fork ranks on request until the caller has ended.
+    """Import the module that ranks need, then fork ranks on request until the caller has ended or closed its socket.
 
-    The process exits with code 1 if an import has started threads or initialized CUDA. A fork would lack the threads,
-    and could not use CUDA devices.
+    The process exits with code 1 if the import fails, has started threads or has initialized CUDA. A fork would lack
+    the threads, and could not use CUDA devices. The exit code is `worker.PARENT_GONE` if the caller has ended before
+    the import.
     """
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)

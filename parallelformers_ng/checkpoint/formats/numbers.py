@@ -170,7 +170,7 @@ class Pairs(ByLines):
 
     Attributes:
         values: integers from -8 to 7, not packed.
-        dim: dimension along which two integers share a byte.
+        dim: dimension along which two neighboring 4-bit integers are packed into one byte.
         name: name of the weight, for errors.
     """
 
