@@ -75,7 +75,7 @@ def test_fused_parts_are_cut_part_by_part() -> None:
         ((4, 8), (10, 12), (14, 16)),
     ]
     assert cut_width(10, ["column", "column"], [], 2) == [((0, 3), (5, 8)), ((3, 5), (8, 10))]
-    with pytest.raises(PolicyError, match="17 is not a multiple of 8, the heads of its 3 parts"):
+    with pytest.raises(PolicyError, match="a layer has width 17, which is not a multiple of 8"):
         cut_width(17, ["query", "key", "key"], heads, 2)
 
 

@@ -55,7 +55,7 @@ MISTAKES = [
     (with_rule("attn.c_attn", Column(fused=True)), r"fused is True"),
     (with_rule("attn.c_attn", Column(fused=0)), r"fused is 0; it takes the number of parts, 1 or more"),
     (with_rule("attn.c_attn", Column(fused=())), r"fused is \(\)"),
-    (with_rule("attn.c_attn", Column(fused=5)), r"width 144 is not a multiple of 30, the heads of its 5 parts"),
+    (with_rule("attn.c_attn", Column(fused=5)), r"width 144, which is not a multiple of 30, the heads of its 5 parts"),
     (with_rule("attn.c_attn", Column(fused=("query", "keys"))), r"fused is .*did you mean 'key'"),
     (with_rule("attn.c_attn", Column("key", fused=("query", "key"))), r"unit is 'key', and fused names a unit"),
     (with_rule("attn.c_attn", Column(fused=3, interleaved=("query", "key"))), r"fused and interleaved are both set"),
