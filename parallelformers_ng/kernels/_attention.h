@@ -13,6 +13,7 @@
 #include "_pairs.h"
 #include "_queries.h"
 #include "_team.h"
+#include "_tile_attention.h"
 #include "_vectors.h"
 
 enum { HEADS = 4, TOKENS = 32, COLUMNS = 2 };
@@ -25,8 +26,10 @@ typedef struct {
 /* Returns the number of floats of working memory that one thread needs. */
 INLINE size_t head_work(const Attention *is)
 {
-    const size_t usual = HEADS * (is->width + is->tokens + LANES + is->value_width), in_pairs = pair_work(is);
-    return usual > in_pairs ? usual : in_pairs;
+    const size_t sizes[] = {HEADS * (is->width + is->tokens + LANES + is->value_width), pair_work(is), tile_work(is)};
+    size_t most = sizes[0];
+    for (size_t i = 1; i < 3; i++) most = sizes[i] > most ? sizes[i] : most;
+    return most;
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \
@@ -122,15 +125,20 @@ INLINE size_t head_work(const Attention *is)
         const Attention *is = of->is;                                                                         \
         const Cached *c = &is->cached;                                                                        \
         float *work = of->work + thread * head_work(is);                                                      \
-        const int in_pairs = sizeof(TYPE) == sizeof(uint16_t) && has_pairs();                                 \
+        const int is_bf16 = sizeof(TYPE) == sizeof(uint16_t);                                                 \
+        const int in_tiles = is_bf16 && fits_tiles(is), in_pairs = is_bf16 && !in_tiles && has_pairs();       \
         for (; first < end; first++) {                                                                        \
             const Span span = span_at(is, first / is->kv_heads);                                              \
             const size_t head = first % is->kv_heads;                                                         \
             Group group = {.is = is, .span = span, .head = head, .scale = of->scale};                         \
             group.keys = (TYPE *)c->keys + span.batch * c->k_batch + head * c->k_head + span.first * c->k_token; \
             group.values = (TYPE *)c->values + span.batch * c->v_batch + head * c->v_head + span.first * c->v_token; \
-            for (size_t left = span.count * shared_by(is), done; left; left -= done, group.first += done)     \
-                done = in_pairs ? attend_pairs(&group, work, left) : attend_some_##NAME(&group, work, left);  \
+            if (in_tiles) pack_values(&group, work);                                                          \
+            for (size_t left = span.count * shared_by(is), done; left; left -= done, group.first += done) {   \
+                if (in_tiles) done = attend_tiles(&group, work, left);                                        \
+                else if (in_pairs) done = attend_pairs(&group, work, left);                                   \
+                else done = attend_some_##NAME(&group, work, left);                                           \
+            }                                                                                                 \
         }                                                                                                     \
     }                                                                                                         \
     static void attention_##NAME(const Attention *is, const float *floats, float *work)                       \

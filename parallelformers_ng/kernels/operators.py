@@ -35,10 +35,10 @@ _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES"
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 MOST_ROWS = {
     torch.float32: 16,
-    torch.bfloat16: 4 if _ONE_BY_ONE else 2048 if _HAS_PAIRS and not _HAS_TILES else 32,
+    torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
 """Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor
-multiplies pairs of bfloat16, the kernel is as fast as torch, and the limit bounds its memory."""
+multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory."""
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
 """Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows."""
 _code_is_stock = True

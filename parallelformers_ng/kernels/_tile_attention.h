@@ -1,0 +1,238 @@
+/* Computes attention of bf16 in the tile unit of x86 (`_tiles.h`), for up to SIDE queries at a time:
+ *
+ *     s = K qᵀ · scale,   p = e^(s - max),   y = p V / Σ p
+ *
+ * A lane of the softmax's vectors is a query. p is split into two numbers of bf16, whose sum has 16 bits, so that y is as exact
+ * as with p in fp32. V is packed into tiles once for all queries of a head of keys and values. */
+
+#ifndef PARALLELFORMERS_NG_TILE_ATTENTION_H
+#define PARALLELFORMERS_NG_TILE_ATTENTION_H
+
+#include "../collectives/_floats.h"
+#include "_queries.h"
+#include "_tiles.h"
+#include "_vectors.h"
+
+#if HAS_TILE_INTRINSICS
+
+enum { VALUE_TILES = 4 }; /* tiles of columns of V that are multiplied at a time */
+
+typedef struct {
+    uint16_t *values, *q, *last_keys, *p; /* tiles of V, of qᵀ, and of p; keys of the last tokens, if they fill no tile */
+    float *s, *y;                         /* scores `[tokens, SIDE]`; sums `[VALUE_TILES, SIDE, SIDE]` */
+} TileWork;
+
+INLINE int fits_tiles(const Attention *is)
+{
+    return has_tiles() && is->width % DEEP == 0 && is->value_width % DEEP == 0;
+}
+
+INLINE TileWork tile_work_at(const Attention *is, float *work)
+{
+    const size_t room = (is->tokens + DEEP - 1) / DEEP * DEEP;
+    TileWork at = {.values = (uint16_t *)work};
+    at.q = at.values + room * is->value_width;
+    at.last_keys = at.q + SIDE * is->width;
+    at.p = at.last_keys + SIDE * is->width;
+    at.s = (float *)(at.p + 2 * room * SIDE);
+    at.y = at.s + room * SIDE;
+    return at;
+}
+
+/* Returns the number of floats of working memory for a head of keys and values. */
+INLINE size_t tile_work(const Attention *is)
+{
+    return fits_tiles(is) ? (size_t)(tile_work_at(is, NULL).y - (float *)NULL) + VALUE_TILES * SIDE * SIDE : 0;
+}
+
+/* Packs the values of a span into tiles `[tokens / DEEP, value_width / SIDE, DEEP / 2, SIDE, 2]`. */
+TILED static void pack_values(const Group *g, float *work)
+{
+    const Attention *is = g->is;
+    const size_t tokens = g->span.end - g->span.first, apart = is->cached.v_token;
+    const uint16_t *v = g->values;
+    uint16_t *to = tile_work_at(is, work).values, order[DEEP];
+    for (size_t i = 0; i < DEEP; i++) order[i] = (uint16_t)(i / 2 + i % 2 * DEEP);
+    const __m512i low = _mm512_loadu_si512(order), high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
+    for (size_t t = 0; t < tokens; t += DEEP, to += DEEP * is->value_width)
+        for (size_t pair = 0; pair < SIDE; pair++) {
+            const size_t even = t + 2 * pair;
+            const __mmask32 first = even < tokens ? 0xffffffff : 0, second = even + 1 < tokens ? 0xffffffff : 0;
+            for (size_t c = 0; c < is->value_width; c += DEEP) {
+                const __m512i a = _mm512_maskz_loadu_epi16(first, v + even * apart + c);
+                const __m512i b = _mm512_maskz_loadu_epi16(second, v + (even + 1) * apart + c);
+                uint16_t *tile = to + c * DEEP + pair * DEEP;
+                _mm512_storeu_si512(tile, _mm512_permutex2var_epi16(a, low, b));
+                _mm512_storeu_si512(tile + TILE, _mm512_permutex2var_epi16(a, high, b));
+            }
+        }
+}
+
+/* Computes scores s `[tokens, SIDE]` = K qᵀ · scale, and sets the scores of tokens that a query does not see to -∞. `seen` has
+ * the number of tokens that each query sees. */
+TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens, const int32_t seen[SIDE])
+{
+    const size_t width = g->is->width, row = g->is->cached.k_token;
+    const __m512 scale = _mm512_set1_ps(g->scale), hidden = _mm512_set1_ps(-INFINITY);
+    const __m512i counts = _mm512_loadu_si512(seen);
+    for (size_t t = 0; t < tokens; t += SIDE) {
+        const uint16_t *keys = (const uint16_t *)g->keys + t * row;
+        size_t apart = row;
+        if (tokens - t < SIDE) {
+            memset(at->last_keys, 0, SIDE * width * sizeof *keys);
+            for (size_t i = 0; i < tokens - t; i++) memcpy(at->last_keys + i * width, keys + i * row, width * sizeof *keys);
+            keys = at->last_keys, apart = width;
+        }
+        _tile_zero(0);
+        for (size_t k = 0; k < width; k += DEEP) {
+            _tile_loadd(1, keys + k, apart * sizeof *keys);
+            _tile_loadd(2, at->q + k * SIDE, DEEP * sizeof *keys);
+            _tile_dpbf16ps(0, 1, 2);
+        }
+        _tile_stored(0, at->s + t * SIDE, SIDE * sizeof(float));
+    }
+    for (size_t t = 0; t < (tokens + DEEP - 1) / DEEP * DEEP; t++) {
+        const __mmask16 sees = _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int)t));
+        _mm512_storeu_ps(at->s + t * SIDE, _mm512_mask_mul_ps(hidden, sees, _mm512_loadu_ps(at->s + t * SIDE), scale));
+    }
+}
+
+TILED INLINE void mask_tiles(const Group *g, float *s, const int32_t seen[SIDE], size_t queries)
+{
+    const Mask *m = &g->is->mask;
+    const char *of_heads = (const char *)m->at + g->span.batch * m->batch;
+    if (m->kind == BOOL_MASK && !m->head) {
+        for (size_t t = 0; t < (size_t)seen[queries - 1]; t++)
+            if (!of_heads[t]) _mm512_storeu_ps(s + t * SIDE, _mm512_set1_ps(-INFINITY));
+        return;
+    }
+    for (size_t query = 0; query < queries; query++) {
+        const char *at = of_heads + head_of(g, query) * m->head;
+        for (size_t t = 0; t < (size_t)seen[query]; t++) {
+            float *of = s + t * SIDE + query;
+            if (m->kind == ADDED_MASK) *of += load_bf16(((const uint16_t *)at)[t]);
+            else if (!at[t]) *of = -INFINITY;
+        }
+    }
+}
+
+/* Rounds the weights of a query for DEEP tokens to bf16, and stores them with what the rounding has lost in the next tile. */
+TILED INLINE void store_weights(__m512 first, __m512 second, uint16_t *to)
+{
+    const __m512i p = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    const __m512i low = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(p)), 16);
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(p, 1)), 16);
+    const __m512 left = _mm512_sub_ps(second, (__m512)high);
+    _mm512_storeu_si512(to, p);
+    _mm512_storeu_si512(to + TILE, (__m512i)_mm512_cvtne2ps_pbh(left, _mm512_sub_ps(first, (__m512)low)));
+}
+
+/* Computes p in tiles `[tokens / DEEP, 2, SIDE, DEEP]`, and returns the sum of each query. */
+TILED INLINE __m512 tile_weights(const TileWork *at, size_t room)
+{
+    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (size_t t = 0; t < room; t++) most = _mm512_max_ps(most, _mm512_loadu_ps(at->s + t * SIDE));
+    most = _mm512_mask_mov_ps(most, _mm512_cmpeq_ps_mask(most, _mm512_set1_ps(-INFINITY)), _mm512_setzero_ps());
+    for (size_t t = 0; t < room; t += DEEP) {
+        __m512i weights[2][SIDE];
+#pragma GCC unroll 2
+        for (size_t half = 0; half < 2; half++) {
+#pragma GCC unroll 16
+            for (size_t i = 0; i < SIDE; i++) {
+                Floats x = (Floats)_mm512_sub_ps(_mm512_loadu_ps(at->s + (t + half * SIDE + i) * SIDE), most);
+                exponentials(&x);
+                total = _mm512_add_ps(total, (__m512)x);
+                weights[half][i] = (__m512i)x;
+            }
+            transpose(weights[half]);
+        }
+        for (size_t query = 0; query < SIDE; query++)
+            store_weights((__m512)weights[0][query], (__m512)weights[1][query], at->p + 2 * t * SIDE + query * DEEP);
+    }
+    return total;
+}
+
+#define WEIGH_TILE(SUM, V, FROM)                       \
+    do {                                               \
+        _tile_loadd(V, FROM, DEEP * sizeof(uint16_t)); \
+        _tile_dpbf16ps(SUM, 4, V);                     \
+        _tile_dpbf16ps(SUM, 5, V);                     \
+    } while (0)
+
+/* Computes y = p V / Σ p. */
+TILED INLINE void weigh_tiles(const Group *g, const TileWork *at, size_t room, size_t queries, __m512 total)
+{
+    const Attention *is = g->is;
+    const size_t tiles = is->value_width / SIDE;
+    float totals[SIDE];
+    _mm512_storeu_ps(totals, total);
+    for (size_t c = 0, wide; c < tiles; c += wide) {
+        wide = tiles - c < VALUE_TILES ? 2 : VALUE_TILES;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (size_t t = 0; t < room; t += DEEP) {
+            const uint16_t *v = at->values + t * is->value_width + c * TILE, *p = at->p + 2 * t * SIDE;
+            _tile_loadd(4, p, DEEP * sizeof *v);
+            _tile_loadd(5, p + TILE, DEEP * sizeof *v);
+            WEIGH_TILE(0, 6, v);
+            WEIGH_TILE(1, 7, v + TILE);
+            if (wide < VALUE_TILES) continue;
+            WEIGH_TILE(2, 6, v + 2 * TILE);
+            WEIGH_TILE(3, 7, v + 3 * TILE);
+        }
+        _tile_stored(0, at->y, SIDE * sizeof(float));
+        _tile_stored(1, at->y + SIDE * SIDE, SIDE * sizeof(float));
+        _tile_stored(2, at->y + 2 * SIDE * SIDE, SIDE * sizeof(float));
+        _tile_stored(3, at->y + 3 * SIDE * SIDE, SIDE * sizeof(float));
+        for (size_t query = 0; query < queries; query++) {
+            uint16_t *y = (uint16_t *)is->y + (row_of(g, query) * is->heads + head_of(g, query)) * is->value_width + c * SIDE;
+            for (size_t tile = 0; tile < wide; tile++) {
+                const __m512 sum = _mm512_loadu_ps(at->y + (tile * SIDE + query) * SIDE);
+                const __m512 mean = totals[query] == 0 ? _mm512_setzero_ps() : _mm512_div_ps(sum, _mm512_set1_ps(totals[query]));
+                _mm256_storeu_si256((__m256i *)(y + tile * SIDE), (__m256i)_mm512_cvtneps_pbh(mean));
+            }
+        }
+    }
+}
+
+/* Computes the next queries of the group, out of `left` queries, with the values from `pack_values`. Returns how many were
+ * computed. */
+TILED static size_t attend_tiles(const Group *g, float *work, size_t left)
+{
+    const Attention *is = g->is;
+    const TileWork at = tile_work_at(is, work);
+    const size_t queries = left < SIDE ? left : SIDE, tokens = seen_by(g, queries - 1);
+    const size_t room = (tokens + DEEP - 1) / DEEP * DEEP;
+    TileShapes shapes = {.palette = 1};
+    int32_t seen[SIDE] = {0};
+    for (size_t query = 0; query < queries; query++) seen[query] = (int32_t)seen_by(g, query);
+    for (size_t tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = DEEP * sizeof(uint16_t), shapes.rows[tile] = SIDE;
+    for (size_t k = 0; k < is->width; k += DEEP) {
+        __m512i pairs[SIDE];
+        for (size_t query = 0; query < SIDE; query++) {
+            const uint16_t *q = (const uint16_t *)is->q;
+            if (query < queries) q += row_of(g, query) * is->q_row + head_of(g, query) * is->q_head + k;
+            pairs[query] = _mm512_maskz_loadu_epi16(query < queries ? 0xffffffff : 0, q);
+        }
+        transpose(pairs);
+        for (size_t pair = 0; pair < SIDE; pair++) _mm512_storeu_si512(at.q + k * SIDE + pair * DEEP, pairs[pair]);
+    }
+    _tile_loadconfig(&shapes);
+    tile_scores(g, &at, tokens, seen);
+    if (is->mask.kind != NO_MASK) mask_tiles(g, at.s, seen, queries);
+    weigh_tiles(g, &at, room, queries, tile_weights(&at, room));
+    _tile_release();
+    return queries;
+}
+
+#else
+
+INLINE int fits_tiles(const Attention *is) { return (void)is, 0; }
+INLINE size_t tile_work(const Attention *is) { return (void)is, 0; }
+static void pack_values(const Group *g, float *work) { (void)g, (void)work; }
+static size_t attend_tiles(const Group *g, float *work, size_t left) { return (void)g, (void)work, left; }
+
+#endif
+#endif
