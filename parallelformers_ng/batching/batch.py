@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 
 import torch
 
@@ -26,6 +26,7 @@ from parallelformers_ng.wire.frame import Flag, Frame
 _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
 _MOST_STEPS = 8
+_QUIET_SECONDS = 0.002
 _LEAST_PIECE, _FIRST_PIECE, _WIDEST_PIECE = 8, 128, 1024
 """Prompt tokens in a round: the minimum, the number before the speed is known, and the maximum. A round in which no row
 waits for its next token uses the maximum, which bounds the memory of the forward pass."""
@@ -65,6 +66,7 @@ class Batch:
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         self._steps, self._has_graphs = 1, True
+        self._most_rows, self._is_gathering = 0, False
         self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
         self.is_due = threading.Lock()
 
@@ -73,10 +75,35 @@ class Batch:
         """True while calls wait or run."""
         return bool(self._arrived or self._waiting or self._running)
 
-    def add(self, ticket: Ticket) -> None:
-        """Queue a call. The call joins the batch as soon as a row and cache tokens are free."""
+    def add(self, ticket: Ticket, coming: Sized) -> None:
+        """Queue a call. The call joins the batch as soon as a row and cache tokens are free.
+
+        If nothing runs, the method waits up to 20 ms for calls that other threads prepare, because prompts that begin
+        together run faster than prompts between the steps of other rows.
+
+        Args:
+            ticket: the call.
+            coming: calls that other threads prepare.
+        """
+        is_first = not self.busy
         self._arrived.append(ticket)
+        if self._is_gathering:  # the first call looks later
+            return
+        if is_first:
+            self._gather(coming)
         self.look()
+
+    def _gather(self, coming: Sized) -> None:
+        """Wait until no other thread prepares a call and, if calls came together before, no call has come for 2 ms."""
+        end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
+        arrived, self._is_gathering = 0, True
+        try:
+            time.sleep(0)  # other threads may run, and announce their calls
+            while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
+                arrived = len(self._arrived)
+                time.sleep(_QUIET_SECONDS)
+        finally:
+            self._is_gathering = False
 
     def look(self) -> None:
         """Queue a round if no round is queued. Any thread may call this method."""
@@ -97,6 +124,7 @@ class Batch:
             ticket.runs = True
             if ticket.call.adapters != self._adapters:  # no row with the earlier adapters is left
                 self._adapters, self._batch = ticket.call.adapters, next(self._batches)
+        self._most_rows = max(self._most_rows, len(self._running))
         if not self._running and not leaves:
             return None
         limits = (self._piece(), _WIDEST_PIECE, self._options.prefix_tokens)

@@ -19,7 +19,7 @@ from parallelformers_ng.runtime.failures import Description, describe
 GOES_ON, ENDED, FAILED = range(3)
 
 _CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteria, MaxLengthCriteria)}
-"""Criteria whose result follows from the newest token and the length, and their methods before a program changes them."""
+"""Criteria whose result follows from the newest token and the length: their methods before a program changes them."""
 
 
 @dataclass(frozen=True)

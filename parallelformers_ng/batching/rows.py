@@ -173,8 +173,8 @@ class Rows:
             sequences = [rows[index].ids[0] for index in penalized_rows]
             changed = penalized(logits[penalized_rows].float(), sequences, penalties)
             scores.update(zip(penalized_rows, changed.split(1), strict=True))
-        for index, each in scores.items():
-            mine[index] = rows[index].choose(each)
+        for index, of_row in scores.items():
+            mine[index] = rows[index].choose(of_row)
         chosen = self._mask.new_tensor([mine])
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)

@@ -53,6 +53,7 @@ class SharedCalls:
         self._adapters, self._steps = adapters, steps
         self._places = threading.Semaphore(options.rows + options.waiting)
         self._lock = threading.Lock()
+        self._coming = set[int]()  # threads that prepare a call
         self.batch = Batch(options, trial, self._replica.group, steps.give_up)
 
     @property
@@ -90,8 +91,13 @@ class SharedCalls:
             GroupError: the workers failed, or the deadline has passed; see `Ticket.wait`.
         """
         self._check(*tokens_of(model, arguments))
-        call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
-        call = call or shared_call(model, arguments, seed, draw_seed)
+        thread = threading.get_ident()
+        self._coming.add(thread)
+        try:
+            call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
+            call = call or shared_call(model, arguments, seed, draw_seed)
+        finally:
+            self._coming.discard(thread)
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
@@ -124,7 +130,7 @@ class SharedCalls:
             ticket = Ticket(call, parcel(message), self._steps.positions(model), arrived, on_tokens)
             batch = self._batch_of(group)
             try:
-                batch.add(ticket)
+                batch.add(ticket, self._coming)
                 sequence = ticket.wait(end)
             finally:
                 ticket.given_up = True
