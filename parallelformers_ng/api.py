@@ -114,7 +114,7 @@ def parallelize(
             model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
             seeds. "auto": on CPU ranks, True from the first two concurrent calls on; on CUDA ranks, False. Batches on
             CUDA ranks are unmeasured, never run on a GPU.
-        seed: seed of the model's own random stream; by default sampling uses the caller's torch generator.
+        seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
         verbose: print the memory of every device: "simple" (a line each) or "detail" (a table each).
@@ -128,15 +128,24 @@ def parallelize(
 
     Raises:
         UnsupportedModelError: the library does not support the model: for example, no policy fits.
-        CheckpointError: a file of the checkpoint is missing or damaged. The message names the file.
+        CheckpointError: a file of the checkpoint is missing or damaged, or an adapter does not fit the model. The
+            message names the file or the directory.
         AlreadyParallelizedError: the model is parallelized already.
         PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, or the group of
             `workers` serves another model.
         PolicyError: a custom policy does not fit the model, is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is unchanged.
-        SharedMemoryError: the system has too little memory for the shards. The model is unchanged.
-        ParallelError: an argument has a wrong value or an unknown name.
-        UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python.
+        SharedMemoryError: the system has too little memory for the shards or the collectives. The model is unchanged.
+        NotPortableError: changed code of the model cannot be sent to the workers. The model is unchanged.
+        GroupError: a worker raised an exception, ended or was too late, or the group of `workers` has ended. The model
+            is unchanged. An error that a worker raised also has its original type.
+        ParallelError: an argument has a wrong value or an unknown name, the limits of `fit` are too small, or a hook of
+            the model cannot run on the workers.
+        UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python. Or the
+            system does not report its available memory.
+        OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
+        ValueError: a replica has more than 256 ranks on this machine.
+        SystemExit: this process of a torchrun job does not have rank 0.
     """
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
@@ -240,8 +249,11 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     Raises:
         PlacementError: there are fewer devices than requested.
         StartupError: a worker could not start.
+        SharedMemoryError: the system has too little memory for the collectives.
         ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
-        UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python.
+        UnsupportedPlatformError: see `parallelize`.
+        ValueError: there are more than 256 ranks on this machine.
+        SystemExit: this process of a torchrun job does not have rank 0.
     """
     for name in OF_A_MODEL:
         if name in options:
@@ -292,8 +304,10 @@ def plan(
         UnsupportedModelError: the library does not support the model: for example, no policy fits.
         AlreadyParallelizedError: the model is parallelized already.
         PolicyError: a policy does not fit the model.
-        ParallelError: an argument has a wrong value.
+        ParallelError: an argument has a wrong value, or the limits of `fit` are too small for the model.
         PlacementError: `num_gpus` is less than 1, or the model has fewer parts than there are stages.
+        CheckpointError: the model is quantized, and its quantization configuration or a tensor is wrong.
+        UnsupportedPlatformError, OSError: `fit` has `max_memory`, and the system does not report free memory.
     """
     check_count(num_gpus)
     check_switches(fp16=fp16)

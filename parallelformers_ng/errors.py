@@ -44,7 +44,10 @@ class NotParallelizedError(ParallelError):
 
 
 class CheckpointError(ParallelError):
-    """A checkpoint is missing, incomplete, damaged or from another model. The message names the file."""
+    """A checkpoint is missing, incomplete, damaged or from another model, or an argument for saving is wrong.
+
+    The message names the file or the argument.
+    """
 
 
 class GroupError(ParallelError):
@@ -140,7 +143,7 @@ class WorkerError(GroupError):
 
 
 class BatchingError(ParallelError):
-    """A call cannot share a batch with other calls, or too many calls are waiting.
+    """A call exceeds a limit of its batch or cannot join the batch, too many calls are waiting, or the batch failed.
 
     Attributes:
         option: name of the option of `batching=` whose limit the call exceeds; "" for another reason.

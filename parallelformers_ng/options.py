@@ -335,7 +335,8 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
 
     Raises:
         ParallelError: `options` has another type; or a field has an unknown name or a value of another type. The
-            message names the argument and the field. `cls` may raise a ParallelError for a wrong value.
+            message names the argument and the field. `cls` may raise a ParallelError for a wrong value, for example
+            `WorkerOptions` a PlacementError.
     """
     if isinstance(options, cls):
         options = vars(options)  # a dataclass does not check its types by itself

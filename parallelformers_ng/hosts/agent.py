@@ -62,6 +62,9 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
         key: secret key of the group.
         number: number of this host in the group.
         name: name of this host in error messages; by default its host name.
+
+    Raises:
+        OSError: this process cannot open more files or connections.
     """
     connection, session = link
     control = SignedChannel(connection, session)

@@ -54,6 +54,7 @@ class Launcher(Protocol):
 
         Raises:
             StartupError: the agents cannot be started, or were not started before the deadline.
+            OSError: this process cannot listen for the agents. The group then raises StartupError.
         """
 
     def check(self) -> None:

@@ -44,9 +44,9 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
 
     Raises:
         PlacementError: the launcher cannot start this number of ranks or replicas.
-        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
-        StartupError: the Ray cluster or the caller of a torchrun job cannot be reached, or the nodes do not have the
-            same key.
+        ParallelError: Ray is not installed, this process is connected to another Ray cluster, or `options.ray` has a
+            wrong field.
+        StartupError: the Ray cluster cannot be reached; or see `serve_unless_caller`.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):

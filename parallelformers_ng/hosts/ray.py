@@ -202,7 +202,7 @@ class RayHosts:
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
-    """Return the resources of one bundle, resource name → amount.
+    """Return the resources of one bundle, resource name → amount, in the units of `Connection.nodes`.
 
     Args:
         options: options of the cluster, with the resources of one rank.

@@ -36,6 +36,7 @@ class Agent:
 
         Raises:
             ChannelClosedError, ProtocolError, RequestTimeoutError: the connection failed, see `meeting.call`.
+            OSError: see `agent.serve`.
         """
         begin = time.monotonic()
         if devices:  # Ray has set CUDA_VISIBLE_DEVICES for this actor, which has no GPU

@@ -51,7 +51,8 @@ def world_size(num_gpus: int | None) -> int:
     """Return the number of ranks: one rank per process that torchrun has started.
 
     Raises:
-        PlacementError: `num_gpus` is another number, or torchrun has not started this process.
+        PlacementError: `num_gpus` is another number, torchrun has not started this process, or the nodes have different
+            numbers of processes.
     """
     if not is_running():
         raise PlacementError("launcher is 'torchrun', but torchrun has not started this process")
@@ -82,6 +83,7 @@ def serve_unless_caller() -> None:
         SystemExit: this process does not have rank 0.
         StartupError: torchrun shares no store with its processes. Or the key in `KEY` has fewer than 32 characters, or
             is not the same on all nodes.
+        torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
     if _number("RANK") == 0:
         return
@@ -156,6 +158,8 @@ class Torchrun:
     Raises:
         StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
             does not have the address in `INTERFACE` or MASTER_ADDR.
+        ValueError: the address stands for every interface, for example "0.0.0.0".
+        torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
     threads = None

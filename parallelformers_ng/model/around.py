@@ -78,8 +78,11 @@ def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
 
 
 def surround(around: list[nn.Module], model: nn.Module) -> None:
-    """Replace the classes of the peft wrappers around `model`, so that the wrappers use the workers. The function
-    `remote_tree.leave` restores the classes."""
+    """Replace the classes of the peft wrappers around `model`, so that the wrappers use the workers.
+
+    Methods of the wrappers that add, remove or change weights then raise ParallelError. The function
+    `remote_tree.leave` restores the classes.
+    """
     remote = remote_of(model)
     remote.around = around
     for each in around:
@@ -182,6 +185,13 @@ def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str =
         model: peft wrapper, or transformers model with adapters.
         names: names of the adapters to write.
         embeddings: whether the model's embeddings are written too; with "auto" peft decides.
+
+    Returns:
+        Name → tensor, with the whole shape and the model's data type: on CPU if peft writes it, otherwise unread.
+
+    Raises:
+        KeyError: the model has no adapter of one of the names.
+        GroupError, CheckpointError: see `Deployment.read`.
     """
     from peft import get_peft_model_state_dict  # a model with adapters needs peft, so peft is installed
 

@@ -27,11 +27,12 @@ async def agenerate(model: Any, arguments: dict[str, Any]) -> Any:
             dictionary.
 
     Returns:
-        Result of `generate`.
+        Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
 
     Raises:
         CancelledError: the task was cancelled; the error is raised at once, also for a beam search.
-        Exception: an error of `generate`.
+        ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
+        Exception: another error of `generate`, or an error of the streamer.
     """
     cancellation = Cancellation()
     config = arguments.get("generation_config") or model.generation_config

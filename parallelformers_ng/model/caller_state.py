@@ -42,8 +42,14 @@ class RandomStream:
     def of_call(self, seed: int | None) -> Iterator[Stream]:
         """Yield the random state at the start of a call, and the function that stores the state after the call.
 
+        A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.
+
         Args:
-            seed: seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the stream.
+            seed: 64-bit seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the
+                stream.
+
+        Raises:
+            ValueError, RuntimeError: `seed` is not a 64-bit integer; torch's error.
         """
         if seed is None and not self._follower.acquire(blocking=False):
             seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state

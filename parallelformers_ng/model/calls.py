@@ -108,11 +108,12 @@ class Calls:
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
-        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and other errors.
+        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and further errors.
 
         Raises:
             ParallelError: a torch function mode or dispatch mode of the program is active, or the caches of the call
                 are on several replicas.
+            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
@@ -138,15 +139,17 @@ class Calls:
             path: dotted path of `module` in the model; "" for the model.
             original: `generate` of the module's class.
             args: positional arguments of `generate`.
-            kwargs: keyword arguments of `generate`, with `seed`, `timeout` and `streamer`.
+            kwargs: keyword arguments of `generate`, with `seed` (64 bits), `timeout` (seconds) and `streamer`.
 
         Returns:
             Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
 
         Raises:
-            ParallelError: see `Calls.call`.
-            BatchingError: the call exceeds a limit of the shared batch, or too many calls are waiting.
-            GroupError: the workers failed or have ended, or the deadline has passed.
+            ParallelError: see `Calls.call`. Also: on several CUDA ranks, the call's compile mode makes CUDA graphs.
+            BatchingError: the call exceeds a limit of the batch, too many calls are waiting, or the batch failed.
+            StaleCacheError: see `Dispatcher.call`.
+            GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
+                that a rank raised also has its original type.
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as place:
@@ -279,6 +282,13 @@ class Calls:
             call: function that runs the method on the workers.
             args: positional arguments of the method.
             kwargs: keyword arguments of the method.
+
+        Returns:
+            Result of the method, with tensors on CPU.
+
+        Raises:
+            ParallelError, StaleCacheError, GroupError: see `Remote.call`, or `generate` if the method runs here.
+            BatchingError: see `generate`.
         """
         with self.with_adapters():
             if not has_own_loop():

@@ -106,7 +106,9 @@ class Deployment:
             UnsupportedModelError: the ranks cannot import a class of the model, and the class cannot be pickled.
             NotPortableError: code of the model that differs from the ranks' code cannot be sent to the ranks.
             ParallelError: the offload folder has not enough disk space.
+            UnsupportedPlatformError: the system does not report its available memory.
             GroupError: a worker raised an exception, ended, or missed its deadline; see `WorkerGroup.call`.
+            OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
         """
         try:
             for replica in self.replicas:
@@ -192,7 +194,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Return device name → result of the method `what` of `worker.memory.RankMemory` on that rank.
+        """Return device name → result of the method `what` of `worker.memory.RankMemory`: bytes, or text.
 
         Raises:
             GroupError: the workers of a replica failed, or did not answer in time.
@@ -205,7 +207,7 @@ class Deployment:
         return memory
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of one parameter or buffer, on CPU.
+        """Return the whole tensor of one parameter or buffer, on CPU, with the model's shape and data type.
 
         The tensor comes from checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
 
@@ -226,7 +228,10 @@ class Deployment:
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """Return a node that reads one parameter or buffer in pieces, from files, shard memory or the ranks."""
+        """Return a node that reads one parameter or buffer in pieces, from files, shard memory or the ranks.
+
+        A read of the node raises the errors of `Deployment.read`.
+        """
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
@@ -279,7 +284,11 @@ class Deployment:
             self._given.restore()
 
     def close(self) -> None:
-        """Stop the workers and free the weights. Idempotent."""
+        """Stop the workers and free the weights. Idempotent.
+
+        Raises:
+            GroupError: a group that belongs to the caller failed to drop the model.
+        """
         with self._lock:
             self._leave_groups()
             self._release_store()

@@ -36,12 +36,16 @@ def group_makers(
         fit: fit options. With stages, one rank of a replica computes at a time, so each rank gets the threads of the
             whole replica. The ranks of a stage are on one host.
 
+    Returns:
+        (functions, fit options). A function raises the errors of `WorkerGroup`, and ValueError for more than 256 ranks
+        on this machine.
+
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, or the launcher cannot start the
-            ranks.
-        ParallelError: Ray is not installed, or this process is connected to another Ray cluster.
-        StartupError: the Ray cluster cannot be reached.
+        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, `num_gpus` is less than 1, or the
+            launcher cannot start the ranks.
+        ParallelError: see `elsewhere`; or `fit` divides the model into stages, and each host has only one rank.
+        StartupError, SystemExit: see `elsewhere`.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
@@ -116,7 +120,11 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
 
 
 def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
-    """Compare digests of this process's code with the imported code of rank 0; see `live_code.changes.differences`."""
+    """Compare digests of this process's code with the imported code of rank 0; see `live_code.changes.differences`.
+
+    Raises:
+        GroupError: a rank failed or has ended, or did not answer in time; see `WorkerGroup.call`.
+    """
     unlike: Digests = group.call("differences", digests)
     return unlike
 
@@ -141,7 +149,7 @@ def revive(
         checkpoint: files with all other weights.
 
     Raises:
-        GroupError: the group could not start, or a rank failed.
+        GroupError: the group could not start, or a rank failed. Other errors of `make_group` are passed on.
     """
     group = make_group()
     try:

@@ -84,8 +84,15 @@ class Parallelized(RemoteModule):
 
         Args:
             inputs: token ids, int64 `[batch, tokens]`, the same as in `generate`.
-            **kwargs: arguments of `generate`, also `seed=` and `timeout=`. A streamer
-                is called in a thread other than the event loop's.
+            **kwargs: arguments of `generate`, also `seed=` (64 bits) and `timeout=` (seconds). A streamer is called in
+                a thread other than the event loop's.
+
+        Returns:
+            Result of `generate`: token ids, int64 `[batch, tokens]`, or a `ModelOutput`, on CPU.
+
+        Raises:
+            CancelledError: the task was cancelled.
+            ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
         """
         with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
@@ -99,8 +106,9 @@ class Parallelized(RemoteModule):
 
         Raises:
             WrongProcessError: this is a forked process.
-            GroupError: only the workers have the weights, and the workers failed or have ended. The model stays
-                parallelized.
+            GroupError: only the workers have the weights, and the workers failed or have ended. Or a group from
+                `start_group` failed to drop the model. The model stays parallelized.
+            CheckpointError: a checkpoint file is damaged, or has changed. The model stays parallelized.
         """
         deployment = deployment_of(self)
         remote_tree.leave(self, lambda: deployment.gather(self))
@@ -109,13 +117,20 @@ class Parallelized(RemoteModule):
         return self
 
     def cpu(self) -> Any:
-        """End the parallelization with a warning; return the model, which is then on CPU."""
+        """End the parallelization with a warning; return the model, which is then on CPU.
+
+        Raises:
+            GroupError, CheckpointError: see `deparallelize`.
+        """
         return self._ended_by("cpu")
 
     def cuda(self, *args: Any, **kwargs: Any) -> Any:
         """End the parallelization with a warning, move the whole model to one CUDA device, and return the model.
 
-        Without a CUDA device, torch's error is raised, and the model stays parallelized.
+        Raises:
+            RuntimeError, AssertionError: torch's error without a CUDA device. The model stays parallelized.
+            GroupError, CheckpointError: see `deparallelize`.
+            torch.OutOfMemoryError: the device is too small. The parallelization has ended.
         """
         self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if no CUDA device exists
         return self._ended_by("cuda").cuda(*args, **kwargs)
@@ -124,6 +139,10 @@ class Parallelized(RemoteModule):
         """Do the same as `nn.Module.to`. If the weights' data type or device changes, end the parallelization first.
 
         The end of the parallelization emits a warning.
+
+        Raises:
+            GroupError, CheckpointError: see `deparallelize`.
+            Exception: an error of `nn.Module.to`, see also `cuda`.
         """
         if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
             return self

@@ -87,12 +87,13 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers and return its result; see `Dispatcher.call` for other errors.
+        """Run a method of the module on the workers and return its result, see `Dispatcher.call`.
 
         A backward pass of the result raises ParallelError; see `refuse_gradients`.
 
         Raises:
-            ParallelError: the module's result would be only one rank's part of the whole result.
+            ParallelError: the module's result would be only one rank's part of the whole result; see also `Calls.call`.
+            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
@@ -165,10 +166,12 @@ class RemoteModule(nn.Module):
         return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype, device="cpu") for dtype in kinds))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole weights, gathered on CPU. Tied entries share their memory, the same as in any state dict.
+        """Return the whole weights on CPU, in the model's data types. Tied entries share memory, as in any state dict.
 
         With `keep_vars=True` the values are the parameters themselves, and a weight is gathered only when it is read.
-        Gathering a weight raises the errors of `Deployment.read`.
+
+        Raises:
+            GroupError, CheckpointError: a weight cannot be gathered, see `Deployment.read`.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("destination") is None:
@@ -249,7 +252,11 @@ class _MoveRecorder(nn.Module):
 
 
 def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that `move` applies to each tensor of a module; `move` calls `to`, `cuda` or the like."""
+    """Return the function that `move` applies to each tensor of a module; `move` calls `to`, `cuda` or the like.
+
+    Raises:
+        Exception: an error of `move`, for example because torch has no CUDA device.
+    """
     recorder = _MoveRecorder()
     move(recorder)
     return recorder.conversion
@@ -290,7 +297,8 @@ def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
 def forwarded(name: str, original: Callable) -> Callable:
     """Return a method that runs on the workers.
 
-    A method that calls `generate` may run in this process instead; see `Calls.generating`.
+    A method that calls `generate` may run in this process instead; see `Calls.generating`. The new method raises the
+    errors of `Remote.call`.
 
     Args:
         name: name of the method.
@@ -310,7 +318,7 @@ def forwarded(name: str, original: Callable) -> Callable:
 
 
 def generated(name: str, original: Callable) -> Callable:
-    """Return a `generate` that runs on the workers, or runs its loop in this process; see `Calls.generate`.
+    """Return a `generate` that runs on the workers, or runs its loop here; see `Calls.generate`, also for its errors.
 
     Args:
         name: name of the method; the new method does not use the name.
@@ -345,7 +353,8 @@ def switched(name: str, original: Callable) -> Callable:
 
     Args:
         name: name of the method; the new method does not use the name.
-        original: method of the module's class, which switches the adapters in this process; see `forwarded`.
+        original: method of the module's class, which switches the adapters in this process; see `forwarded`. Its
+            errors, for example ValueError for an unknown adapter, are passed on.
     """
 
     @_in_place_of(original)

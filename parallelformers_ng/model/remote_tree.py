@@ -109,7 +109,8 @@ def _saved(name: str, original: Callable) -> Callable:
 
         Raises:
             ParallelError: an argument is not supported.
-            CheckpointError: `max_shard_size` is not a size.
+            CheckpointError: `max_shard_size` is not a size, or a checkpoint file is damaged or has changed.
+            GroupError: only the workers have the weights, and the workers failed or have ended.
             OSError: the disk is full, or the directory cannot be written to.
         """
         if not isinstance(self, RemoteModule):

@@ -91,7 +91,7 @@ class Replica:
             deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
 
         Raises:
-            GroupError: see `Supervisor.ready`.
+            DeadlineExpiredError, RestartLimitError, WrongProcessError: see `Supervisor.ready`.
         """
         workers = self.supervisor.current
         if workers[0].alive:
@@ -135,7 +135,7 @@ class CallOptions:
     """Options of one call.
 
     Attributes:
-        seed: seed of the call's random numbers; None uses the stream of the model or the caller's generator.
+        seed: 64-bit seed of the call's random numbers; None uses the stream of the model or the caller's generator.
         timeout: maximum duration of the call in seconds; None uses the group's timeout.
         streamer: streamer that receives each token when it is chosen; None for no streaming.
         not_captured: function that receives the reason if decode steps cannot become CUDA graphs; with None, no decode
@@ -151,7 +151,11 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Return whether the caller may have registered forward hooks, so that a call must collect them."""
+    """Return whether the caller may have registered forward hooks, so that a call must collect them.
+
+    Raises:
+        ParallelError: a hook cannot run on the workers.
+    """
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
@@ -214,7 +218,8 @@ class Dispatcher:
                 this process. Also: a hook cannot run on the workers, or the plan is not valid for changed code.
             StaleCacheError: the workers with a cache of the arguments have ended, or the cache's length is unknown.
             NotPortableError: an argument cannot be sent by value; nothing was run.
-            GroupError: the workers failed or have ended, or the deadline has passed; see the subclasses of GroupError.
+            GroupError: the workers failed or have ended, or the deadline has passed; see `WorkerGroup.call`.
+            ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
         end = self.replica.deadline_of(options.timeout)
         with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:

@@ -31,6 +31,9 @@ class RowSteps:
 
         Args:
             model: the parallelized model, whose class and settings may exclude CUDA graphs.
+
+        Raises:
+            ParallelError: a hook of the model cannot run on the workers.
         """
         if (
             self._steps is None

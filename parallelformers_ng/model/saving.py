@@ -84,7 +84,7 @@ def shard(
     Args:
         source: directory, or model id on the hub.
         directory: target folder.
-        num_gpus: number of ranks.
+        num_gpus: number of ranks, at least 1.
         max_shard_size: same as in `save_sharded`.
         dtype: data type of the saved weights; with None, `from_pretrained` chooses.
         quantize: quantization of the weights, the same as in `parallelize`.
@@ -94,8 +94,10 @@ def shard(
     Raises:
         CheckpointError: a file of the source is missing or damaged, or `directory` has files of another kind. Also:
             `max_shard_size` is not a size.
-        UnsupportedModelError: no policy fits the model.
-        ParallelError: `quantize` is not a quantization that ranks can compute with.
+        UnsupportedModelError: no policy fits the model, or the format of its quantized weights cannot be read.
+        PolicyError: a policy does not fit the model.
+        ParallelError: `quantize` is not a quantization that ranks can compute with, or an option is unknown or not
+            supported.
         OSError: the disk is full, or the directory cannot be written to.
     """
     bits = read_quantize(quantize)

@@ -77,7 +77,7 @@ class SharedCalls:
             arguments: arguments of `generate`, by name.
             seed: seed of the call, or None.
             timeout: maximum duration of the call in seconds; None uses the group's timeout.
-            streamer: streamer that receives the tokens, or None.
+            streamer: streamer that receives the prompt, int64 `[1, tokens]`, and then each token, int64 `[1]`; or None.
             draw_seed: function that returns a seed for a sampling call without one; None if no other call runs.
 
         Returns:
@@ -86,9 +86,10 @@ class SharedCalls:
         Raises:
             BatchingError: the call may need more tokens than a limit allows, too many calls are waiting, or the batch
                 ended with an internal error.
-            ParallelError: `timeout` is not a positive number, or the plan is not valid for changed code of the model.
+            ParallelError: `timeout` is not a positive number, a hook cannot run on the workers, or the plan is not
+                valid for changed code of the model.
             NotPortableError: an argument cannot be sent; nothing was run.
-            GroupError: the workers failed, or the deadline has passed; see `Ticket.wait`.
+            GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
         """
         self._check(*tokens_of(model, arguments))
         thread = threading.get_ident()

@@ -163,6 +163,8 @@ def forecast(
 
     Raises:
         ParallelError: an argument is invalid.
+        AlreadyParallelizedError: the model is parallelized already.
+        PolicyError: a policy does not fit the model.
         UnsupportedModelError: no policy fits the model, the model does not generate or returns no cache, or its
             forward fails on `meta`.
     """

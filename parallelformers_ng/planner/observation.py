@@ -271,6 +271,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield every tensor in an object once, at any depth of containers and attributes.
 
     Args:
+        value: any object.
         seen: ids of the objects that are already visited; updated.
     """
     seen = set() if seen is None else seen

@@ -29,7 +29,11 @@ class RankMemory:
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
-        """Return bytes used by the process: its proportional set size (PSS) on CPU, torch's memory pool on CUDA."""
+        """Return bytes used by the process: its proportional set size (PSS) on CPU, torch's memory pool on CUDA.
+
+        Raises:
+            OSError: see `proportional_set_size`.
+        """
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
@@ -40,7 +44,11 @@ class RankMemory:
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
 
     def table(self) -> str:
-        """Return a memory table: torch's own table on CUDA, a table of the same format on CPU."""
+        """Return a memory table: torch's own table on CUDA, a table of the same format on CPU.
+
+        Raises:
+            OSError: see `proportional_set_size`.
+        """
         own = self._cpu_table() if self._cuda is None else torch.cuda.memory_summary(self._cuda, abbreviated=True)
         return f"{own}\n{self.line()}\n"
 
@@ -66,6 +74,9 @@ def proportional_set_size() -> int:
     """Return the PSS of this process in bytes, from Linux's `/proc/PID/smaps_rollup`.
 
     A shared page is divided by the number of processes that map the page, so sums over processes are right.
+
+    Raises:
+        OSError: the system has no such file, for example Linux before 4.14.
     """
     return _bytes_in("smaps_rollup", "Pss")
 

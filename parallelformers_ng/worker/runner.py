@@ -115,6 +115,11 @@ class ModelRunner(RankWeights):
         """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here.
 
         An earlier model is deleted first. The method seeds the generators of `random` and `numpy.random` with 0.
+
+        Raises:
+            ImportError, AttributeError: this process lacks a module, class or function of the model.
+            StartupError: the backend cannot connect the ranks of a stage.
+            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
         """
         self.drop()
         if skeleton.code is not None:
@@ -156,6 +161,8 @@ class ModelRunner(RankWeights):
             ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
                 is true and the results of the ranks differ.
             RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
+            CollectiveAbortedError: another rank failed, ended or came too late.
+            IndexError: a token id is outside its table.
             Exception: an error of the method.
         """
         self._prepare(call)
@@ -202,7 +209,13 @@ class ModelRunner(RankWeights):
         return answer
 
     def decode_rows(self, order: Round) -> News:
-        """Run one round of a batch, and return this rank's report; see `RankBatch.run`."""
+        """Run one round of a batch, and return this rank's report; see `RankBatch.run`.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
+            BatchingError: the model's caches or arguments cannot be batched.
+            Exception: an error of the forward pass.
+        """
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, dict[str, Any] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
@@ -290,6 +303,10 @@ class ModelRunner(RankWeights):
 
         Returns:
             Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
+
+        Raises:
+            KeyError: this rank has no cache of that number.
+            Exception: an error of the method.
         """
         self.caches.last_number = block
         with torch.inference_mode():
@@ -361,10 +378,22 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
+        """Return the numbers of all ranks, gathered with the communicator that decode steps also use.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
+        """
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """Run the method `what` of `RankMemory` for this rank; `name` is the caller's name for the device."""
+        """Run the method `what` of `RankMemory` for this rank, and return its result: bytes, or text.
+
+        Args:
+            what: name of the method.
+            name: the caller's name for the device.
+
+        Raises:
+            OSError: see `proportional_set_size`.
+        """
         memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
         return getattr(memory, what)()

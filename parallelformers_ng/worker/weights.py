@@ -73,6 +73,10 @@ class RankWeights:
         Args:
             fds: descriptors of the shared memory, see `map_shards`.
             checkpoint: files with all other weights, which `load` takes.
+
+        Raises:
+            OSError: the system cannot map the memory.
+            torch.OutOfMemoryError: the device is too small.
         """
         assert self.plan is not None, "build comes before attach"
         self.checkpoint = checkpoint
@@ -95,6 +99,10 @@ class RankWeights:
 
         Args:
             names: storage names of the tensors.
+
+        Raises:
+            CheckpointError: a checkpoint file is damaged, missing on this host, or has changed.
+            torch.OutOfMemoryError: the device is too small.
         """
         assert self.plan is not None
         pending = 0
@@ -208,7 +216,7 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's part of each stored tensor in `names` (storage names), on CPU."""
+        """Return this rank's part of each stored tensor in `names` (storage names), on CPU and still quantized."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
