@@ -20,7 +20,8 @@ _CROSS = re.compile(
 def candidate_inputs(model: nn.Module, seed: int = 1) -> Iterator[dict[str, Any]]:
     """Yield keyword arguments for `model.forward`, first those that should reach most of the model.
 
-    The caller tries the arguments in this order until a forward pass succeeds.
+    The caller tries the arguments in this order until a forward pass succeeds. Tensors are on CPU. Ids are int64, and
+    floating-point values have the data type of the model's first floating-point parameter. The batch size is 1 or 2.
 
     Args:
         model: a transformers model or a part of one.

@@ -67,9 +67,11 @@ def make_plan(
 
     Raises:
         ParallelError: `fit` does not fit `world_size`, or `quantize` does not fit the model.
-        UnsupportedModelError: no policy fits, or the model cannot be divided into stages.
-        PolicyError: a policy does not fit the model.
+        UnsupportedModelError: no policy fits, the model cannot be divided into stages, or an adapter cannot be cut.
+            Another cause: a weight that is stored quantized would become high precision.
+        PolicyError: a policy is wrong, or does not fit the model.
         PlacementError: the model has fewer parts than there are stages.
+        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)

@@ -42,6 +42,9 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
 
     Raises:
         UnsupportedModelError: no twin could be made.
+        PolicyError: a policy does not fit the twin.
+        ParallelError: `options.skip` names no layer of the twin.
+        OSError: see `make_twin`. Exceptions of modelling code, on the whole or the sharded twin, are passed on.
     """
     twin = twin_of(model)
     options = replace(options, group=_GROUP if options.block else None)

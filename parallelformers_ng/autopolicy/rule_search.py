@@ -45,7 +45,10 @@ class RuleSearch:
         """Run the search, and return the inferred policies together with the base policies.
 
         Raises:
-            UnsupportedModelError: every proposal failed.
+            UnsupportedModelError: every proposal failed and there are no base policies, or see `vocabulary_holds` and
+                `check_tokens`.
+            PolicyError: a rule of `chosen` does not fit the twin.
+            OSError: see `is_only_called`.
         """
         covered = written_places(self.model, self.trials.base.policies)
         single = set(self.trials.twin.single_layers)
@@ -182,6 +185,10 @@ class RuleSearch:
         """Generate more tokens than any sliding window holds, and compare the tokens of the sharded and the whole twin.
 
         If the tokens differ, replace the rules of attention in `chosen` by column-parallel rules with gathered outputs.
+
+        Args:
+            chosen: rules of the trials, changed in place.
+            vocabulary: whether the vocabulary is sharded in the trials.
 
         Raises:
             UnsupportedModelError: the tokens differ also with the replaced rules.

@@ -86,7 +86,7 @@ class SampleInputs:
     # -- single arguments ----------------------------------------------------------------------------------------
 
     def value(self, name: str, image: str, rows: int) -> Any:
-        """Return a value for one argument; None if the name is unknown.
+        """Return a value for one argument; None if the name is unknown. Ids and integer masks are int64.
 
         Args:
             name: name of the argument.
@@ -183,7 +183,7 @@ class SampleInputs:
         return int(size), int(size)
 
     def pixels(self, image: str, rows: int) -> torch.Tensor:
-        """Return random images.
+        """Return random images in `dtype`.
 
         Args:
             image: format. "plain": `[rows, channels, height, width]`; "wide": the same with 224 × 224 pixels.
@@ -211,7 +211,7 @@ class SampleInputs:
         return self.randn(rows, channels, height, width)
 
     def placed_patches(self, rows: int) -> torch.Tensor:
-        """Return flattened patches `[rows, 16, 2 + values]`; each begins with its row and column number, from 1."""
+        """Return flattened patches `[rows, 16, 2 + values]` in `dtype`; each begins with its row and column, from 1."""
         sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
         places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
@@ -237,7 +237,7 @@ class SampleInputs:
         return (height // self.patch_side()) * (width // self.patch_side())
 
     def sound(self, name: str, image: str, rows: int) -> torch.Tensor:
-        """Return random sounds: samples, or spectra of some frames.
+        """Return random sounds in `dtype`: samples, or spectra of some frames.
 
         Args:
             name: name of the argument. "input_values" with the formats "plain" and "flat" are 4000 samples,
@@ -263,7 +263,7 @@ class SampleInputs:
         return self.randn(rows, int(length), int(bins))
 
     def states(self, rows: int) -> torch.Tensor:
-        """Return random hidden states `[rows, 7, width]`, or flat patches for a model with the argument `grid_thw`."""
+        """Return random hidden states `[rows, 7, width]` in `dtype`; flat patches for a model with `grid_thw`."""
         if "grid_thw" in self.names:
             return self.pixels("flat", rows)
         return self.randn(rows, LENGTH, int(self.find(*_WIDTHS, default=32)))
@@ -271,7 +271,8 @@ class SampleInputs:
     def series(self, name: str, rows: int) -> torch.Tensor | None:
         """Return one argument of a time-series model, `[rows, times]` or `[rows, times, channels]`.
 
-        The result is None for `future_values` of a model with several input channels.
+        Values are in `dtype`; a mask is float32. The result is None for `future_values` of a model with a number of
+        input channels.
         """
         context = int(self.find("context_length", "prediction_length", default=16))
         lags = max(self.find("lags_sequence", default=[0]) or [0])

@@ -67,6 +67,10 @@ def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = No
 
     If `dtype` is set, floating-point inputs are cast to this data type. Caches are left out of the result, as in
     `structure.tensors`. Attention weights of all heads are gathered, so all ranks must call this function together.
+    Exceptions of the model's code are passed on.
+
+    Raises:
+        CollectiveAbortedError, DivergedError: the model is sharded; see `Communicator.all_reduce`.
     """
     arguments = {
         name: (value.to(dtype) if dtype and value.is_floating_point() else value.clone())

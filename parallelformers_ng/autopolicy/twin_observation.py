@@ -44,7 +44,15 @@ def observe(model: PreTrainedModel, seed: int) -> Twin:
 
 
 def observe_single_layers(twin: Twin, seed: int) -> Twin:
-    """Add a probe of each single layer that the twin's other probes do not reach; return the twin."""
+    """Add a probe of each single layer that the twin's other probes do not reach; return the twin.
+
+    Args:
+        twin: the twin, changed in place.
+        seed: seed of the inputs.
+
+    Raises:
+        OSError: see `is_only_called`.
+    """
     return _Observer(twin.model, seed, twin).probe_single_layers()
 
 

@@ -94,8 +94,13 @@ class InLines(Computed):
     def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
         """Return a function that computes the lines of a cut and takes the wanted part of each line.
 
+        The function returns a tensor that can be cast to `dtype`.
+
         Args:
             rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
+
+        Raises:
+            CheckpointError, OSError: see `reading.read`. The returned function raises the same errors.
         """
 
     def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:

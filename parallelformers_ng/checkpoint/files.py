@@ -77,12 +77,14 @@ class CheckpointFile:
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the stored tensor of name `key`: a view of the mapped file if possible, else a copy.
+        """Return the stored tensor of name `key`, on CPU: a view of the mapped file if possible, else a copy.
 
-        The first call in a process opens the file, see `name_to_open`.
+        Shape and data type are those in `entries`. The first call in a process opens the file, see `name_to_open`.
 
         Raises:
             CheckpointError: the file cannot be opened, or a `.bin` file is damaged.
+            OSError: the system cannot map the file.
+            KeyError: the file has no such tensor.
         """
         raise NotImplementedError
 
@@ -290,7 +292,7 @@ def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
     """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file.
 
     Raises:
-        CheckpointError: the file cannot be read, or is damaged.
+        CheckpointError: the file cannot be read, is damaged, or has data that cannot be read; see the two classes.
     """
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
 
@@ -305,6 +307,9 @@ def mounts() -> tuple[str, str]:
     """Return the boot id of the machine and the id of this process's mount namespace.
 
     Two processes with equal results see the same files under the same paths.
+
+    Raises:
+        OSError: the system has no `/proc`, or forbids access to it.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 

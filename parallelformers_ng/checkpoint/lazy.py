@@ -34,7 +34,8 @@ class LazyTensor(torch.Tensor):
 
     A torch operation on lazy tensors returns lazy tensors and reads no values. Values are read by `torch.equal` of two
     lazy tensors, and by a change of an ordinary tensor in place, for example `copy_`. Other uses of values, for example
-    `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError.
+    `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError. Errors of a read are
+    those of `reading.read`.
 
     Args:
         node: node that reads the values.
@@ -96,8 +97,8 @@ class LazyTensor(torch.Tensor):
 class RemoteTensor(LazyTensor):
     """A weight on the workers, or a view of such a weight. Operations that make no view return ordinary tensors.
 
-    Each operation that needs values fetches the values from the workers again. An operation that would change the
-    weight, and `data_ptr`, raise ParallelError.
+    Each operation that needs values fetches the values from the workers again, with the errors of `values`. An
+    operation that would change the weight, and `data_ptr`, raise ParallelError.
     """
 
     @classmethod
@@ -145,7 +146,15 @@ _BEYOND_OPERATORS = (
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
+    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter.
+
+    Shape and data type are those of `tensor`.
+
+    Raises:
+        GroupError: only the ranks have the weight, and the ranks failed or have ended.
+        NotParallelizedError: the parallelization has ended, and its model is gone or is parallelized again.
+        CheckpointError, OSError: see `reading.read`.
+    """
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):

@@ -58,7 +58,12 @@ class Checkpoint:
 
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
-        """Take the unread tensors from a model of `load_skeleton`, and replace these tensors by `meta` tensors."""
+        """Take the unread tensors from a model, and replace these tensors by `meta` tensors.
+
+        Args:
+            model: result of `load_skeleton`, `open_source` or `fill_skeleton`; changed.
+            plan: plan of the model, which decides the tensors to copy.
+        """
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
             of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
@@ -92,7 +97,7 @@ class Checkpoint:
         """Write the copied tensors to the store, and unmap the pages of the checkpoint files that were read.
 
         Raises:
-            OSError: not enough memory or disk space.
+            OSError: not enough memory or disk space, or the system cannot map a file.
             CheckpointError: a checkpoint file is damaged, or has changed.
         """
         for name in self.copied:
@@ -125,7 +130,8 @@ def open_source(
     """Return a model with unread weights: a new model in evaluation mode, or `model`.
 
     The result is `model` if the source has no configuration. The function removes `quantization_config` from the
-    configuration of the source or of `model`.
+    configuration of the source or of `model`. Other exceptions of transformers and of a checkpoint's code are passed
+    on: for example, ImportError if `attn_implementation` needs a missing package.
 
     Args:
         source: source of the files, with the arguments of `from_pretrained`.
@@ -135,9 +141,11 @@ def open_source(
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the message names the file.
+        CheckpointError: a file is missing or damaged, or a tensor does not fit the model; the message names the file.
         UnsupportedModelError: the configuration names no class that can be loaded, the format of quantized weights
-            cannot be read, or a weight needs `dequantize`.
+            cannot be read, or a weight needs `dequantize`. Another cause: loading changes a weight in place.
+        OSError: the configuration of generation, or the code of the checkpoint, cannot be downloaded. Another cause:
+            the system cannot map a file.
     """
     location, config = source.location, source.config
     if config is None:
@@ -168,7 +176,7 @@ def load_skeleton(
 
     Raises:
         ParallelError: an option is unknown or not supported.
-        CheckpointError, UnsupportedModelError: see `open_source`.
+        CheckpointError, UnsupportedModelError, OSError: see `open_source`.
     """
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
@@ -186,7 +194,9 @@ def fill_skeleton(
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing in the checkpoint or has another shape.
-        UnsupportedModelError: the format of quantized weights cannot be read, or a weight needs `dequantize`.
+        UnsupportedModelError: the format of quantized weights cannot be read, or a weight needs `dequantize`. Another
+            cause: loading changes a weight in place.
+        OSError: the system cannot map a file.
     """
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
@@ -228,7 +238,7 @@ def model_of(
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    """Return a model with unread weights.
+    """Return a model with unread weights. Other exceptions of transformers and of the model's code are passed on.
 
     Args:
         cls: class of the model.
@@ -240,6 +250,7 @@ def model_of(
 
     Raises:
         CheckpointError: `state` does not fit the class or the configuration.
+        UnsupportedModelError: transformers or the model's code changes a weight of `state` in place.
     """
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()

@@ -121,7 +121,13 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """Return the path or hub id of the base model of the adapter in a directory; None if `path` has no adapter."""
+    """Return the path or hub id of the base model of the adapter in a directory; None if `path` has no adapter.
+
+    The format of `adapter_config.json` is that of peft (https://github.com/huggingface/peft).
+
+    Raises:
+        OSError, ValueError, KeyError: `adapter_config.json` cannot be read, is no JSON, or names no base model.
+    """
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
@@ -150,7 +156,7 @@ def read_source(
     """Check arguments of `from_pretrained`, and read the configuration.
 
     The configuration of a model on the hub is downloaded if need be. With `trust_remote_code=True`, code of the
-    checkpoint may run.
+    checkpoint may run, and its other exceptions are passed on, for example ImportError.
 
     Args:
         path: a directory or a model id of the hub.
@@ -201,7 +207,7 @@ def read_generation_config(location: Location) -> GenerationConfig:
     """Read the generation configuration as `from_pretrained` does: from its own file, or else from `config.json`.
 
     Raises:
-        OSError: the checkpoint has neither file.
+        OSError: the checkpoint has neither file, or the file cannot be read or downloaded.
     """
     try:
         return GenerationConfig.from_pretrained(location.path, **location.download)
@@ -214,7 +220,7 @@ def read_generation_config(location: Location) -> GenerationConfig:
 def stored_quantization(location: Location) -> dict[str, Any] | None:
     """Return the quantization configuration from the `config.json` of a checkpoint.
 
-    The result is None if `config.json` has no quantization configuration, or cannot be found.
+    The result is None if `config.json` has no quantization configuration, or cannot be found or read.
     """
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)

@@ -31,6 +31,8 @@ def class_of(
     Raises:
         UnsupportedModelError: the installed transformers has no such class, or the class is code of the checkpoint and
             `trust_remote_code` is False.
+        OSError, ImportError: code of the checkpoint cannot be downloaded, or needs a missing package. Other exceptions
+            of this code are passed on.
     """
     names = list(config.architectures or ())
     where = location or type(config).__name__
@@ -77,6 +79,8 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     """Build a model on `meta`, without weights, in evaluation mode. Only the configuration is read.
+
+    Other exceptions of a class that refuses the configuration are passed on.
 
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type

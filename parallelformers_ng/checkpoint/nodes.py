@@ -34,8 +34,12 @@ class Leaf(Node, ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """Return the whole tensor, as a view of mapped memory if possible. Errors of the file or the function are
-        passed on."""
+        """Return the whole tensor, as a view of mapped memory if possible, of `shape` and `dtype`.
+
+        Raises:
+            CheckpointError, OSError: a checkpoint file is damaged or has changed, or the system cannot map the file.
+                Exceptions of `FetchedLeaf.fetch` are passed on, for example GroupError.
+        """
 
     def release(self) -> None:
         """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
@@ -100,12 +104,15 @@ class Computed(Node, ABC):
 
     @abstractmethod
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Compute a part of this tensor.
+        """Compute a part of this tensor, in its data type.
 
         Args:
             cut: dimension → wanted ranges along that dimension; the result joins the ranges. Dimensions that are not
                 in `cut` are wanted whole.
-            rank: rank whose shards are preferred if several ranks stored the same part.
+            rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
+
+        Raises:
+            CheckpointError, OSError: see `reading.read`.
         """
 
 

@@ -40,8 +40,8 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
 
     Raises:
-        UnsupportedModelError: the format cannot be read, a weight needs `dequantize`, or an adapter has trained a copy
-            of a quantized layer.
+        UnsupportedModelError: the format cannot be read, a weight needs `dequantize`, an adapter cannot be cut, or an
+            adapter has trained a copy of a quantized layer.
         CheckpointError: the quantization configuration is invalid, or a tensor is missing or does not fit its weight.
     """
     bare: Any = without_adapters(model)

@@ -42,7 +42,7 @@ def read_shard(
             contiguous.
 
     Raises:
-        CheckpointError: a checkpoint file is damaged, or has changed.
+        CheckpointError, OSError: see `read`.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -71,12 +71,17 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
     """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
 
+    The result is on CPU, in the data type of the node. Exceptions of `FetchedLeaf.fetch` are passed on: for example,
+    GroupError if the ranks have the tensor.
+
     Args:
+        node: the tensor.
         cut: the part; an empty cut means the whole tensor.
-        rank: rank whose shards are preferred if several ranks stored the same part.
+        rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
 
     Raises:
         CheckpointError: a checkpoint file is damaged, or has changed.
+        OSError: the system cannot map a checkpoint file.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
@@ -131,7 +136,7 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
         rank: rank whose shards are preferred if several ranks stored the same part.
 
     Raises:
-        CheckpointError: a checkpoint file is damaged, or has changed.
+        CheckpointError, OSError: see `read`.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, ShardedNode):

@@ -60,6 +60,7 @@ def write_pretrained(
         CheckpointError: `max_shard_size` is invalid, or a checkpoint file that a node reads is damaged or has changed.
         GroupError: a node reads weights from the ranks, and the ranks failed or have ended.
         OSError: the disk is full, or the directory cannot be written to.
+        KeyError, ValueError: see `write_safetensors` and `write_configs`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -136,8 +137,9 @@ def shard_checkpoint(
 
     Raises:
         CheckpointError: `max_shard_size` is invalid, `directory` exists and is not a sharded directory, or a checkpoint
-            file is damaged.
+            file is damaged or has changed.
         OSError: the disk is full, or the directory cannot be written to.
+        KeyError, ValueError: see `write_safetensors` and `write_configs`.
     """
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)

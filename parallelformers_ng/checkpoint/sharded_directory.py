@@ -56,14 +56,17 @@ def write_rank(
     Tensors whose shard on the rank is all zeros are left out.
 
     Args:
+        directory: existing directory for the files.
         plan: plan of the stored tensors (`ShardPlan.as_stored`).
         names: storage names of the tensors to save.
+        rank: number of the rank.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
-        part: function that returns the rank's shard of a tensor.
+        part: function that returns the rank's shard of a tensor, in the plan's shape. Its exceptions are passed on.
         progress: function that is called with the number of bytes since its last call; None for no reports.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written to.
+        KeyError: see `write_safetensors`.
     """
     written = []
     for file, file_tensors in _files_of(plan, names, rank, limit).items():
@@ -92,6 +95,7 @@ def write_index(
 
     Raises:
         OSError: the disk is full, or the directory cannot be written to.
+        ValueError: see `write_configs`.
     """
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
@@ -129,6 +133,10 @@ def write_configs(model: PreTrainedModel, directory: Path) -> None:
     """Write the configuration, the generation configuration, and the code of a model with its own code.
 
     The function sets `dtype` and `architectures` in the model's configuration.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written to.
+        ValueError: transformers refuses to save the configuration, or the generation configuration is invalid.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -148,6 +156,9 @@ def files_of(path: Path) -> set[str] | None:
     """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory.
 
     The names of the configuration files are always in the result, even if a file does not exist.
+
+    Raises:
+        OSError: the directory cannot be read.
     """
     if not is_sharded_directory(path):
         return None
@@ -200,7 +211,7 @@ def _encodings(plan: ShardPlan) -> dict[str, Any]:
 class CheckedLeaf(FileLeaf):
     """A tensor in a file; its first read in a process compares its bytes with a checksum.
 
-    If the checksum differs, the read raises CheckpointError.
+    If the checksum differs, the read raises CheckpointError. Other errors are those of `CheckpointFile.tensor`.
 
     Attributes:
         checksum: expected result of `writing.checksum`.

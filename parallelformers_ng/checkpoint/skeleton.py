@@ -90,6 +90,10 @@ class Skeleton:
 
         The method unpickles, and so imports modules and runs code of the model. It also registers the model's recorders
         of hidden states and attentions in transformers.
+
+        Raises:
+            ImportError, AttributeError: this process has no module or class of a name in the pickle. Other exceptions
+                of the model's code are passed on.
         """
         tensors: dict[str, torch.Tensor] = {}
 

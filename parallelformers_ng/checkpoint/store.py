@@ -79,7 +79,11 @@ class ShardStore:
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
-        """Flush the disk files to the disk, and drop their pages from the page cache."""
+        """Flush the disk files to the disk, and drop their pages from the page cache.
+
+        Raises:
+            OSError: the disk is full or broken.
+        """
         for fd in self.fds[self.plan.world_size + 1 :]:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -141,8 +145,12 @@ class ShardStore:
         """Return a whole tensor of the model, on CPU, dequantized.
 
         Args:
+            tensor: plan of a tensor of the model; the result has its shape and data type.
             release: whether to free the memory of its shards afterwards, so that gathering a model does not need memory
                 for two copies. Freed shards read as zeros; small shards and shards on disk are kept.
+
+        Raises:
+            OSError: the system cannot map the shards.
         """
         whole = read_copy(self.node(tensor), {})
         for part in self.plan.parts(tensor.name) if release else ():
@@ -154,11 +162,17 @@ class ShardStore:
         return whole
 
     def node(self, tensor: TensorPlan) -> Node:
-        """Return a node that reads parts of one tensor of the model."""
+        """Return a node that reads parts of one tensor of the model. Errors of a read are those of `part`."""
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists."""
+        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists.
+
+        The shard has the shape `tensor.shards[rank].shape(tensor.shape)` and the data type of the plan.
+
+        Raises:
+            OSError: the system cannot map the shard.
+        """
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -201,7 +215,11 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
 
     Args:
         plan: plan of the stored tensors (`ShardPlan.as_stored`).
+        rank: number of the rank.
         fds: descriptors of the rank's memory file, the shared memory file, and the rank's disk file.
+
+    Raises:
+        OSError, ValueError: see `map_file`.
     """
     layout = Layout(plan)
     mappings = {
@@ -236,6 +254,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
 
     Raises:
         OSError: not enough memory or disk space.
+        CheckpointError: a checkpoint file with a `LazyTensor` is damaged, or has changed.
     """
     moved_names: list[str] = []
     pending = 0

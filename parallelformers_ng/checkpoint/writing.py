@@ -57,11 +57,12 @@ def write_safetensors(
 
     Args:
         entries: name of a tensor → shape and data type.
-        tensor: function that returns the tensor of a name.
+        tensor: function that returns the tensor of a name, in the shape of its entry. Its exceptions are passed on.
         progress: function that is called with the number of bytes since its last call; None for no reports.
 
     Raises:
         OSError: the disk is full, or the path cannot be written to.
+        KeyError: safetensors has no name for a data type.
     """
     order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # this order aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -97,7 +97,8 @@ class AppliedChanges:
             changes: changes from the caller; the pickle contains code, so the sender must be trusted.
 
         Raises:
-            ImportError, AttributeError: this process has no module, class or registry with the name of a place.
+            ImportError, AttributeError: this process has no module, class or registry with the name of a place. Other
+                exceptions of unpickled code are passed on.
         """
         for place in changes.restored:
             self._restore(place)

@@ -23,7 +23,9 @@ def tiers_for(model: nn.Module, plan: ShardPlan, budget: Budget | None) -> Tiers
     RAM budget allows, and on disk otherwise.
 
     Args:
-        budget: memory limits; None for no limits.
+        model: the model, on any device.
+        plan: plan of the model.
+        budget: memory limits in bytes; None for no limits.
 
     Raises:
         ParallelError: the weights outside of layers and the largest layer do not fit on a device. Or the RAM budget is

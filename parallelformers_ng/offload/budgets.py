@@ -38,9 +38,10 @@ def budget_of(
     """Return the memory limits that the options set; None if the options set no limits.
 
     The function creates the offload folder if it does not exist. Without a limit for "cpu", the limit is the available
-    memory of the machine.
+    memory of the machine. On CUDA devices, the replicas share the limit for "cpu" equally.
 
     Args:
+        options: options of the caller; sizes in bytes or as text, for example "10GiB".
         world_size: number of ranks of a replica.
         kind: "cpu" or "cuda"; with "cpu", the device numbers in `max_memory` are rank numbers.
         device_ids: CUDA device of each rank, replica after replica; by default 0, 1, 2, ….
@@ -49,6 +50,7 @@ def budget_of(
     Raises:
         ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable or has no
             limits.
+        UnsupportedPlatformError: see `available_memory`.
     """
     if options.max_memory is None:
         if options.offload_folder is not None:

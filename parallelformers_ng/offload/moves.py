@@ -44,7 +44,11 @@ class MovedLayer:
         """Free the memory of the weights. Called in the mover thread, which moves weights while layers compute."""
 
     def ask(self) -> None:
-        """Queue copies of the weights to the device. Called in the thread that computes."""
+        """Queue copies of the weights to the device. Called in the thread that computes.
+
+        Raises:
+            torch.OutOfMemoryError: the device has too little memory. `enter` raises the same error.
+        """
 
     def enter(self) -> None:
         """Set the weights on the device as the module's parameters. Called in the thread that computes."""
@@ -157,7 +161,7 @@ class Moves:
     """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
 
     A thread reads the next layer into memory while a layer computes. If a layer cannot be read, its forward pass raises
-    the OSError of `MovedLayer.bring`.
+    the OSError of `MovedLayer.bring`. A forward pass also raises the errors of `MovedLayer.ask`.
 
     Args:
         layers: the layers, in the expected order of running.

@@ -48,7 +48,7 @@ class PageSource(NamedTuple):
 
 
 def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
-    """Yield the ranges of pages that contain tensors; neighbouring or overlapping ranges are merged."""
+    """Yield the ranges of pages with contiguous CPU tensors; neighbouring or overlapping ranges are merged."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors

@@ -39,7 +39,10 @@ _Cut = tuple[tuple[Shard, ...], str]  # one shard for each rank, and the rule th
 
 
 class NormOverRanks(ParallelLayer):
-    """DoRA module that takes norms of weights over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖²."""
+    """DoRA module that takes norms of weights over the inputs of all ranks (arXiv:2402.09353, §4): ‖w‖² = Σᵣ ‖wᵣ‖².
+
+    `get_weight_norm` returns the norm of each output, in the data type and shape of peft's method; a collective.
+    """
 
     def get_weight_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         norm = super().get_weight_norm(*args, **kwargs)  # type: ignore[misc]
@@ -67,10 +70,12 @@ def with_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Return a copy of a model with adapters in which other layers replace its quantized layers; tensors are shared.
 
     Args:
+        model: the model with adapters; not changed.
         layers: the replacement layers, by the paths of the quantized layers in the model without adapters.
 
     Raises:
-        UnsupportedModelError: a quantized layer has a trained copy, which would stay quantized.
+        UnsupportedModelError: the model has adapters that cannot be cut, or a quantized layer has a trained copy, which
+            would stay quantized.
     """
     places, shared = list(_places(model)), _shared(model)
     for path, layer in layers.items():
@@ -105,6 +110,7 @@ def with_adapters(
     Raises:
         UnsupportedModelError: an adapter cannot be cut like its layer, or changes a weight that is stored quantized.
             Another cause: the model reads the weight of a layer without the layer's adapter.
+        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     places = {place.path: place for place in _places(model)}
 

@@ -87,6 +87,9 @@ class XLNetAttentionParallel(HeadParallel):
     """Relative attention (Yang et al. 2019, arXiv:1906.08237) whose output projection is a bare parameter O:
 
     z = norm(h + Σᵣ Σ_{heads n of r} aₙ Oₙᵀ)
+
+    `post_attention` takes h `[length, batch, width]` and a `[length, batch, own heads, head width]`. It returns z
+    `[length, batch, width]`, equal on all ranks.
     """
 
     o: torch.Tensor

@@ -13,7 +13,11 @@ _COPY_OF = "_parallelformers_ng_copy_of"
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute by its dotted path `name` from a module. A configuration on the path is copied first, so that
-    other modules keep the original."""
+    other modules keep the original.
+
+    Raises:
+        AttributeError: an object on the path does not exist.
+    """
     owner: Any = module
     *path, last = name.split(".")
     for part in path:
@@ -29,6 +33,9 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of a configuration by its dotted path `name` from the model, also in copies by `set_attribute`.
 
     A copy whose value differed from the configuration's value keeps its value.
+
+    Raises:
+        AttributeError: an object on the path does not exist.
     """
     owner, _, last = name.rpartition(".")
     target = attrgetter(owner)(model)

@@ -52,9 +52,11 @@ def build_plan(
         quantize: options that select the weights to quantize.
 
     Raises:
-        PolicyError: a rule matches no layer, or does not fit the layer that it matches.
+        PolicyError: a rule matches no layer, or does not fit the layer that it matches. Another cause: the model has
+            another value than `Policy.requires`.
         ParallelError: `quantize` names a layer that the model does not have, or the model is quantized already.
         UnsupportedModelError: a weight that is stored quantized would become high precision; see `choose_encodings`.
+        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
 
     group = border(model, quantize)

@@ -153,7 +153,8 @@ class Draft:
             interleaved: whether the parts are packed within each group.
 
         Raises:
-            PolicyError: the parts do not fit the size, or count heads outside attention.
+            PolicyError: the parts do not fit the size, count heads outside attention, or have a `Part.width` that the
+                attention does not have. Another cause: only some of the parts are a `Part`.
         """
         default: Unit = "query" if heads or interleaved else "column"
         units, widths = self._parts(fused if isinstance(fused, tuple) else (unit,) * fused, default)

@@ -49,7 +49,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """The quantization of one weight.
+    """The quantization of one weight, in a format of torchao; see `QuantizeOptions`.
 
     Attributes:
         kind: format of the quantized numbers: "int8"; "int4", two numbers in a byte; "fp8", 4 bits of exponent.
@@ -135,8 +135,8 @@ class Encoding:
     def numbers(self, weight: Tensor, scales: Tensor) -> Tensor:
         """Return the numbers nearest to `weight / scales`, in the range of the kind; ties round to even.
 
-        "int4" has two neighbours along `dim` in a byte, the first in the lower bits. Integers are rounded from the
-        product with the rounded `1 / scales`.
+        The data type is int8, uint8 for "int4", or float8_e4m3fn for "fp8". "int4" has two neighbours along `dim` in a
+        byte, the first in the lower bits. Integers are rounded from the product with the rounded `1 / scales`.
         """
         kind, spread = _KINDS[self.kind], self.spread(scales, weight.shape)
         if kind.dtype.is_floating_point:
@@ -152,6 +152,11 @@ class Encoding:
         """Return the dequantized numbers in `dtype`: the weight, or the part of the weight that the numbers belong to.
 
         On CPU, about 1 MiB of numbers are dequantized at a time, to limit temporary memory.
+
+        Args:
+            numbers: quantized numbers in the format of `numbers`, with whole blocks along `dim`.
+            scales: scales of the blocks, as from `scales`.
+            dtype: data type of the result.
         """
         along = 1 if self.dim % numbers.ndim == 0 else 0
         lines = max(1, _AT_ONCE * numbers.shape[along] // max(1, numbers.numel()))

@@ -45,6 +45,8 @@ class HeadParallel(ParallelLayer):
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
         """Return attention weights in the shape of all heads; ranks gather all heads only if code reads the result.
 
+        The result is an `OwnHeads`. In compiled code it is the gathered tensor, with the errors of `gather_heads`.
+
         Args:
             weights: attention weights of this rank, four or more dimensions. A tensor without a dimension of this
                 rank's heads is returned unchanged.
@@ -70,6 +72,9 @@ class HeadParallel(ParallelLayer):
         Args:
             weights: attention weights of this rank.
             dim: dimension of heads in `weights`.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
         own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
         return self.communicator.all_gather(own, dim, self.head_sizes)

@@ -26,7 +26,10 @@ def inject(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communica
         model: the modules of the whole model, changed in place.
         plan: plan of the model.
         rank: number of the rank.
-        communicator: communicator of all ranks.
+        communicator: communicator of all ranks. If the plan has stages, all ranks must call this function together.
+
+    Raises:
+        ValueError: `communicator` cannot be divided into the plan's stages; see `Communicator.within`.
     """
     settle(model, plan)
     for layer in plan.layers:
@@ -48,7 +51,8 @@ def settle(model: nn.Module, plan: ShardPlan) -> None:
 def cut(model: nn.Module, plan: ShardPlan, rank: int, communicator: Communicator) -> nn.Module:
     """Return a copy of `model`, reduced to the modules and weights of rank `rank`. `model` itself is not changed.
 
-    For proofs and tests in one process. Workers build their modules from a skeleton instead.
+    For proofs and tests in one process. Workers build their modules from a skeleton instead. The weights have the data
+    types of the plan, and stay on their devices. Arguments and errors are those of `inject`.
     """
     names = {id(t): t for t in (*model.parameters(), *model.buffers())}
     share = copy.deepcopy(model, dict(names))  # the copy shares the tensors and needs no memory for them

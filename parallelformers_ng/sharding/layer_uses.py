@@ -39,6 +39,9 @@ def is_only_called(model: nn.Module, path: str) -> bool:
 
     The function reads the source of the class of the nearest module above `path` that is no list of modules. That class
     must not read a weight or a width of any module. The result is False for a module of an unknown class.
+
+    Raises:
+        OSError: Python does not find the source, for example of a class that `exec` has defined.
     """
     module = model.get_submodule(path)
     cls: type = type(module)
@@ -53,6 +56,9 @@ def reads_parameters(model: nn.Module, path: str) -> bool:
 
     The function reads the source of the containing class. A read of an attribute with the name of such a parameter
     counts, whatever object has the attribute.
+
+    Raises:
+        OSError: see `is_only_called`.
     """
     owner: type = type(_owner(model, path))
     return _reads(owner, frozenset(model.get_submodule(path)._parameters))

@@ -20,6 +20,9 @@ from parallelformers_ng.collectives.communicator import Communicator
 class ParallelLayer(nn.Module):
     """Base of the parallel layers.
 
+    A layer that exchanges data with other ranks raises CollectiveAbortedError and DivergedError as
+    `Communicator.all_reduce` does.
+
     Attributes:
         takes_part: whether the layer's inputs differ between ranks: columns, heads or partial sums of one rank.
         gives_part: whether the layer's outputs differ between ranks: columns, heads or partial sums of one rank.
@@ -38,6 +41,9 @@ class ParallelLayer(nn.Module):
         Args:
             everyone: communicator of all ranks.
             width: number of ranks in a stage; the world size if there are no stages.
+
+        Raises:
+            ValueError: the ranks cannot be divided into such stages; see `Communicator.within`.
         """
         self.communicator = everyone.within(width)
 

@@ -23,11 +23,11 @@ from parallelformers_ng.sharding.structure import Place, places, uses
 from parallelformers_ng.sharding.tensors import dotted, is_within
 
 _ENOUGH = 0.02
-"""Fraction of all bytes: cutting stops once replicated parameters add no more than this fraction to a rank's share."""
+"""Fraction of a rank's share: cutting stops once replicated parameters add no more than this fraction to the share."""
 _WORTH = 0.0015
 """Fraction of all bytes: a kind of parameter with less stays whole, because its collectives would cost too much."""
 _MUCH = 0.15
-"""Fraction of all bytes: recurrent layers are sharded only if replicated parameters add more than this fraction.
+"""Fraction of a rank's share: recurrent layers are sharded only if replicated parameters add more than this fraction.
 A recurrent layer of a decoder is gathered for every token."""
 
 
@@ -50,9 +50,13 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     Args:
         draft: draft with the cuts of the policies.
         exhaustive: whether to cut every parameter that can be cut, as a proof does. If False, cutting stops once
-            replicated parameters add at most 2 % of all bytes to a rank's share. Cutting also stops before a kind with
-            less than 0.15 % of all bytes. Recurrent layers are then cut only while replicated parameters add more than
-            15 %.
+            replicated parameters add at most 2 % to the bytes of the smallest share of a rank. Cutting also stops
+            before a kind with less than 0.15 % of all bytes. Recurrent layers are then cut only while replicated
+            parameters add more than 15 %.
+
+    Raises:
+        PolicyError: a policy has cut the bias of a layer, but not its weight, and the cuts differ.
+        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)

@@ -43,7 +43,11 @@ class RMSNormParallel(ParallelLayer):
         return (self.weight * self.normalise(hidden_states.to(torch.float32))).to(hidden_states.dtype)
 
     def normalise(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective."""
+        """Return y / w for this rank's columns `[…, columns]`, in the data type of the inputs; a collective.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
+        """
         squares = inputs.new_zeros(*inputs.shape[:-1], self.group_count)
         for start, stop, group, is_counted in self.runs:
             if is_counted:
@@ -56,7 +60,10 @@ class RMSNormParallel(ParallelLayer):
 
 
 class GatedRMSNormParallel(RMSNormParallel):
-    """Root-mean-square norm with a gate: silu(gate) multiplies the input; with `norm_before_gate`, the output."""
+    """Root-mean-square norm with a gate: silu(gate) multiplies the input; with `norm_before_gate`, the output.
+
+    The norm of Mamba 2 (Dao & Gu 2024, arXiv:2405.21060). The gate has the shape of the input.
+    """
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         inputs = hidden_states.to(torch.float32)
@@ -72,6 +79,8 @@ class GaussianTopKParallel(ParallelLayer):
     """Statistical top-k (You et al. 2025, arXiv:2506.06644) over a cut width:
 
         y = max(0, x − μ − σ·Φ⁻¹(s)),   μ = Σᵣ Σxᵣ / N,   σ² = Σᵣ Σ(xᵣ − μ)² / N
+
+    The layer takes and returns this rank's columns `[…, columns]`.
 
     Attributes:
         width: N, the columns of the whole model.

@@ -60,7 +60,11 @@ class OwnHeads(Tensor):
         return func(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """Return the tensor of all heads. The first call gathers it, so all ranks must call this method."""
+        """Return the tensor of all heads. The first call gathers it, so all ranks must call this method.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
+        """
         if self._whole is None:
             assert self._gather is not None
             self._whole, self._gather = self._gather(), None
@@ -77,7 +81,10 @@ class OwnHeads(Tensor):
 
 
 def gathered(value: Any) -> Any:
-    """Return the tensor of all heads for an `OwnHeads`, by `OwnHeads.whole`; return any other value unchanged."""
+    """Return the tensor of all heads for an `OwnHeads`, by `OwnHeads.whole`; return any other value unchanged.
+
+    Errors are those of `OwnHeads.whole`.
+    """
     return value.whole() if type(value) is OwnHeads else value
 
 
@@ -97,7 +104,11 @@ class AllHeads:
 
     @classmethod
     def of(cls, heads: OwnHeads) -> AllHeads:
-        """Gather the attention weights of all heads; a collective of the ranks of a stage."""
+        """Gather the attention weights of all heads; a collective of the ranks of a stage.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
+        """
         return cls(heads.whole(), heads.head_dim, heads.head_sizes)
 
     def own_of(self, rank: int) -> OwnHeads:

@@ -99,7 +99,11 @@ class Placed(_OverStages):
     def give(self, compute: Callable[[], Any]) -> Any:
         """Run `compute` in place of the module's own forward, send the result to all other ranks, and return it.
 
-        A collective: holders of the module call this method while all other ranks call the module.
+        A collective: holders of the module call this method while all other ranks call the module. Exceptions of
+        `compute` are passed on; the caller must then abort the communicator.
+
+        Raises:
+            CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
         """
         return self._share(lambda: (compute(), {}))[0]
 

@@ -51,7 +51,7 @@ class ExpertStack:
         self._dtype = dtype
 
     def whole(self) -> Tensor:
-        """Return the dequantized weights of all experts."""
+        """Return the dequantized weights of all experts: three dimensions, experts first, in `dtype`."""
         return self._encoding.decode(*self._parts, self._dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -67,7 +67,10 @@ class QuantizedLinear(Quantized, nn.Linear):
 
 
 class QuantizedEmbedding(Quantized):
-    """An embedding with a quantized table. A look-up dequantizes only the rows that it reads."""
+    """An embedding with a quantized table. A look-up dequantizes only the rows that it reads.
+
+    `forward` takes ids `[…]` of an integer type, and returns vectors `[…, width]` in the data type of `encodings`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         encoding, dtype = self.encodings["weight"]
@@ -95,8 +98,8 @@ def hold(module: Any, name: str, encoding: Encoding, numbers: Tensor, scales: Te
         module: the module, changed in place.
         name: name of the parameter in the module.
         encoding: encoding of the parameter.
-        numbers: quantized numbers, on any device.
-        scales: scales of the numbers.
+        numbers: quantized numbers, on any device, in the shape and data type of `Encoding.parts`.
+        scales: scales of the numbers, in the shape and data type of `Encoding.parts`.
         dtype: data type of the dequantized parameter.
     """
     if not isinstance(module, Quantized):

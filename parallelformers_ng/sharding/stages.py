@@ -45,7 +45,11 @@ def units(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a unit from `units`, by their names in the model."""
+    """Return the parameters and buffers of a unit from `units`, by their names in the model.
+
+    Raises:
+        AttributeError: the model has no such unit.
+    """
     path, _, name = unit.rpartition(".")
     own = dict(_own(model.get_submodule(path)))
     if name in own:

@@ -53,7 +53,8 @@ def store(draft: Draft, path: str, name: str, dim: int) -> None:
 class StoredInParts(ParallelLayer):
     """A module with parameters and buffers that are sharded over the ranks and gathered at every read.
 
-    A read is a collective, so all ranks must read the same tensor at the same time.
+    A read is a collective, so all ranks must read the same tensor at the same time. Errors of a read are those of
+    `Communicator.all_gather`.
 
     Attributes:
         stored: name of a tensor → its sharded dimension, and the size of that dimension on each rank.

@@ -34,7 +34,11 @@ def owned_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]
 
 
 def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
-    """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard."""
+    """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard.
+
+    Raises:
+        AttributeError, KeyError: the model has no such parameter or buffer.
+    """
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)
     tensor = (owner._buffers if is_buffer else owner._parameters)[short]
@@ -46,6 +50,9 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     """Set the parameter or buffer `name`, without a check of its shape or data type.
 
     A new value of a parameter that is no `nn.Parameter` becomes one without gradient.
+
+    Raises:
+        AttributeError: the model has no module for that name.
     """
     path, _, short = name.rpartition(".")
     owner = model.get_submodule(path)

@@ -60,6 +60,7 @@ def check_is_whole(output: Any, communicator: Communicator, path: str) -> None:
 
     Raises:
         ParallelError: the results of the ranks differ. Every rank raises this error.
+        CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if not tensors:

@@ -29,7 +29,7 @@ def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
     weight may have quantized scales (`nested_absmax`).
 
     Raises:
-        CheckpointError: a tensor is missing, or does not fit its weight.
+        CheckpointError: a tensor is missing, does not fit its weight, or has an invalid description of 4-bit codes.
         UnsupportedModelError: an 8-bit weight is stored in a layout for GPU kernels.
     """
     weights: dict[str, Node] = {}

@@ -23,7 +23,8 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
     """Return name → node of the GPTQ weights, and remove the tensors of the weights from `stored`.
 
     Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
-    stored zero point is the real zero point minus 1, except in format gptq_v2 (github.com/ModelCloud/GPTQModel).
+    stored zero point is the real zero point minus 1, except in format gptq_v2. The formats are those of
+    https://github.com/ModelCloud/GPTQModel.
 
     Raises:
         CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.

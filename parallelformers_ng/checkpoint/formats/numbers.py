@@ -50,6 +50,9 @@ class ByLines(Computed):
         Args:
             cut: the part, see `Computed.part`; the first dimension is always in `cut`.
             rank: rank whose shards are preferred if several ranks stored the same part.
+
+        Raises:
+            CheckpointError, OSError: see `reading.read`.
         """
 
 

@@ -63,7 +63,7 @@ class StoredTensors:
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of the weights of `Conv1D` layers, which have inputs first.
+        """Names of the weights of `Conv1D` layers, which have the shape `[inputs, outputs]`.
 
         The set has each name with and without the prefix of the base model, because checkpoints use either.
         """
@@ -168,7 +168,8 @@ class StoredTensors:
             bits: bits of an integer.
 
         Raises:
-            CheckpointError: the number of scales or zero points does not fit the blocks.
+            CheckpointError: the number of scales or zero points does not fit the blocks, or a file is damaged.
+            OSError: see `reading.read`.
         """
         shape = values.shape
         if len(scales.shape) != len(shape) and max(scales.shape, default=1) == 1:
@@ -229,7 +230,8 @@ class StoredTensors:
             count: number of groups.
 
         Raises:
-            CheckpointError: a group number is out of range.
+            CheckpointError: a group number is out of range, or a file is damaged.
+            OSError: see `reading.read`.
         """
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:

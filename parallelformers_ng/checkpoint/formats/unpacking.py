@@ -41,6 +41,7 @@ def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
             `stored.dequantize` is False.
         CheckpointError: the configuration is invalid, or a tensor is missing or does not fit its weight; the message
             names the tensor.
+        OSError: the system cannot map a checkpoint file.
     """
     quantization = stored.quantization
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
