@@ -60,7 +60,7 @@ class Report:
         The share is too large for a mixture of experts, which reads fewer bytes than the report counts.
 
         Args:
-            name: name of the contestant.
+            name: name of the contestant; KeyError if `decode` does not have it.
         """
         token_bytes = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
         return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
@@ -68,8 +68,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, the medians and the bandwidth shares as a dictionary for JSON.
 
-        The key "median" has task ("prefill", "decode") → contestant → tokens per second. The key "bandwidth_share" has
-        contestant → share.
+        "median" maps task ("prefill", "decode") → contestant → tokens/s, "bandwidth_share" maps contestant → share.
         """
         medians = {
             task: {name: statistics.median(values) for name, values in figures.items()}
@@ -166,8 +165,9 @@ def bench(
     Raises:
         UnsupportedModelError: the model cannot generate.
         ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
-            or `dtype` is no data type of torch.
-        ParallelError: `parallelize` failed.
+            `dtype` is no data type of torch; or transformers does not know the model type.
+        ParallelError: `start_group`, `parallelize` or a call of the model failed.
+        RuntimeError, AssertionError: torch cannot use `device`, or has no memory for the model.
         OSError: the configuration or the weights cannot be found.
     """
     if min(prompt, tokens, rounds) < 1:
@@ -222,7 +222,7 @@ def read_bandwidth(device: str, count: int = 1) -> float:
     A device with a cache of more than 512 MiB gives a larger figure.
 
     Args:
-        device: "cpu", with all threads of this process, or "cuda".
+        device: "cpu", with all threads of this process, or "cuda"; RuntimeError or AssertionError without CUDA.
         count: number of CUDA devices, assumed to be as fast as the first; ignored on CPU.
     """
     data = torch.ones(_READ_BYTES // 4, device=device)

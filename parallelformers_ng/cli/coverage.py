@@ -115,7 +115,7 @@ def verify_model(
 
     Args:
         model: a transformers model, also without weights on `meta`.
-        num_gpus: number of ranks.
+        num_gpus: number of ranks, at least 1.
         custom_policies: same as in `parallelize`.
         quantize: same as in `parallelize`. If set, a second comparison uses a whole copy with rounded weights and a
             sharded copy with quantized weights. Groups of inputs that share a scale then have two inputs, because the

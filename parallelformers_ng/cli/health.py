@@ -22,7 +22,7 @@ def options_of(command: Sequence[str]) -> ServeOptions:
     Raises:
         ValueError: the command line has no word `serve`.
         ParallelError: an option has a wrong value.
-        OSError: the configuration file cannot be read.
+        OSError, UnicodeDecodeError: the configuration file cannot be read.
         SystemExit: a flag is unknown.
     """
     arguments = command[command.index("serve") :]
@@ -39,6 +39,7 @@ def main() -> int:
     Raises:
         OSError: the server does not answer within 8 seconds, or answers that it is not ready.
         ValueError: process 1 of the container is no server.
+        ParallelError, SystemExit: the command line of process 1 is wrong; see `options_of`.
     """
     options = options_of(Path("/proc/1/cmdline").read_text().split("\0")[:-1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)

@@ -100,7 +100,11 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ParallelError: an option has a wrong value, or a package that the server needs is missing.
-        OSError: the configuration file cannot be read, or the server cannot listen on the address.
+        OSError: the configuration file or a file of the model cannot be read, or the server cannot listen on the
+            address.
+        ValueError, KeyError, ImportError: the configuration file is not UTF-8, or a file of the model is damaged or
+            needs a package that is missing; see `serving.run.serve`.
+        RuntimeError: the model folder begins with `~` and the name of a user that does not exist.
     """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options

@@ -58,6 +58,7 @@ class Communicator(ABC):
 
         Raises:
             ValueError: this communicator cannot be divided into stages of this width.
+            StartupError, RuntimeError: NCCL or gloo cannot connect the ranks of a stage, see `reset`.
         """
         if width == self.world_size:
             return self
@@ -92,6 +93,7 @@ class Communicator(ABC):
             CollectiveAbortedError: a rank or the parent aborted, or a rank did not call within the timeout.
             DivergedError: another rank is in another collective, or in this collective with another size.
             ValueError: the backend is shared memory, and the tensor is not a dense tensor on the CPU.
+            torch.distributed.DistBackendError: the backend is NCCL on one host, and NCCL reports an error.
         """
         if is_compiling():
             return torch.ops.parallelformers_ng.all_reduce(tensor, self._number)
@@ -111,7 +113,7 @@ class Communicator(ABC):
         Raises:
             ValueError: `dim` is out of range, or `sizes` does not fit the world size or `tensor`. For a cause in shared
                 memory, see `all_reduce`.
-            CollectiveAbortedError, DivergedError: see `all_reduce`.
+            CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
@@ -139,7 +141,7 @@ class Communicator(ABC):
 
         Raises:
             ValueError: no rank has the number `src`.
-            CollectiveAbortedError, DivergedError: see `all_reduce`.
+            CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `all_reduce`.
         """
         if not 0 <= src < self.world_size:
             raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
@@ -195,11 +197,20 @@ class Communicator(ABC):
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor like `all_reduce`, outside a `torch.compile` trace."""
+        """Sum a tensor like `all_reduce`, with the same errors, outside a `torch.compile` trace."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
-        """Gather tensors like `all_gather`, outside a `torch.compile` trace; `dim` is not negative."""
+        """Gather tensors like `all_gather`, outside a `torch.compile` trace.
+
+        Args:
+            tensor: see `all_gather`.
+            dim: dimension to concatenate along, not negative.
+            sizes: size of each rank's tensor along `dim`, correct for this tensor.
+
+        Raises:
+            CollectiveAbortedError, DivergedError, ValueError, torch.distributed.DistBackendError: see `all_reduce`.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -215,6 +226,7 @@ class Communicator(ABC):
         Raises:
             ProtocolError: the backend is shared memory, and the parent has not called `Arena.reset`.
             StartupError: the backend is NCCL, and NCCL cannot connect the ranks or returns a wrong sum.
+            RuntimeError: the backend is gloo, and gloo cannot connect the ranks within the timeout.
         """
         for part in self._parts.values():
             part.reset()
@@ -313,7 +325,7 @@ def give_way(waited: float) -> None:
 
 
 def summable_in_place(tensor: Tensor) -> Tensor:
-    """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy.
+    """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
 
     The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.
     """
@@ -323,7 +335,12 @@ def summable_in_place(tensor: Tensor) -> Tensor:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`. 16-bit floats are summed in fp32."""
+    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`.
+
+    Args:
+        parts: tensors of one shape and dtype, at least one.
+        out: tensor of the same shape; also the dtype of the sum, except that 16-bit floats are summed in fp32.
+    """
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

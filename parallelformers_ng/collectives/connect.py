@@ -95,6 +95,7 @@ def connect(
     Raises:
         StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no network interface has the address of
             this host.
+        RuntimeError: gloo cannot connect the ranks within `timeout`.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)

@@ -9,7 +9,11 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def cpu_quota() -> float | None:
-    """Return the smallest quota, in CPUs, of this process's control groups and their parents; None without a quota."""
+    """Return the smallest quota, in CPUs, of this process's control groups and their parents; None without a quota.
+
+    The quota is `cpu.max` of version 2, or `cpu.cfs_quota_us` of version 1. The formats are those of the kernel's
+    documents `admin-guide/cgroup-v2.rst` and `scheduler/sched-bwc.rst`.
+    """
     quotas = [_quota_of(directory) for directory in _directories("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -17,7 +21,9 @@ def cpu_quota() -> float | None:
 def memory_left() -> int | None:
     """Return the fewest free bytes below a memory limit of this process's control groups and their parents.
 
-    File pages that the kernel can drop count as free. None: no group has a limit.
+    File pages that the kernel can drop count as free. None: no group has a limit. The limit is `memory.max` of version
+    2, or `memory.limit_in_bytes` of version 1 (the kernel's documents `admin-guide/cgroup-v2.rst` and
+    `admin-guide/cgroup-v1/memory.rst`).
     """
     free_bytes = [_left_in(directory) for directory in _directories("memory")]
     return min((size for size in free_bytes if size is not None), default=None)

@@ -54,6 +54,9 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         timeout: seconds that a rank waits for another rank.
         arena: memory with the abort and cancel words.
         place: same as in ArenaCommunicator.
+
+    Raises:
+        RuntimeError: gloo cannot connect the ranks within the timeout. NCCL's communicator raises StartupError.
     """
 
     def __init__(

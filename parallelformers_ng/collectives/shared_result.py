@@ -23,10 +23,11 @@ _WORD, _LINE = 8, 64
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
     """Return the result of `compute` on rank `source` on every rank. All ranks must call this function together.
 
-    If `compute` raises an exception, this function passes the exception on. The caller must then abort the
-    communicator, as for any collective.
+    If `compute` raises an exception, or pickle refuses the result, this function passes the exception on. The caller
+    must then abort the communicator, as for any collective.
 
     Args:
+        communicator: communicator of the ranks.
         source: number of the rank that sends its result.
         compute: function that returns the result, which pickle must accept; None on a rank that receives the result. A
             rank other than `source` with a function keeps its own result.

@@ -27,7 +27,8 @@ class HandedOver(dist.Store):
     """A store through which NCCL ranks of several hosts meet. All ranks gather the value that rank `source` sets.
 
     When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
-    A value has at most 255 bytes. The id is sent over signed connections.
+    A value has at most 255 bytes. The id is sent over signed connections. `set` and `get` raise the errors of
+    `Communicator.all_gather`.
 
     Args:
         between: communicator of all ranks, over shared memory and links.
@@ -131,6 +132,7 @@ def interface_of(address: str) -> str:
 
     Raises:
         StartupError: no interface has the address.
+        OSError: `address` is not an IP address.
     """
     find = _find_6 if ":" in address else _find_4
     interface = find(address)

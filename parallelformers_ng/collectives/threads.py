@@ -97,6 +97,7 @@ def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float
 
     Raises:
         Exception: the first rank's exception that is not a consequence of another rank's exception.
+        CollectiveAbortedError: a rank waited in a collective longer than `timeout`, or another rank ended too early.
     """
     meeting = _Meeting(world_size, timeout)
 

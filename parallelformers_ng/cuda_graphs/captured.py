@@ -98,6 +98,9 @@ class CapturedStep:
 
         Args:
             arguments: arguments of the step, with the shapes of the recorded arguments, and at most as many rows.
+
+        Raises:
+            CollectiveAbortedError: the group was aborted.
         """
         logits = self._compute(arguments)
         self._cache.advance()
@@ -116,6 +119,10 @@ class CapturedStep:
 
         Returns:
             (output of the normal step, difference): the difference is a text, "" if the logits agree.
+
+        Raises:
+            CollectiveAbortedError: the group was aborted.
+            Exception: the error of `run`.
         """
         before = self._cache.snapshot()
         result = self._compute(arguments)
@@ -175,6 +182,9 @@ class CapturedSteps:
 
         Inside the block, the model object has its own `forward` and `_prepare_static_cache`. If steps cannot be
         recorded, `reason` says why, and the model runs as usual.
+
+        Raises:
+            GroupError: a collective between the ranks has failed; see `run`.
         """
         self.reason = _model_obstacle(model)
         if self.reason:
@@ -234,8 +244,8 @@ class CapturedSteps:
             arguments: keyword arguments of the model, with `input_ids` `[rows, 1]` and the cache.
 
         Raises:
-            GroupError: a collective between the ranks has failed. Other errors of a recording are only kept in
-                `reason`.
+            GroupError, torch.distributed.DistBackendError: a collective between the ranks has failed. Other errors of a
+                recording are only kept in `reason`.
         """
         self.reason = _model_obstacle(model)
         if self.reason:

@@ -95,10 +95,11 @@ class KernelTrial:
             step: function that runs the step over the cache. The tensors of the step must stay at the same addresses
                 until this method returns.
             snapshot: function that returns (tensor, copy of the tensor) for every tensor of the cache.
-            counts: at least one tensor of the cache, with the positions that a step writes to.
+            counts: at least one tensor of the cache, with the position that a step writes to, int64 without dimensions.
 
         Raises:
-            GroupError: a collective between the ranks has failed. Any other error makes the modules compute.
+            GroupError, torch.distributed.DistBackendError: a collective between the ranks has failed. Any other error
+                makes the modules compute.
         """
         device = counts[0].device
         reason = self._agreed(self._tried(self._kernels.obstacle), device)

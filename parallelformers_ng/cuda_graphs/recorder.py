@@ -156,8 +156,14 @@ class StepArguments:
         return (*self._constants, *shapes, *kinds)
 
     def buffers(self, width: int) -> list[Tensor]:
-        """Return new tensors with `width` rows for a recording; added rows are copies of the first row, which are valid
-        values."""
+        """Return new contiguous tensors for a recording, `[width, …]` with the data types of the arguments.
+
+        Added rows are copies of the first row, which are valid values. A tensor to which no rows can be added keeps its
+        shape.
+
+        Args:
+            width: number of rows.
+        """
         buffers = []
         for tensor in self.tensors:
             shape = self._shape(tensor, width)

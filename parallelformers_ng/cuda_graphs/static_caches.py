@@ -45,6 +45,9 @@ class ReusableLayer(StaticLayer):
         Args:
             key_states, value_states: first keys and values of a call, `[rows, heads, tokens, width]`; only shape, data
                 type and device are read.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for the rows.
         """
         rows = key_states.shape[0]
         if self.whole is None or not _fits(self.whole[0], key_states) or not _fits(self.whole[1], value_states):
@@ -210,8 +213,12 @@ class ReusableCache:
         """Copy the keys and values of a growing cache; do nothing if the growing cache still has the views from `lend`.
 
         Args:
-            growing: cache with `columns` tokens, whose rows fit into this cache.
+            growing: cache with `columns` tokens, whose rows fit into this cache; each of its layers has keys and values
+                `[rows, heads, columns, width]`.
             columns: number of tokens.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for the rows.
         """
         tensors = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
         if len(tensors) == len(self._lent) and all(
@@ -231,7 +238,7 @@ class ReusableCache:
         The growing cache copies the tensors when its tokens or rows change.
 
         Args:
-            growing: cache whose keys and values are replaced.
+            growing: cache whose keys and values are replaced, by views `[rows, heads, columns, width]`.
             columns: number of tokens.
         """
         for layer, target in zip(self.layers, growing.layers, strict=True):
@@ -281,7 +288,8 @@ class ReusableCache:
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:
         """Return (tensor, copy of the tensor) for every tensor of the cache.
 
-        A copy is on the CPU if the device has too little memory.
+        Keys and values are `[rows, heads, tokens, width]`; a count of tokens is int64 without dimensions. A copy
+        is on the CPU if the device has too little memory.
         """
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values, layer.cumulative_length)]
         return [(tensor, _copied(tensor)) for tensor in tensors]

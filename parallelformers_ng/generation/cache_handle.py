@@ -23,12 +23,16 @@ class Registry(Protocol):
         """Number of restarts of the workers; None if the workers were stopped."""
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether the cache on every rank still matches the handle's `info`."""
+        """Return whether the cache on every rank still matches the handle's `info`.
+
+        Raises:
+            GroupError: the workers failed, or did not answer in time.
+        """
 
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
     ) -> Any:
-        """Call a method of a cache, or of one of its subcaches, on every rank."""
+        """Call a method of a cache, or of one of its subcaches, on every rank; see `CacheRegistry.call`."""
 
 
 class CacheHandle(Cache):
@@ -38,7 +42,8 @@ class CacheHandle(Cache):
     `reorder_cache`, `reset`, copies) run on the workers. Reading `layers`, calling `update` and pickling raise
     `ParallelError`, because the tensors are on the workers. The workers free the cache when the handle is
     garbage-collected. A use of the handle raises `StaleCacheError` after a restart of the workers. A use also raises
-    `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths.
+    `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths. A
+    use that needs the workers raises `GroupError` if the workers fail or do not answer in time.
 
     Attributes:
         number: number of the cache in the `CacheTable` of each rank.
@@ -134,7 +139,11 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def is_updated(self) -> dict[int, bool]:
-        """Layer index → whether the cross-attention cache of that layer is filled."""
+        """Layer index → whether the cross-attention cache of that layer is filled. Each access asks the workers.
+
+        Raises:
+            StaleCacheError, GroupError: see `check`.
+        """
         return self._remote("__getattribute__", "is_updated")
 
     @property
@@ -200,6 +209,9 @@ def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int
         cache: cache object of the caller, which loses its own attributes; None for a new handle.
         registry: registry of the handle; the handle keeps only a weak reference.
         incarnation, number, info: the attributes of the same names.
+
+    Raises:
+        ImportError, AttributeError: this process cannot import the class of the cache.
     """
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:

@@ -31,7 +31,10 @@ class Workers(Protocol):
         """Return the group to send requests to, and its incarnation; wait for a new group until `deadline`.
 
         Args:
-            deadline: latest time to return, on the clock of `time.monotonic`; None for the group's timeout from now.
+            deadline: latest time to return, in seconds of `time.monotonic`; None for the group's timeout from now.
+
+        Raises:
+            GroupError: no group is ready before the deadline; see `Supervisor.ready`.
         """
 
     def deadline_of(self, timeout: float | None) -> float:
@@ -85,7 +88,7 @@ class CacheRegistry:
 
         Raises:
             ParallelError: the cache belongs to another model, or was filled in this process.
-            StaleCacheError: see `CacheHandle.check`.
+            StaleCacheError, GroupError: see `CacheHandle.check`.
         """
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
@@ -122,6 +125,9 @@ class CacheRegistry:
         Args:
             handle: value that stands for the cache in the answer; see `CacheTable.handle`.
             incarnation: incarnation of the workers that ran the request.
+
+        Raises:
+            ImportError, AttributeError: see `adopt`.
         """
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
@@ -184,7 +190,9 @@ class CacheRegistry:
 
         Raises:
             StaleCacheError: see `CacheHandle.check`.
+            NotPortableError: an argument cannot be sent.
             GroupError: the workers failed or have ended, or did not answer in time.
+            ImportError, AttributeError: the result is a cache, see `adopt`.
         """
         workers = self._workers()
         assert workers is not None, "the handle was checked"

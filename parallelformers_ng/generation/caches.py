@@ -93,16 +93,28 @@ class CacheTable:
         return len(self._caches)
 
     def get(self, number: int, subcache: str = "") -> Cache:
-        """Return the cache of a number, or its subcache of a name."""
+        """Return the cache of a number, or its subcache of a name.
+
+        Raises:
+            KeyError: the table has no cache with this number.
+        """
         cache = self._caches[number]
         return getattr(cache, subcache) if subcache else cache
 
     def info(self, number: int) -> CacheInfo:
-        """Return the current facts about a cache."""
+        """Return the current facts about a cache.
+
+        Raises:
+            KeyError: see `get`.
+        """
         return info_of(self._caches[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """Return the current facts about a cache; None if a write to the cache may leave its lengths unchanged."""
+        """Return the current facts about a cache; None if a write to the cache may leave its lengths unchanged.
+
+        Raises:
+            KeyError: see `get`.
+        """
         return self.info(number) if shows_every_write(self._caches[number]) else None
 
     def put(self, cache: Cache) -> int:
@@ -164,6 +176,10 @@ class CacheTable:
             args: positional arguments of the method.
             kwargs: keyword arguments of the method.
             subcache: name of the subcache; "" for the whole cache.
+
+        Raises:
+            KeyError: see `get`.
+            Exception: the error of the method.
         """
         cache = self.get(number, subcache)
         result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
@@ -184,6 +200,9 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
     """Return a value with all objects of a kind inside replaced. Containers and model outputs keep their types.
 
     Args:
+        value: any value, also nested tuples, lists and dictionaries.
+        kind: class of the objects to replace, or several classes.
+        change: function that returns the replacement of an object.
         in_place: whether to change mappings in place, for a value without other users; copies of outputs are slow.
     """
     if isinstance(value, kind):

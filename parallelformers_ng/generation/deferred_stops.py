@@ -27,7 +27,8 @@ _allowed = False
 def defer_stops() -> None:
     """Let generations of this process end one step late within `deferring(True)`, from now on. Idempotent.
 
-    Ids that the extra step looks up raise no error, although the position of that step may be out of range.
+    The function replaces methods of `DeferredStopCheck` in `transformers.generation.utils`. Ids that the extra step
+    looks up raise no error, although the position of that step may be out of range.
     """
     check = utils.DeferredStopCheck
     if not hasattr(check.finish, "__wrapped__"):

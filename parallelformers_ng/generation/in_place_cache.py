@@ -97,7 +97,7 @@ def extended(
     """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
 
     Args:
-        layer: a `DynamicLayer`; changed.
+        layer: a `DynamicLayer` of transformers; changed.
         tokens: number of tokens to add.
         key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
             empty.

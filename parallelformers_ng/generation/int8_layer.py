@@ -39,13 +39,15 @@ class Int8Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys `[batch, heads, tokens, width]`, dequantized at each access; None in an empty layer."""
+        """Keys `[batch, heads, tokens, width]`, dequantized at each access to the data type of the newest keys; None in
+        an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.keys, scales.keys, self._dtypes[0])
 
     @property
     def values(self) -> Tensor | None:
-        """Values `[batch, heads, tokens, width]`, dequantized at each access; None in an empty layer."""
+        """Values `[batch, heads, tokens, width]`, dequantized at each access to the data type of the newest values;
+        None in an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.values, scales.values, self._dtypes[1])
 
@@ -80,7 +82,7 @@ for _name in (
 
 
 def quantized(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize numbers `[…, width]` to int8 codes `[…, width]` and bfloat16 scales `[…, 1]`.
+    """Quantize floating-point numbers `[…, width]` to int8 codes `[…, width]` and bfloat16 scales `[…, 1]`.
 
     If a number is not finite, all `width` numbers with the same scale become NaN.
     """

@@ -158,6 +158,9 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
     the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
     DistributionTemplates.h).
+
+    Raises:
+        CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `Communicator.all_reduce`.
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
@@ -175,7 +178,8 @@ _DRAWING = ("multinomial", "rand_like")
 def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
     """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently.
 
-    Within the context, `torch.multinomial` and `torch.rand_like` broadcast the numbers of rank 0 to all ranks.
+    Within the context, `torch.multinomial` and `torch.rand_like` broadcast the numbers of rank 0 to all ranks, and
+    raise the errors of `Communicator.broadcast`.
 
     Args:
         communicator: connection to the other ranks.

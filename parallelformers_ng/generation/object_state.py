@@ -54,11 +54,19 @@ class ObjectState:
         self._before: list[bytes] = []
 
     def remember(self) -> None:
-        """Store the present state of all parts for a later call of `changes`."""
+        """Store the present state of all parts for a later call of `changes`.
+
+        Raises:
+            pickle.PicklingError, TypeError: cloudpickle cannot pickle a value of a part.
+        """
         self._before = [cloudpickle.dumps(self._state(part)) for part in self.parts]
 
     def changes(self) -> dict[int, Any]:
-        """Return number → state, for the parts that changed since `remember`, which must have been called."""
+        """Return number → state, for the parts that changed since `remember`, which must have been called.
+
+        Raises:
+            pickle.PicklingError, TypeError: see `remember`.
+        """
         states = {number: self._state(part) for number, part in enumerate(self.parts)}
         return {number: state for number, state in states.items() if cloudpickle.dumps(state) != self._before[number]}
 

@@ -27,7 +27,13 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """Pass an event of an `EmittingStreamer`, tokens or None, to the caller's streamer in the calling thread."""
+    """Pass an event of an `EmittingStreamer` to the caller's streamer in the calling thread.
+
+    Args:
+        streamer: streamer of the caller, which may raise any exception.
+        event: token ids, int64: `[rows, tokens]` for the prompt, `[rows]` for a step, `[1, tokens]` for a step of
+            assisted decoding. None at the end.
+    """
     if event is None:
         streamer.end()
     else:

@@ -45,6 +45,8 @@ class InstalledHooks:
 
         Raises:
             ParallelError: the hooks have another number of mutable objects on this rank than in the caller.
+            AttributeError, ImportError: a hook cannot be rebuilt on this rank, see `unpack`.
+            pickle.PicklingError, TypeError: see `ObjectState.remember`.
         """
         hooks = [] if packed is None else unpack(packed, self._model)
         wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
@@ -70,7 +72,11 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return the changes of the hooks in the call with this number; None if that call installed no hooks."""
+        """Return the changes of the hooks in the call with this number; None if that call installed no hooks.
+
+        Raises:
+            pickle.PicklingError, TypeError: see `ObjectState.remember`.
+        """
         if self._state is None or number != self._number:
             return None
         return self._state.changes(), {place: self._to_caller(value) for place, value in self._attributes.items()}

@@ -118,7 +118,16 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
 
 
 def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
-    """Return the unpickled hooks, on a worker that has received the tensors of the hooks."""
+    """Return the unpickled hooks, on a worker that has received the tensors of the hooks.
+
+    Args:
+        packed: result of `pack` in the caller's process.
+        model: the rank's model.
+
+    Raises:
+        AttributeError: the rank's model has no module of a path, or a module lacks a function or class of a hook.
+        ImportError: this process cannot import a module that a hook needs.
+    """
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule, "tensor": packed.tensors.__getitem__, "placeholder": Placeholder
     }  # fmt: skip

@@ -58,10 +58,10 @@ class HookRegistry:
         Calls with hooks run one after another, because each call starts with the hooks' state from the previous call.
 
         Args:
-            deadline: latest moment of the start, on the clock of `time.monotonic`.
+            deadline: latest moment of the start, in seconds of `time.monotonic`; not infinite.
 
         Raises:
-            ParallelError: a hook cannot run on the workers, or torch has a global module hook.
+            ParallelError: a hook cannot run on the workers or be sent to them, or torch has a global module hook.
             DeadlineExpiredError: calls of other threads were still running at `deadline`.
         """
         _refuse_global_hooks()
@@ -114,7 +114,7 @@ class HookRegistry:
             hook: hook that the caller registers.
 
         Raises:
-            ParallelError: the hook cannot run on the workers.
+            ParallelError: the hook cannot run on the workers, or cannot be sent to them.
         """
         check_hook(self._plan, path, table, hook)
         if table in _FORWARD and not is_of_library(hook):
@@ -215,7 +215,7 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
         plan: plan of the model.
 
     Raises:
-        ParallelError: a hook cannot run on the workers, or torch has a global module hook.
+        ParallelError: a hook cannot run on the workers or be sent to them, or torch has a global module hook.
     """
     _refuse_global_hooks()
     for path, module in model.named_modules():

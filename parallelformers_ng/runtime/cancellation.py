@@ -49,8 +49,8 @@ def cancellation_of_thread() -> Cancellation:
 def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
     """Make requests of this thread inside the `with` block cancellable by `cancellation`.
 
-    A `generate` in a shared batch checks the cancellation by itself. Any other request is cancelled only if a streamer
-    of the request calls `Cancellation.check`.
+    A cancelled request raises RequestCancelledError. A `generate` in a shared batch checks the cancellation by itself.
+    Any other request is cancelled only if a streamer of the request calls `Cancellation.check`.
     """
     token = _of_thread.set(cancellation)
     try:

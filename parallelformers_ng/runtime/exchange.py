@@ -34,7 +34,15 @@ Answers = dict[int, Frame]
 
 
 def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
-    """Encode a method call in the form that `Service` decodes; `encode` raises the errors."""
+    """Encode a method call in the form that `Service` decodes.
+
+    Args:
+        method: name of a public method of the target.
+        args, kwargs: positional arguments, and keyword arguments by name.
+
+    Raises:
+        NotPortableError: an argument cannot be sent, see `encode`.
+    """
     return encode({"method": method, "args": args, "kwargs": kwargs or {}})
 
 
@@ -160,7 +168,7 @@ class Exchange:
 
         Raises:
             WorkerGoneError: a worker has ended; the group cannot continue.
-            ChannelClosedError: a connection is closed; the group cannot continue.
+            OSError: this process cannot open more files; the group cannot continue.
             ProtocolError: a worker sent an unexpected frame; the group cannot continue.
             RequestTimeoutError: the deadline passed; `unanswered` lists the late ranks.
         """
@@ -269,6 +277,7 @@ def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
 
     Raises:
         NotPortableError: an answer cannot be decoded in this process.
+        ProtocolError: an answer is malformed.
     """
     values: list[Any] = [None] * len(answers)
     raised: dict[int, Any] = {}

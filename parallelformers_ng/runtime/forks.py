@@ -78,7 +78,15 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """Wait until the server has forked the rank, and return True; return False if the server has ended."""
+        """Wait until the server has forked the rank, and return True; return False if the server has ended.
+
+        Args:
+            deadline: latest time of the answer, in seconds of `time.monotonic`.
+
+        Raises:
+            RequestTimeoutError: the server has not answered before the deadline.
+            OSError: the system cannot start more processes, or this process cannot open more files.
+        """
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -95,7 +103,10 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """Return the exit code, see `Process.exit_code`; None also if the server, which knows the code, has ended."""
+        """Wait up to `seconds` for the exit code, see `Process.exit_code`.
+
+        If the server has ended, the code is unknown, and the result is None.
+        """
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)
             self._code = fork_server.NUMBER.unpack(message)[0] if message else None

@@ -64,6 +64,9 @@ class WorkerGroup:
         StartupError: a worker could not start; the message ends with the worker's standard error.
         SharedMemoryError: the system has no memory for the collectives.
         PlacementError: the backend does not support the devices.
+        UnsupportedPlatformError: the system does not report its available memory.
+        ValueError: `world_size` is not from 1 to 256, on one host.
+        OSError: this process cannot open more files.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class WorkerGroup:
 
         Raises:
             StartupError: see the constructor.
+            OSError: this process cannot open more files.
         """
         if self._wait is not None:
             try:
@@ -202,13 +206,15 @@ class WorkerGroup:
         Raises:
             WorkerError: the method raised on a rank; the error is also of the original type. After a
                 torch.AcceleratorError the group has ended.
-            NotPortableError: an argument cannot be sent; the message names the argument. Nothing was run.
+            NotPortableError: an argument cannot be sent; the message names the argument, and nothing was run. Or this
+                process cannot rebuild an answer or an event.
             SharedMemoryError: the system has no memory for the message. Nothing was run.
             WorkerDiedError: a worker ended. The group cannot be used any more.
             DeadlineExpiredError: the deadline passed before the request was sent. Nothing was run.
             RequestTimeoutError: the deadline passed while the request ran. The group cannot be used any more.
             GroupClosedError: the group was closed.
-            GroupError: this thread is running an `on_event` of the group.
+            ProtocolError: a worker sent a malformed answer. The group has ended.
+            GroupError: this thread is running an `on_event` of the group, or the group has ended for another reason.
             WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
@@ -222,7 +228,7 @@ class WorkerGroup:
         on_event: OnEvent | None = None,
         to_devices: bool = False,
     ) -> list[Any]:
-        """Run one method on every rank, and return the value of each rank; errors are the same as of `call`.
+        """Run one method on every rank, and return the value of each rank.
 
         Args:
             method: name of a public method of the target.
@@ -234,6 +240,7 @@ class WorkerGroup:
 
         Raises:
             ValueError: `per_rank` has the wrong length.
+            GroupError: the same subclasses as of `call`, for the same reasons.
         """
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
@@ -253,7 +260,11 @@ class WorkerGroup:
         self._loop.stop(GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
-        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable."""
+        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable.
+
+        Raises:
+            OSError: this process cannot open more files.
+        """
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
     def wait_until_over(self) -> None:

@@ -33,7 +33,11 @@ class RequestLoop:
         self._thread = threading.Thread(target=self._run, name="parallelformers_ng-group", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that serves requests."""
+        """Start the thread that serves requests.
+
+        Raises:
+            OSError: this process cannot open more files.
+        """
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Any thread may write to the eventfd, so close the eventfd only after this object is freed. Do not close it at
         # interpreter exit, because `leave` still writes to it then.

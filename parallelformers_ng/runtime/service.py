@@ -86,6 +86,8 @@ class Service:
         Raises:
             ProtocolError: the worker received a frame other than the next request or the end.
             ChannelClosedError: the parent has closed the connection.
+            SharedMemoryError: the system has no memory for the description of an exception.
+            StartupError, RuntimeError: NCCL or gloo cannot connect the ranks again, see `Communicator.reset`.
         """
         while frame := self._next():
             if frame.flags & Flag.RESET:
@@ -136,6 +138,9 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     Args:
         channel: connection to the parent process.
         boot: first message of the parent, see `startup.launch`.
+
+    Raises:
+        ChannelClosedError: the parent has closed the connection.
     """
     try:
         sys.path[:] = boot["path"]

@@ -37,7 +37,12 @@ _LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was 
 def create_arena(world_size: int) -> Arena:
     """Create the shared memory of the collectives.
 
+    Args:
+        world_size: number of ranks, 1 to 256.
+
     Raises:
+        ValueError: `world_size` is out of range.
+        UnsupportedPlatformError: the system does not report its available memory.
         SharedMemoryError: the system has no memory for the arena.
         StartupError: the arena cannot be created for another reason, such as the limit of open files.
     """
@@ -83,6 +88,8 @@ def launch(
 
     Raises:
         StartupError: a worker could not be started, or has ended.
+        SharedMemoryError: the system has no memory for the settings of a worker.
+        OSError: this process cannot open more files.
     """
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
@@ -153,6 +160,7 @@ def await_ready(
 
     Raises:
         StartupError: a worker raised, ended, or took too long.
+        ProtocolError, NotPortableError: a worker sent a malformed message.
     """
     deadline = max(deadline, time.monotonic() + _LATE_SECONDS)
     poll = select.poll()

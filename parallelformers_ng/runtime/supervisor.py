@@ -50,6 +50,9 @@ class Supervisor:
 
     Attributes:
         current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
+
+    Raises:
+        OSError: this process cannot open more files.
     """
 
     def __init__(self, group: WorkerGroup, revive: Revive | None = None, limit: RestartLimit | None = None) -> None:

@@ -66,6 +66,7 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
     Raises:
         TimeoutError: the answer is not complete within the time limit.
         ParallelError: the workers cannot answer, or a logits processor raises an error.
+        ValueError: see `Chat.reader`.
     """
     reader = form.reader()
     text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
@@ -112,7 +113,7 @@ async def write_all(engine: Engine, form: Form, jobs: Sequence[GenerationJob]) -
         jobs: the answers to decode; `Piece.index` is a position in this sequence.
 
     Raises:
-        TimeoutError, ParallelError: the first error of an answer; see `write`.
+        TimeoutError, ParallelError, ValueError: the first error of an answer; see `write`.
     """
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 

@@ -64,7 +64,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         ASGI application, wrapped in the access guard.
 
     Raises:
-        OSError: the file of `chat_template` cannot be read.
+        OSError, UnicodeDecodeError: the file of `chat_template` cannot be read.
         UnsupportedModelError: the model lower-cases texts, but its tokenizer is not a fast tokenizer.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()

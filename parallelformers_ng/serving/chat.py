@@ -83,7 +83,10 @@ class Chat:
     def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
         """Return all model inputs that the tokenizer makes from a text, as lists with one item for each token.
 
-        The arguments and the errors are the same as in `ids`.
+        The arguments are the same as in `ids`.
+
+        Raises:
+            ApiError: the text is too long or invalid, status 400.
         """
         self.check_length(text)
         try:
@@ -171,6 +174,9 @@ class Chat:
         Args:
             prompt: prompt before the answer.
             choice: tool choice of the request.
+
+        Raises:
+            ValueError: transformers cannot read the tokenizer's response template.
         """
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}

@@ -100,6 +100,9 @@ class Engine:
         generates: whether the model generates text.
         longest: maximum number of tokens in a prompt.
         ends: ids of tokens that end an answer; empty for a model that generates no text.
+
+    Raises:
+        OSError, ValueError, KeyError: the options have adapters, and `adapter_config.json` cannot be read.
     """
 
     def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:

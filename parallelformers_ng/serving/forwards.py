@@ -30,8 +30,8 @@ def run_rows(
         tokenizer: tokenizer that pads the batches on the right.
         rows: the tokenizer's output for each text, without padding; at least one text.
         longest: maximum number of tokens in a text.
-        read: function of the model's output and the attention mask `[batch, tokens]`; returns the result rows
-            `[batch, …]`.
+        read: function of the model's output and the attention mask, int64 `[batch, tokens]`; returns the result rows
+            `[batch, …]`, of any data type.
 
     Returns:
         Result rows `[texts, …]` in the order of the texts, and the total number of tokens without padding.

@@ -75,6 +75,7 @@ class Generation:
                 constraint, but the package llguidance is missing, status 501.
             TimeoutError: the answers are not complete within the time limit.
             ParallelError: the workers cannot answer.
+            ValueError: llguidance cannot read the tokenizer, or transformers cannot read its response template.
         """
         self._check(request, len(request.prompts))
         with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
@@ -99,11 +100,21 @@ class Generation:
         return await self._answer(request, prompts, shape, lambda: None, places)
 
     async def converse(self, request: ChatRequest) -> Response:
-        """Answer a request to `/v1/chat/completions`; result and errors are the same as in `complete`."""
+        """Answer a request to `/v1/chat/completions`; the result is the same as in `complete`.
+
+        Raises:
+            ApiError: see `complete`. Or a message or a tool is invalid, or no chat template accepts the messages,
+                status 400.
+            TimeoutError, ParallelError, ValueError: see `complete`.
+        """
         return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
-        """Answer a request to `/v1/responses`; result and errors are the same as in `complete`."""
+        """Answer a request to `/v1/responses`; the result is the same as in `complete`.
+
+        Raises:
+            ApiError, TimeoutError, ParallelError, ValueError: see `converse`.
+        """
         chat = request.chat()
         return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
 

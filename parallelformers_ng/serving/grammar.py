@@ -28,6 +28,7 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
     Raises:
         ImportError: the package llguidance is missing.
+        ValueError: llguidance cannot read the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -42,6 +43,9 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     Args:
         grammar: grammar in llguidance's format.
         tokenizer: result of `grammar_tokenizer`.
+
+    Raises:
+        ImportError: the package llguidance is missing.
     """
     from llguidance import LLMatcher, LLParserLimits
 

@@ -45,6 +45,7 @@ def check_at_once(options: ServeOptions) -> None:
         ParallelError: the port is in use, or the folder is missing or is not a model folder. Or `device` is "cuda", but
             the machine has no device file of a GPU.
         OSError: the machine does not have the address, or this user may not use the port.
+        RuntimeError: the model folder begins with `~` and the name of a user that does not exist.
     """
     bound(options).close()
     path = Path(options.model).expanduser()

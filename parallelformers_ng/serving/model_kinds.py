@@ -83,6 +83,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
         UnsupportedModelError: the server cannot serve a model of this class, or a module or setting of
             sentence-transformers.
         CheckpointError: the model does not exist, or its configuration cannot be read.
+        OSError, ValueError, KeyError: `adapter_config.json` or a file of sentence-transformers cannot be read.
+        safetensors.SafetensorError, pickle.UnpicklingError: see `read_pooling`.
     """
     if is_gguf(name):
         return Kind()

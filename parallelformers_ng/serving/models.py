@@ -49,6 +49,9 @@ def peft_names(options: ServeOptions) -> dict[str, str]:
 
     The map is empty if `lora_modules` is empty. The model's own name maps to the base model, or to the adapter in the
     model's folder if the folder is an adapter.
+
+    Raises:
+        OSError, ValueError, KeyError: the file `adapter_config.json` in the model's folder cannot be read.
     """
     if not options.adapters:
         return {}

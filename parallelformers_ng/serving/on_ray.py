@@ -40,7 +40,9 @@ class ServedReplica:
 
     Raises:
         ParallelError: the model cannot be served; see `parallelize`.
-        OSError: the tokenizer or the file of `chat_template` cannot be read.
+        OSError: a file of the model cannot be read.
+        ValueError, KeyError, ImportError: a file of the model is damaged, or needs a package that is missing; see
+            `kind_of`, `load` and `create_app`.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -104,9 +106,13 @@ def deployed(options: ServeOptions) -> Iterator[str]:
 
 
 def serve_on_ray(options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit status 0; the errors are the same as in `deployed`.
+    """Serve until SIGTERM or Ctrl-C, and return the exit status 0.
 
     The function replaces the handlers of both signals, so that it must run in the main thread.
+
+    Raises:
+        ValueError: this thread is not the main thread.
+        ParallelError, StartupError: see `deployed`.
     """
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -39,7 +39,9 @@ class Pictures:
         self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
     async def inputs(self, text: str, addresses: list[str], special: bool) -> dict[str, torch.Tensor]:
-        """Return the model inputs: `input_ids` `[1, tokens]`, `pixel_values`, and other outputs of the processor.
+        """Return the model inputs: `input_ids`, int64 `[1, tokens]`, and the other outputs of the model's processor.
+
+        The processor decides the shapes of the other tensors, such as `pixel_values`, float32.
 
         Args:
             text: prompt with one of the processor's placeholders for each picture.

@@ -119,8 +119,9 @@ def serve(options: ServeOptions) -> int:
 
     Raises:
         ParallelError: the port is in use, or the model cannot be served; see `parallelize`.
-        OSError: the server cannot listen on the address, or the tokenizer or the file of `chat_template` cannot be
-            read.
+        OSError: the server cannot listen on the address, or a file of the model cannot be read.
+        ValueError, KeyError, ImportError: a file of the model is damaged, or needs a package that is missing; see
+            `kind_of`, `load` and `create_app`.
     """
     set_up_logs(options.log_format, options.log_level)
     with bound(options) as listener:  # checked before the model loads, which can take a minute
@@ -158,6 +159,8 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
             read the GGUF file. Or the options have adapters, but the model generates no text.
         ParallelError: the model cannot be parallelized; see `parallelize`.
         OSError: the tokenizer or the GGUF file does not exist.
+        ValueError, ImportError: the tokenizer is damaged, or needs a package that is missing.
+        KeyError: the adapter in the model's folder names no base model.
     """
     arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model

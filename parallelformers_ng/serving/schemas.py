@@ -73,6 +73,7 @@ class Schemas:
         Raises:
             ApiError: the constraint is invalid or too complex, status 400, or llguidance is missing, status 501. Or the
                 tokenizer is not a fast tokenizer, or the model has no end token, status 400.
+            ValueError: llguidance cannot read the tokenizer.
         """
         param = constraint.param
         try:

@@ -75,10 +75,13 @@ class Scores:
         return {**common, "model": self._options.name, "data": data, "usage": usage}
 
     async def rerank(self, request: RerankRequest) -> dict[str, Any]:
-        """Answer a request to `/v1/rerank`; the errors are the same as in `score`.
+        """Answer a request to `/v1/rerank`.
 
         Returns:
             JSON object in vLLM's format, with the documents sorted by their score, best first.
+
+        Raises:
+            ApiError, ParallelError: see `score`.
         """
         texts = request.texts
         scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)

@@ -62,6 +62,7 @@ class SentenceFiles:
 
         Raises:
             UnsupportedModelError: the hub cannot be reached, and its cache has no record of the file.
+            OSError: the hub refuses the request, for example because the model needs an access token.
         """
         if Path(self.name).is_dir():
             path = Path(self.name) / file
@@ -86,20 +87,22 @@ class SentenceFiles:
             file: path of the file in the model's folder.
 
         Raises:
-            UnsupportedModelError: see `find`.
+            UnsupportedModelError, OSError: see `find`.
             ValueError: the file is not valid JSON.
         """
         path = self.find(file)
         return None if path is None else json.loads(path.read_text())
 
     def tensors(self, folder: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a module by name, in float32 on CPU.
+        """Return the weights of a module by name, in float32 on CPU. The module defines the shapes.
 
         Args:
             folder: path of the module's folder in the model's folder.
 
         Raises:
             UnsupportedModelError: the folder has no weights, or the hub cannot be reached; see `find`.
+            OSError: see `find`.
+            safetensors.SafetensorError, pickle.UnpicklingError: the file of weights is damaged.
         """
         if path := self.find(f"{folder}/model.safetensors"):
             weights = load_file(path)
@@ -113,12 +116,18 @@ class SentenceFiles:
 def read_pooling(name: str, revision: str | None = None) -> Pooling:
     """Return the pooling of a model; the default without `modules.json` is the normalized mean.
 
+    The files are those that `SentenceTransformer.save_pretrained` of sentence-transformers writes.
+
     Args:
         name: model folder, or name on the Hugging Face hub.
         revision: branch, tag or commit on the hub; None for the main branch.
 
     Raises:
-        UnsupportedModelError: the model has a module or a setting that the server does not support.
+        UnsupportedModelError: the model has a module or a setting that the server does not support, or the hub cannot
+            be reached.
+        OSError: the hub refuses the request; see `SentenceFiles.find`.
+        ValueError, KeyError: a JSON file is damaged, or lacks a key.
+        safetensors.SafetensorError, pickle.UnpicklingError: a file of weights is damaged.
     """
     files = SentenceFiles(name, revision)
     listed = files.json("modules.json")

@@ -232,6 +232,7 @@ def read_serve_options(file: str | None, flags: Mapping[str, Any]) -> ServeOptio
     Raises:
         ParallelError: the file is not valid TOML, a name is unknown, or a value is invalid.
         OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     file_values: dict[str, Any] = {}
     if file is not None:

@@ -16,7 +16,7 @@ _BLOCK = 1 << 16  # number of frames to decode at a time
 
 
 def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
-    """Decode a sound file, and return samples with all channels mixed into one channel, float32 `[samples]`.
+    """Decode a sound file, and return samples with all channels mixed into one, a numpy array float32 `[samples]`.
 
     The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
     The package soxr resamples the sound.

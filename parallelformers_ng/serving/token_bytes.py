@@ -33,6 +33,9 @@ class TokenBytes:
     def bytes(self, token: int) -> bytes:
         """Return the bytes of a token; b"" if the tokenizer does not know the id.
 
+        A byte-level tokenizer writes bytes as characters of GPT-2's table (`bytes_to_unicode`). A SentencePiece
+        tokenizer writes a single byte as `<0x0A>`, and a space as `▁`.
+
         Args:
             token: id of the token.
         """

@@ -37,6 +37,9 @@ class AnswerReader:
         prompt: prompt before the answer; the chat template may have written the beginning of the answer.
         tools: tools that the model may call, in OpenAI's format.
         most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
+
+    Raises:
+        ValueError: transformers cannot read the template.
     """
 
     def __init__(

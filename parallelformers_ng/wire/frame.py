@@ -209,6 +209,7 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
 
     Raises:
         SharedMemoryError: the system has no memory left for the memfd.
+        OSError: this process cannot open more files.
     """
     fd = os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -245,7 +246,15 @@ def aligned_memory(size: int) -> memoryview:
 
 
 def own_copy(body: memoryview, outside: int) -> memoryview:
-    """Return a copy of a frame's body; if objects are outside the pickle, tensors can use the copy's memory."""
+    """Return a copy of a frame's body; if objects are outside the pickle, tensors can use the copy's memory.
+
+    Args:
+        body: variable part of the frame.
+        outside: number of objects outside the pickle.
+
+    Raises:
+        RuntimeError: the system has no memory left; MemoryError if no objects are outside the pickle.
+    """
     if not outside:
         return memoryview(bytes(body))
     copy = aligned_memory(len(body))
@@ -262,6 +271,7 @@ def map_memfd(fd: int, size: int) -> memoryview:
 
     Raises:
         ProtocolError: the file is not a sealed memfd of at least `size` bytes.
+        RuntimeError: the kernel refuses the mapping.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

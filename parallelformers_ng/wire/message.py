@@ -109,6 +109,7 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Pa
 
     Raises:
         SharedMemoryError: the system has no memory left for the message.
+        OSError: this process cannot open more files.
     """
     parts, end = _layout(encoded)
     fds, memfd, body = encoded.fds, None, b""
@@ -128,7 +129,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
         The encoded value, and the number of objects outside its pickle.
 
     Raises:
-        NotPortableError: a part of the value cannot be pickled, or the value has open files.
+        NotPortableError: a part of the value cannot be pickled, or the value has open files or more than 2²⁰ tensors.
     """
     encoded = encode(value)
     if encoded.fds:
@@ -137,12 +138,16 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode a value that `parcel` encoded. Raises the same errors as `decode`.
+    """Decode a value that `parcel` encoded.
 
     Args:
         data: the encoded value.
         outside: number of objects outside its pickle.
         device: target device of all tensors in the value; None for the CPU.
+
+    Raises:
+        RuntimeError: the system has no memory left.
+        ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError: see `decode`.
     """
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 

@@ -34,7 +34,7 @@ HEAD_BYTES = SIZE.size + SIGNATURE_BYTES
 
 
 def signature(key: bytes, purpose: str, data: bytes) -> bytes:
-    """Return the HMAC-SHA256 of `purpose` and `data`, 32 bytes, so that a signature is valid only for its purpose."""
+    """Return the HMAC-SHA256 (RFC 2104), 32 bytes, of a purpose and data; a signature is valid only for its purpose."""
     return hmac.digest(key, purpose.encode() + b"\0" + data, "sha256")
 
 
@@ -58,7 +58,7 @@ class Signer:
         self._count = 0
 
     def sign(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """Return the next signature: the HMAC-SHA256 of a running number and the parts."""
+        """Return the next signature, 32 bytes: the HMAC-SHA256 of a running number and the parts."""
         signature = hmac.new(self._key, SIZE.pack(self._count), "sha256")
         for part in parts:
             signature.update(part)
@@ -74,7 +74,8 @@ class Signer:
 class SignedChannel(Channel):
     """A control channel between hosts. Both ends sign all records; a wrong signature raises ProtocolError.
 
-    An open file of a message is sent as its content. The receiver gets a new file in memory with that content.
+    An open file of a message is sent as its content. The receiver gets a new file in memory with that content. The
+    errors are those of `Channel`, and OSError if this process cannot read or open a file.
 
     Args:
         connection: a TCP socket whose other end knows the session's keys.

@@ -102,6 +102,7 @@ class Channel:
         Raises:
             NotPortableError: a part of the value cannot be pickled; nothing was sent.
             SharedMemoryError: the system has no memory left for the message; nothing was sent.
+            OSError: this process cannot open more files; nothing was sent.
             ChannelClosedError: the other end is gone.
             RequestTimeoutError: the other end did not read the frame before the deadline.
         """
@@ -112,7 +113,16 @@ class Channel:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        """Send a frame. Raises the same errors as `send`, except the errors of encoding."""
+        """Send a frame, which the caller closes afterwards.
+
+        Args:
+            packed: the frame.
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+            RequestTimeoutError: the other end did not read the frame before the deadline.
+        """
         self._send(packed.data, packed.fds, deadline)
 
     def _send(self, rest: bytes | memoryview, fds: list[int], deadline: float) -> None:
@@ -133,8 +143,15 @@ class Channel:
                 rest, fds = memoryview(rest)[count:], []
 
     def recv(self, deadline: float = math.inf) -> tuple[FrameKind, int, Any]:
-        """Receive and decode one frame; return its kind, sequence and value. Raises the errors of `receive` and
-        `decode`."""
+        """Receive and decode one frame; return its kind, sequence and value.
+
+        Args:
+            deadline: latest time on the clock of `time.monotonic`, in seconds.
+
+        Raises:
+            NotPortableError: an object could not be rebuilt in this process.
+            ChannelClosedError, ProtocolError, RequestTimeoutError, RuntimeError: see `receive`.
+        """
         frame = self.receive(deadline)
         return frame.kind, frame.sequence, decode(frame)
 
@@ -148,6 +165,7 @@ class Channel:
             ChannelClosedError: the other end is gone.
             ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
             RequestTimeoutError: no whole frame came before the deadline.
+            RuntimeError: the system has no memory left for the frame.
         """
         try:
             self._fill(FIXED_PART.size, deadline)
@@ -226,6 +244,7 @@ def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
     """Wait until a watched descriptor is ready, or until the deadline, but at most an hour.
 
     Args:
+        poll: the watched descriptors.
         deadline: latest time on the clock of `time.monotonic`, in seconds.
         late: text of the error.
 
