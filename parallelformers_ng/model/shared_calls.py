@@ -89,6 +89,8 @@ class SharedCalls:
             NotPortableError: an argument cannot be sent; nothing was run.
             GroupError: the workers failed, or the deadline has passed; see `Ticket.wait`.
         """
+        if why := self._steps.why_alone(model):
+            return why
         self._check(*tokens_of(model, arguments))
         call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
         call = call or shared_call(model, arguments, seed, draw_seed)
