@@ -112,8 +112,8 @@ def parallelize(
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
             model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
-            seeds. "auto": on CPU ranks, True from the first two concurrent calls on; on CUDA ranks, False. Batches on
-            CUDA ranks are unmeasured, never run on a GPU.
+            seeds. "auto": True from the first two concurrent calls on; on CUDA ranks, only if the decode steps become
+            CUDA graphs. Batches on CUDA ranks are unmeasured, never run on a GPU.
         seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.
@@ -352,7 +352,8 @@ def _batching(
     if batching is False:
         return None
     if batching == "auto":
-        return BatchingOptions() if kind == "cpu" and decode in ("auto", "eager") else None
+        decodes = ("auto", "eager") if kind == "cpu" else ("auto", "cuda_graphs")
+        return BatchingOptions() if decode in decodes else None
     options = read_options(BatchingOptions, None if batching is True else batching, "batching")
     if decode not in ("auto", "eager", "cuda_graphs"):
         raise ParallelError(f"decode is {decode!r}, a mode without batching; leave out decode= or batching=")

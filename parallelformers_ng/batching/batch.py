@@ -131,7 +131,10 @@ class Batch:
         limits = limits if self._trial.in_pieces else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
-        return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions)
+        if positions and self.room is not math.inf:
+            positions = max(positions, int(self.room))  # without a recording, a step copies the whole cache
+        rows = self._options.rows
+        return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions, rows)
 
     def _piece(self) -> int:
         """Return the number of prompt tokens that run in `prefill_patience`: a power of two, so that small changes of

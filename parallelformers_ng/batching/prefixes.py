@@ -16,7 +16,8 @@ LEAST_TOKENS = 16
 
 @dataclass(eq=False)
 class _Sequence:
-    """A kept sequence: token ids, int64 `[tokens]`, and each layer's keys and values, `[1, heads, tokens, width]`."""
+    """A kept sequence: token ids on the host, int64 `[tokens]`, and each layer's keys and values, `[1, heads, tokens,
+    width]`."""
 
     ids: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
@@ -80,7 +81,10 @@ class Prefixes:
             row: index of the row in the cache.
         """
         tokens = ids.shape[1]
-        if not self._least <= tokens <= self._limit or not keeps_all(cache) or self._best(ids)[0] == tokens - 1:
+        if not self._least <= tokens <= self._limit or not keeps_all(cache):
+            return
+        ids = ids.cpu()
+        if self._best(ids)[0] == tokens - 1:
             return
         layers = [
             tuple(
@@ -95,6 +99,9 @@ class Prefixes:
 
     def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
         """Return the length of the longest kept prefix of a prompt, and the sequence with that prefix."""
+        if not self._sequences:
+            return 0, None
+        ids = ids.cpu()
         lengths = [_common(sequence.ids, ids[0, :-1]) for sequence in self._sequences]
         longest = max(lengths, default=0)
         return (longest, self._sequences[lengths.index(longest)]) if longest >= self._least else (0, None)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.batching.captured_rows import CapturedRows
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
+from parallelformers_ng.batching.slots import CapturedRows
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.generation.lockstep import OwnStream
@@ -41,6 +41,7 @@ class Round:
         steps: number of decode steps.
         adapters: active adapters of all rows; None for a model without adapters.
         positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
+        most_rows: most rows of the batch.
     """
 
     batch: int
@@ -52,6 +53,7 @@ class Round:
     steps: int
     adapters: ActiveAdapters | None = None
     positions: int = 0
+    most_rows: int = 1
 
 
 @dataclass
@@ -148,7 +150,7 @@ class RankBatch:
         for _ in range(order.steps):
             if not len(self._rows):
                 break
-            changed_rows.update(self._rows.step(order.positions))
+            changed_rows.update(self._rows.step(order.positions, order.most_rows))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":

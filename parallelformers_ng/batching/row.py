@@ -19,7 +19,7 @@ from parallelformers_ng.runtime.failures import Description, describe
 GOES_ON, ENDED, FAILED = range(3)
 
 _CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteria, MaxLengthCriteria)}
-"""Criteria whose result follows from the newest token and the length: their methods before a program changes them."""
+"""Criteria whose result follows from the newest token and the length, with their methods before a program's changes."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class BatchRow:
         objects: mutable parts of the caller's processors and criteria; None if they have no such parts.
         greedy: description of a call whose token needs no method of transformers; None for other calls.
         newest: last token of `ids`.
-        told: number of tokens, prompt included, that were sent to the caller.
         outcome: GOES_ON, ENDED or FAILED.
         failure: error of a processor or criterion, on the rank that chose the token.
+        padding: number of columns of the prompt before its first token.
         may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and
             the model must not have changed since the row began.
     """
@@ -71,7 +71,7 @@ class BatchRow:
     objects: ObjectState | None = None
     greedy: GreedyCall | None = field(init=False)
     newest: int = field(init=False)
-    told: int = field(init=False)
+    padding: int = field(init=False)
     may_be_kept: bool = field(init=False)
     outcome: int = GOES_ON
     failure: Description | None = None
@@ -81,8 +81,9 @@ class BatchRow:
         self._new: list[int] = []  # tokens that are not in `_ids` yet
         self.greedy = GreedyCall.read(self.call)
         self.newest = int(self._ids[0, -1])
-        self.told = self._ids.shape[1]
+        self._untold: list[int] = []  # tokens that were not sent to the caller yet
         self.may_be_kept = self.prompt_is_plain
+        self.padding = 0 if self.may_be_kept else int(self.prompt_mask[0].to(torch.uint8).argmax())
         if self.objects is not None:
             self.objects.remember()
 
@@ -92,6 +93,11 @@ class BatchRow:
         if self._new:
             self._ids, self._new = torch.cat((self._ids, self._ids.new_tensor([self._new])), -1), []
         return self._ids
+
+    @property
+    def columns(self) -> int:
+        """Number of columns with keys and values, from the first token to the last token but one."""
+        return self._ids.shape[1] + len(self._new) - 1 - self.padding
 
     @property
     def cache(self) -> Any:
@@ -113,8 +119,8 @@ class BatchRow:
         """Whether the prompt has no padding."""
         return bool(self.prompt_mask.all())
 
-    def choose(self, logits: torch.Tensor) -> tuple[int, int]:
-        """Choose the next token like the loop of transformers.
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Choose the next token like the loop of transformers. The host does not wait for a device.
 
         An exception of a processor or criterion is not raised: the method sets `failure`, and the outcome is FAILED.
 
@@ -122,7 +128,7 @@ class BatchRow:
             logits: logits of the newest token, `[1, vocabulary]`.
 
         Returns:
-            The token, and the outcome of the row: GOES_ON, ENDED or FAILED.
+            The token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`; None after an exception.
         """
         try:
             with self.random or contextlib.nullcontext():
@@ -131,11 +137,10 @@ class BatchRow:
                     token = torch.multinomial(scores.softmax(-1), num_samples=1)
                 else:
                     token = scores.max(-1, keepdim=True).indices  # twice as fast as argmax on CPU
-            ended = bool(self.call.criteria(torch.cat((self.ids, token), -1), scores)[0])
+            return token, self.call.criteria(torch.cat((self.ids, token), -1), scores)[:1]
         except Exception as error:  # an error of a processor or criterion fails only this row
             self.failure = describe(error)
-            return 0, FAILED
-        return int(token), ENDED if ended else GOES_ON
+            return None
 
     def after(self, token: int) -> int:
         """Return the outcome of a greedy call after its next token: GOES_ON or ENDED."""
@@ -143,23 +148,28 @@ class BatchRow:
         length = self._ids.shape[1] + len(self._new) + 1
         return ENDED if length >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
-    def take(self, token: int, outcome: int) -> None:
+    def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
         """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
 
         Args:
             token: id of the token.
             outcome: GOES_ON, ENDED or FAILED.
+            ids: the token on the row's device, int64 `[1, 1]`; None to copy the token there if `ids` needs the token.
         """
         self.outcome = outcome
-        if outcome != FAILED:
+        if outcome == FAILED:
+            return
+        self._untold.append(token)
+        self.newest = token
+        if ids is None:
             self._new.append(token)
-            self.newest = token
+        else:
+            self._ids = torch.cat((self.ids, ids), -1)
 
     def news(self) -> list[int]:
         """Return the tokens that have not been sent to the caller yet. The tokens count as sent from now on."""
-        new: list[int] = self.ids[0, self.told :].tolist()
-        self.told = self.ids.shape[1]
-        return new
+        news, self._untold = self._untold, []
+        return news
 
     def changes(self) -> dict[int, Any]:
         """Return the new states of the caller's objects that changed since the last call of this method.

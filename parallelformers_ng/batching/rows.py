@@ -9,35 +9,34 @@ import torch
 from torch.nn.functional import pad
 
 from parallelformers_ng.batching import row_caches
-from parallelformers_ng.batching.captured_rows import CapturedRows
+from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
-from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row import ENDED, GOES_ON, BatchRow
+from parallelformers_ng.batching.row import ENDED, FAILED, GOES_ON, BatchRow
+from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.cuda_graphs.static_caches import bucket_of
 
 _MOST_EMPTY = 4
 """If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
 
 
 class Rows:
-    """The sequences of one batch, aligned at their newest token. Shorter sequences have padding before the first token.
+    """The sequences of one batch.
 
-    ::
-
-        a joins b:   · · a a a      a step:   · · a a a a      c comes in a's place:   · · · c c c
-                     b b b b b                b b b b b b                              b b b b b b
-
-    A row joins with the cache of its prompt; the shorter of the two caches is padded. Each row has its own mask and
-    positions, so the tokens of a row do not depend on other rows. `batch_proof.py` checks this for each model. Every
-    rank chooses the next tokens of a share of the rows.
+    A row joins with the cache of its prompt. Each row has its own mask and positions, so the tokens of a row do not
+    depend on other rows. `batch_proof.py` checks this for each model. Every rank chooses the next tokens of a share of
+    the rows.
 
     Args:
         model: model of the rank.
         communicator: connection to the other ranks; None for one rank.
         prefixes: store that keeps complete sequences.
-        captured: runner of recorded steps; None for no recordings.
+        captured: maker of slots, whose steps are recorded; None for no recordings.
+
+    Attributes:
+        token_bytes: bytes of the keys and values of one token; 0 without a row.
     """
 
     def __init__(
@@ -47,25 +46,20 @@ class Rows:
         prefixes: Prefixes,
         captured: CapturedRows | None = None,
     ) -> None:
+        self.token_bytes = 0
         self._model = model
         self._communicator = communicator
         self._prefixes = prefixes
         self._captured = captured
-        self._slots: list[BatchRow | None] = []
-        self._cache: Any = None
-        self._cache_name = ""
-        self._mask = torch.ones(0, 0, dtype=torch.long, device=model.device)
+        self._places: list[BatchRow | None] = []
+        self._store: GrowingRows | Slots | None = None  # keys and values of the rows in `_places`
+        self._newest: torch.Tensor | None = None  # newest tokens, int64 `[places, 1]`, if they are on the device
 
     def __len__(self) -> int:
-        return sum(row is not None for row in self._slots)
+        return sum(row is not None for row in self._places)
 
     def __iter__(self) -> Iterator[BatchRow]:
-        return (row for row in self._slots if row is not None)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token; 0 without a row."""
-        return 0 if self._cache is None else row_caches.token_bytes(self._cache)
+        return (row for row in self._places if row is not None)
 
     def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
         """Add rows after their prefill, and choose their first new tokens.
@@ -81,36 +75,40 @@ class Rows:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
-        self._choose(rows, logits)
+        self._choose(rows, logits, [*range(len(rows))])
         if cache is None:
-            self._slots = [*filter(None, self._slots), *rows]
-            self.leave([row.number for row in rows if row.outcome != GOES_ON])
-            return
-        self._cache_name = row_caches.name_in(rows[0].call.model_kwargs)
-        if self._slots:
-            self._place(rows, cache, mask)
+            self._places = [*self, *rows]
+        elif self._store is None:
+            name = row_caches.name_in(rows[0].call.model_kwargs)
+            self._places, self._store = [*rows], GrowingRows(self._model, name, cache, mask)
+            self.token_bytes = row_caches.token_bytes(cache)
         else:
-            self._slots, self._cache, self._mask = [*rows], cache, mask
+            self._place(self._store, rows, cache, mask)
+        self._newest = None
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
 
-    def _place(self, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
-        """Put new rows into empty slots, and then after the last slot."""
-        slot_count, columns = len(self._slots), max(self._mask.shape[1], mask.shape[1])
-        free = [index for index, row in enumerate(self._slots) if row is None]
-        free = [*free, *range(slot_count, slot_count + len(rows))][: len(rows)]
-        count = max(slot_count, free[-1] + 1)
-        self._slots += [None] * (count - slot_count)
-        self._mask = pad(self._mask, (columns - self._mask.shape[1], 0, 0, count - slot_count))
-        self._mask[free] = pad(mask, (columns - mask.shape[1], 0))
-        row_caches.put_rows(self._cache, cache, free, count, columns)
+    def _place(self, store: GrowingRows | Slots, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
+        """Put new rows into empty places, and then after the last place."""
+        if isinstance(store, Slots) and not store.may_put(mask.shape[1], len(self) + len(rows)):
+            store = self._pack(store)
+        before = len(self._places)
+        free = [index for index, row in enumerate(self._places) if row is None]
+        free = [*free, *range(before, before + len(rows))][: len(rows)]
+        self._places += [None] * (free[-1] + 1 - before)
         for index, row in zip(free, rows, strict=True):
-            self._slots[index] = row
+            self._places[index] = row
+        if isinstance(store, Slots):
+            store.put(cache, mask, free)
+            self._fill_bucket()
+        else:
+            store.put(cache, mask, free, len(self._places))
 
-    def step(self, positions: int = 0) -> list[BatchRow]:
+    def step(self, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
         """Choose one more token for each row.
 
         Args:
             positions: most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
+            most_rows: most rows of the batch.
 
         Returns:
             The rows, including rows that ended in this step and have left.
@@ -118,79 +116,146 @@ class Rows:
         Raises:
             BatchingError: an argument of a model without a cache cannot be padded.
         """
-        if self._cache is None:
+        rows = [*self]
+        if self._store is None:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
-            rows = [row for row in self._slots if row is not None]
-            self._choose(rows, whole_logits(self._model, rows))
+            self._choose(rows, whole_logits(self._model, rows), [*range(len(rows))])
             self.leave({row.number for row in rows if row.outcome != GOES_ON})
             return rows
-        self._pack()
-        newest = self._mask.new_tensor([[0 if row is None else row.newest] for row in self._slots])
-        self._mask = pad(self._mask, (0, 1), value=1)
-        logits = self._forward(newest, positions).logits[:, -1]
-        full = [index for index, row in enumerate(self._slots) if row is not None]
-        rows = [row for row in self._slots if row is not None]
-        self._choose(rows, logits if len(rows) == len(self._slots) else logits[full])
+        store = self._ready(self._store, positions, most_rows)
+        newest = self._newest
+        if newest is None:
+            ids = [[0 if row is None else row.newest] for row in self._places]
+            newest = torch.tensor(ids, device=self._model.device)
+        logits = store.step(newest).logits[:, -1]
+        if isinstance(store, Slots) and self._captured is not None:
+            self._captured.reason = self._captured.reason or store.reason
+        full = [index for index, row in enumerate(self._places) if row is not None]
+        rows = [*self]
+        self._newest = self._choose(rows, logits, full)
         for index, row in zip(full, rows, strict=True):
-            if row.outcome == ENDED and row.may_be_kept:
-                self._prefixes.keep(row.ids[:, :-1], self._cache, index)  # the next prompt may begin with this sequence
+            if row.outcome == ENDED and row.may_be_kept:  # the next prompt may begin with this sequence
+                cache = store.lend() if isinstance(store, Slots) else store.cache
+                self._prefixes.keep(row.ids[:, :-1], cache, index)
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
         return rows
 
-    def _forward(self, newest: torch.Tensor, positions: int) -> Any:
-        """Run the model for one more token of each row."""
-
-        def inputs(cache: Any) -> dict[str, Any]:
-            arguments = {"attention_mask": self._mask, "use_cache": True, self._cache_name: cache}
-            return inputs_of(self._model, newest, self._mask.sum(-1, keepdim=True) - 1, **arguments) | {
-                "return_dict": True
-            }
-
-        output = None
-        if positions and self._captured is not None:
-            rows, columns = self._mask.shape
-            output = self._captured.run(self._cache, (rows, columns), positions, inputs)
-        return self._model(**inputs(self._cache)) if output is None else output
-
     def leave(self, numbers: Collection[int]) -> None:
         """Remove the rows with the given numbers; without a row, drop the cache."""
-        self._slots = [None if row is None or row.number in numbers else row for row in self._slots]
-        if not any(self._slots):
-            self._slots, self._cache = [], None
+        places = [index for index, row in enumerate(self._places) if row is not None and row.number in numbers]
+        for index in places:
+            self._places[index] = None
+        if not any(self._places):
+            self._places, self._store, self.token_bytes = [], None, 0
+        elif isinstance(self._store, Slots):
+            self._store.leave(places)
 
-    def _choose(self, rows: list[BatchRow], logits: torch.Tensor) -> None:
-        """Choose the next tokens of this rank's share of the rows, and gather the tokens of all ranks."""
+    def _ready(self, store: GrowingRows | Slots, positions: int, most_rows: int) -> GrowingRows | Slots:
+        """Return the store for the next step: slots if the step may be recorded."""
+        if isinstance(store, Slots):
+            is_wide = bucket_of(len(self)) * _MOST_EMPTY <= len(self._places)
+            if positions and store.has_room and not is_wide:
+                return store
+            store = self._pack(store)
+        count, columns = store.mask.shape
+        empty_columns = columns - max(row.columns for row in self)
+        if (count - len(self)) * _MOST_EMPTY >= count or empty_columns * _MOST_EMPTY >= columns:
+            store = self._pack(store)
+        slots = None
+        if positions and self._captured is not None:
+            slots = self._captured.moved(store, positions, most_rows)
+        if slots is not None:
+            self._store = slots
+            self._fill_bucket()
+        return slots or store
+
+    def _fill_bucket(self) -> None:
+        """Add free places up to a power of two, because recorded steps have powers of two as numbers of rows."""
+        count = len(self._places)
+        self._places += [None] * (bucket_of(count) - count)
+        self._newest = None
+
+    def _pack(self, store: GrowingRows | Slots) -> GrowingRows:
+        """Drop empty places and columns. The rows are in a growing cache afterwards."""
+        full = [index for index, row in enumerate(self._places) if row is not None]
+        columns = max(row.columns for row in self)
+        if isinstance(store, Slots):
+            store = self._store = store.packed(full, columns)
+        else:
+            store.keep(full, columns)
+        self._places, self._newest = [*self], None
+        return store
+
+    def _choose(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor | None:
+        """Choose the next token of each row.
+
+        On the CPU, each rank chooses for a share of the rows, and all ranks gather the tokens. On a device, rank 0
+        chooses for all greedy rows at once, and the host waits once.
+
+        Args:
+            rows: the rows.
+            logits: logits, `[places, vocabulary]`.
+            places: index in `logits` for each row.
+
+        Returns:
+            Newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
+        """
+        on_device = logits.device.type != "cpu"
+        if on_device and all(row.greedy is not None for row in rows):
+            newest = logits.max(-1, keepdim=True).indices
+            if self._communicator is not None:
+                newest = self._communicator.all_gather(newest[None], 0)[0]
+            tokens = newest.flatten().tolist()
+            for row, place in zip(rows, places, strict=True):
+                row.take(tokens[place], row.after(tokens[place]))
+            return newest
+        ranks = 1 if self._communicator is None else self._communicator.world_size
+        chosen = self._chosen_here(rows, logits, places)
+        if self._communicator is not None:
+            chosen = self._communicator.all_gather(chosen, 0)
+        for index, (row, outcomes) in enumerate(zip(rows, chosen.transpose(0, 1).tolist(), strict=True)):
+            owner = row.number % ranks
+            token, outcome = outcomes[owner]
+            if row.greedy is not None:
+                row.take(token, row.after(token))
+            else:
+                row.take(token, outcome, chosen[owner, index, None, :1] if on_device else None)
+        return None
+
+    def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """Choose the next tokens of this rank's share of the rows.
+
+        Returns:
+            Token and outcome of each row, int64 `[1, rows, 2]`; any numbers for the rows of other ranks. The outcome of
+            a greedy row is GOES_ON.
+        """
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = [index for index, row in enumerate(rows) if row.number % ranks == rank]
-        mine = [(0, 0)] * len(rows)
-        if greedy := [index for index in own if rows[index].greedy is not None]:
-            for index, token in zip(greedy, _of(logits, greedy).max(-1).indices.tolist(), strict=True):
-                mine[index] = token, rows[index].after(token)
-        scores = {index: logits[index : index + 1] for index in own if rows[index].greedy is None}
+        scores = {index: logits[places[index], None] for index in own if rows[index].greedy is None}
         if penalized_rows := [index for index in scores if rows[index].call.penalties is not None]:
             penalties = [each for index in penalized_rows if (each := rows[index].call.penalties) is not None]
             sequences = [rows[index].ids[0] for index in penalized_rows]
-            changed = penalized(logits[penalized_rows].float(), sequences, penalties)
+            changed = penalized(_of(logits, [places[index] for index in penalized_rows]).float(), sequences, penalties)
             scores.update(zip(penalized_rows, changed.split(1), strict=True))
-        for index, of_row in scores.items():
-            mine[index] = rows[index].choose(of_row)
-        chosen = self._mask.new_tensor([mine])
-        if self._communicator is not None:
-            chosen = self._communicator.all_gather(chosen, 0)
-        for row, outcomes in zip(rows, chosen.transpose(0, 1).tolist(), strict=True):
-            row.take(*outcomes[row.number % ranks])
-
-    def _pack(self) -> None:
-        """Drop empty rows and columns if at least one in 4 rows or columns is empty."""
-        full = [index for index, row in enumerate(self._slots) if row is not None]
-        first = int(self._mask[full].any(0).to(torch.uint8).argmax())
-        rows, columns = self._mask.shape
-        if (rows - len(full)) * _MOST_EMPTY < rows and first * _MOST_EMPTY < columns:
-            return
-        self._slots = [self._slots[index] for index in full]
-        self._mask = self._mask[full, first:]
-        row_caches.keep_rows(self._cache, full, self._mask.shape[1])
+        chosen = {index: rows[index].choose(each) for index, each in scores.items()}
+        if logits.device.type != "cpu":
+            best = pad(logits.max(-1, keepdim=True).indices, (0, 1), value=GOES_ON)
+            choices = [best[place] for place in places]
+            for index, choice in chosen.items():  # False is GOES_ON, True is ENDED
+                choices[index] = (
+                    torch.full_like(best[0], FAILED) if choice is None else torch.cat((choice[0][0], choice[1].long()))
+                )
+            return torch.stack(choices)[None]
+        mine = [(0, FAILED)] * len(rows)
+        if greedy := [index for index in own if rows[index].greedy is not None]:
+            best = _of(logits, [places[index] for index in greedy]).max(-1).indices
+            for index, token in zip(greedy, best.tolist(), strict=True):
+                mine[index] = token, GOES_ON
+        for index, choice in chosen.items():
+            if choice is not None:
+                mine[index] = int(choice[0]), ENDED if choice[1] else GOES_ON
+        return torch.tensor([mine])
 
 
 def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -210,6 +210,11 @@ class CapturedSteps:
             del model._prepare_static_cache, model.forward
             self._current = None
 
+    def has_cache(self, rows: int, tokens: int) -> bool:
+        """Return whether a cache for a number of rows, rounded up to a power of two, has room for `tokens` tokens."""
+        reusable = self._caches.get(bucket_of(rows))
+        return reusable is not None and reusable.length >= tokens
+
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
         """Return a reusable cache for a number of rows; make a new cache if no existing cache is large enough.
 
@@ -224,16 +229,15 @@ class CapturedSteps:
         """
         self.reason = ""
         bucket = bucket_of(rows)
-        reusable = self._caches.get(bucket)
-        if reusable is None or reusable.length < tokens:
-            if reusable is not None:
+        if not self.has_cache(rows, tokens):
+            if bucket in self._caches:
                 self._caches.pop(bucket).release()  # free its memory for the new cache
             cache = make()
             if layer := unsupported_layer(cache):
                 self.reason = f"the cache of this model has a {layer}"
                 return None
-            reusable = self._caches[bucket] = ReusableCache(cache, length)
-        return reusable
+            self._caches[bucket] = ReusableCache(cache, length)
+        return self._caches[bucket]
 
     def run(self, model: Any, reusable: ReusableCache, arguments: dict[str, Any]) -> Any:
         """Run one step over a cache of the method `cache`, from a recording if possible, and return the output.
@@ -290,7 +294,7 @@ class CapturedSteps:
         """Return a step that may be recorded, from its recording if there is one."""
         steps: dict[Any, CapturedStep | str | None] = reusable.steps
         kwargs = arguments.given
-        width = reusable.rows if arguments.can_be_padded else arguments.rows
+        width = min(reusable.rows, bucket_of(arguments.rows)) if arguments.can_be_padded else arguments.rows
         key = (width, reusable.phase, arguments.key(width))
         if key not in steps and len(steps) < MOST_KINDS_OF_STEP:
             output, steps[key] = self._warm_up(reusable, forward, kwargs)

@@ -185,7 +185,6 @@ class ReusableCache:
         for layer in self.layers:
             layer.__class__ = _REUSABLE[type(layer)]
             layer.whole, layer.on_move = None, self.forget_steps
-        self._lent: list[Tensor] = []
         self._windows = [layer for layer in self.layers if isinstance(layer, ReusableWindowLayer)]
         _tokens_are_placed_alike()  # run the check now, not during a step
 
@@ -199,7 +198,6 @@ class ReusableCache:
     def release(self) -> None:
         """Destroy all recordings and free the memory, even if other objects refer to this cache."""
         self.forget_steps()
-        self._lent = []
         for layer in self.layers:
             layer.release()
 
@@ -209,41 +207,23 @@ class ReusableCache:
             layer.renew()
         return self.cache
 
-    def take(self, growing: Cache, columns: int) -> None:
-        """Copy the keys and values of a growing cache; do nothing if the growing cache still has the views from `lend`.
+    def fill(self, growing: Cache, rows: int) -> None:
+        """Copy the keys and values of a growing cache to the first rows and columns, and clear the rest.
 
         Args:
-            growing: cache with `columns` tokens, whose rows fit into this cache; each of its layers has keys and values
-                `[rows, heads, columns, width]`.
-            columns: number of tokens.
+            growing: cache with layers like those of this cache, and at most `rows` rows and `length` tokens.
+            rows: number of rows of this cache, a power of two.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for the rows.
         """
-        tensors = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
-        if len(tensors) == len(self._lent) and all(
-            lent.is_set_to(tensor) for lent, tensor in zip(self._lent, tensors, strict=True)
-        ):
-            return
         for layer, source in zip(self.layers, growing.layers, strict=True):
             layer.renew()
-            layer.lazy_initialization(source.keys, source.values)
-            layer.keys[:, :, :columns].copy_(source.keys)
-            layer.values[:, :, :columns].copy_(source.values)
+            layer.lazy_initialization(*(each[:1].expand(rows, -1, -1, -1) for each in (source.keys, source.values)))
+            count, _, columns, _ = source.keys.shape
+            for target, states in zip(layer.whole, (source.keys, source.values), strict=True):
+                target[:count, :, :columns].copy_(states)
             layer.cumulative_length.fill_(columns)
-
-    def lend(self, growing: Cache, columns: int) -> None:
-        """Make the layers of a growing cache views of the first `columns` tokens of this cache, without copying.
-
-        The growing cache copies the tensors when its tokens or rows change.
-
-        Args:
-            growing: cache whose keys and values are replaced, by views `[rows, heads, columns, width]`.
-            columns: number of tokens.
-        """
-        for layer, target in zip(self.layers, growing.layers, strict=True):
-            target.keys, target.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
-        self._lent = [tensor for layer in growing.layers for tensor in (layer.keys, layer.values)]
 
     @property
     def is_begun(self) -> bool:

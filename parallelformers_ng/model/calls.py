@@ -78,8 +78,9 @@ class Calls:
         self.shared: list[SharedCalls] = []
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
+            needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
             self.shared = [
-                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks))
+                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
                 for each in self.dispatchers
             ]
         self._in_flight = [0] * len(self.dispatchers)

@@ -18,9 +18,11 @@ class RowSteps:
     Args:
         steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         hooks: forward hooks of the caller.
+        required: whether calls may share a batch only if decode steps become CUDA graphs.
     """
 
-    def __init__(self, steps: StaticSteps | None, hooks: HookRegistry) -> None:
+    def __init__(self, steps: StaticSteps | None, hooks: HookRegistry, required: bool) -> None:
+        self._required = required
         self._steps = steps if steps is not None and steps.captured else None
         self._hooks = hooks
 
@@ -42,6 +44,14 @@ class RowSteps:
         ):
             return 0
         return MOST_POSITIONS if self._steps.by_default else sys.maxsize
+
+    def why_alone(self, model: Any) -> str:
+        """Return the reason why calls of a model may not share a batch, as text; "" if calls may share a batch.
+
+        Args:
+            model: the parallelized model.
+        """
+        return "its decode steps do not become CUDA graphs" if self._required and not self.positions(model) else ""
 
     def give_up(self, why: str) -> None:
         """Stop using CUDA graphs, because the ranks could not record a step; log the reason `why`."""

@@ -91,6 +91,8 @@ class SharedCalls:
             NotPortableError: an argument cannot be sent; nothing was run.
             GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
         """
+        if why := self._steps.why_alone(model):
+            return why
         self._check(*tokens_of(model, arguments))
         thread = threading.get_ident()
         self._coming.add(thread)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from os import kill
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
+from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.runtime.group import WorkerGroup
-from tests.helpers.rounds_seen import use_short_pieces
+from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.pretend_cuda.caller import small
+from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
 from tests.pretend_cuda.objects import Favours
 from tests.zoo.case import text_inputs
-from tests.zoo.decoders import gpt2
+from tests.zoo.decoders import decoder, gpt2
 
 LENGTHS = ((3, 9), (12, 5), (5, 12), (3, 4), (9, 7))
 
@@ -60,3 +70,112 @@ def test_processors_that_hold_tensors(pretended_one: WorkerGroup) -> None:
         assert all(map(torch.equal, together(model, specs), want))
     assert [len(each.sums) for each in theirs] == [len(each.sums) for each in mine]
     assert {each.total.device.type for each in theirs} == {"cpu"}
+
+
+CALLERS = 16
+ALONE = "its decode steps do not become CUDA graphs"
+
+
+def long_calls(new: int, **more: Any) -> list[dict[str, Any]]:
+    """Return 16 calls with prompts of 2 to 8 tokens and `new` further tokens."""
+    ids = text_inputs()["input_ids"].flatten().repeat(CALLERS)
+    prompts = [ids[None, number : number + 2 + number % 7] for number in range(CALLERS)]
+    options = {"max_new_tokens": new, "eos_token_id": None, "do_sample": False, **more}
+    return [{"input_ids": prompt, **options} for prompt in prompts]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_step_of_16_rows_copies_and_waits_once(greedy: bool, ranks: int, pretended_groups: Any) -> None:
+    group = pretended_groups(ranks)
+    specs = long_calls(24, **({} if greedy else {"min_new_tokens": 24}))  # a processor in each call
+    want = [small().generate(**call) for call in specs]
+    with parallelize(small(), workers=group, batching={"rows": CALLERS}) as model:
+        for _ in range(2):  # steps are recorded in the first round
+            group.call("steps_of_rows")
+            group.call("rounds_of_rows")
+            assert all(map(torch.equal, together(model, specs), want))
+        steps = [counts for rows, counts in group.call("steps_of_rows") if rows == CALLERS]
+        assert len(steps) >= 8
+        for counts in steps[:-1]:  # in the last step a row ends
+            assert counts.get(TO_DEVICE, 0) <= 1
+            assert (counts[TO_HOST], counts[WAITS]) == (1, 1)
+        assert sum(counts.get(TO_DEVICE, 0) for counts in steps[:-1]) <= 2  # after joins
+        for count, counts in group.call("rounds_of_rows"):  # after a round, ids are checked, and ranks agree
+            assert counts.get(TO_DEVICE, 0) <= 1
+            assert counts[WAITS] <= count + ranks
+
+
+class Cancels(BaseStreamer):
+    """A streamer that cancels its call at a token."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= value.ndim == 1
+        if not self.left:
+            raise RequestCancelledError("enough")
+
+    def end(self) -> None:
+        pass
+
+
+def test_callers_come_and_go_despite_killed_worker(pretended: WorkerGroup, tmp_path: Path) -> None:
+    """16 callers for a while. Each call gets its solo tokens, or the error that it asked for, or the worker's death."""
+    lengths = [4 + 7 * number % 40 for number in range(CALLERS)]
+    specs = [{**call, "max_new_tokens": new} for call, new in zip(long_calls(1), lengths, strict=True)]
+    want = [small().generate(**call) for call in specs]
+    killed, deaths = threading.Event(), []
+
+    def calls_of(caller: int) -> None:
+        numbers = random.Random(caller)
+        for turn in range(8):
+            number = numbers.randrange(CALLERS)
+            if caller == 0 and turn == 4:
+                kill(deployment_of(model).pids[1], signal.SIGKILL)
+                killed.set()
+            try:
+                if numbers.random() < 0.25:
+                    with pytest.raises(RequestCancelledError):
+                        model.generate(**specs[number], streamer=Cancels(numbers.randint(1, 3)))
+                else:
+                    assert torch.equal(model.generate(**specs[number], timeout=60), want[number]), number
+            except WorkerDiedError as error:
+                deaths.append(error)
+
+    small().save_pretrained(tmp_path)  # the second group reads its weights from files
+    with parallelize(tmp_path, 2, workers={"device": "cuda"}, batching=True) as model:
+        with ThreadPoolExecutor(CALLERS) as pool:
+            for each in [pool.submit(calls_of, caller) for caller in range(CALLERS)]:
+                each.result(timeout=120)
+        assert killed.is_set()
+        assert len(deaths) <= CALLERS
+        assert deployment_of(model).incarnation == 1
+        assert torch.equal(model.generate(**specs[0]), want[0])
+
+
+def test_batching_is_the_default_if_steps_are_captured(pretended_one: WorkerGroup) -> None:
+    specs = long_calls(30)[:2]
+    want = [small().generate(**call) for call in specs]
+    with parallelize(small(), workers=pretended_one) as model:
+        most, end = rows_of_each_round(model), time.monotonic() + 60
+        while max(most) < 2:
+            assert time.monotonic() < end
+            assert all(map(torch.equal, together(model, specs), want))
+
+
+@pytest.mark.parametrize("fault", ["windows", "eager"])
+def test_batching_is_off_by_default_without_captured_steps(fault: str, pretended_one: WorkerGroup) -> None:
+    """The cache of a model with windows has another kind of layer; the first batch shows it."""
+    make = (lambda: decoder("Mistral", sliding_window=4)) if fault == "windows" else small
+    specs = long_calls(30)[:2]
+    want = [make().generate(**call) for call in specs]
+    with parallelize(make(), workers=pretended_one, decode="eager" if fault == "eager" else "auto") as model:
+        shared = remote_of(model).calls.shared
+        assert bool(shared) == (fault == "windows")
+        end = time.monotonic() + 60
+        while shared and shared[0].generate(model, specs[0], None, 60, None, None) != ALONE:
+            assert time.monotonic() < end
+            assert all(map(torch.equal, together(model, specs), want))
+        assert all(map(torch.equal, together(model, specs), want))

@@ -153,7 +153,7 @@ def test_other_models_keep_their_operators(interpreting: WorkerGroup) -> None:
 @pytest.mark.slow
 def test_rows_of_a_batch_use_the_kernels(interpreting: WorkerGroup) -> None:
     want = [decoder("Llama").generate(**call) for call in calls()]
-    with parallelize(decoder("Llama"), workers=interpreting, batching={"prefill_chunk": 4, "rows": 3}) as model:
+    with parallelize(decoder("Llama"), workers=interpreting, batching={"rows": 3}) as model:
         assert all(map(torch.equal, together(model, calls()), want))
         assert interpreting.call("said_of_kernels") == [SERVED]
         assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * 2

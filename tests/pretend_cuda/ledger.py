@@ -38,10 +38,8 @@ class Ledger:
             launched: value of `launched` when the event was recorded.
         """
         self.note(WAITS, "Event.synchronize")
-        totals = Counter({LAUNCHES: self.launched})
-        for (kind, _), count in self.entries.items():
-            totals[kind] += count
-        self.waits.append((self.launched - launched, totals))
+        counts = totals(self.entries) + Counter({LAUNCHES: self.launched})
+        self.waits.append((self.launched - launched, counts))
 
     def take(self) -> dict[str, dict[str, int]]:
         """Return the counts since the last call: kind → place → number."""
@@ -50,6 +48,14 @@ class Ledger:
             taken[kind][place] = count
         self.entries.clear()
         return taken
+
+
+def totals(entries: Counter[tuple[str, str]]) -> Counter[str]:
+    """Return the counts by kind."""
+    counts = Counter[str]()
+    for (kind, _), count in entries.items():
+        counts[kind] += count
+    return counts
 
 
 def _place() -> str:

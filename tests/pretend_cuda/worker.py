@@ -15,6 +15,8 @@ from transformers import cache_utils
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.rounds import News, Round
+from parallelformers_ng.batching.row import BatchRow
+from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
 from parallelformers_ng.kernels.step_kernels import StepKernels
@@ -23,7 +25,7 @@ from parallelformers_ng.wire import message
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.pretend_cuda import guard, process_group, stubs
-from tests.pretend_cuda.ledger import ledger
+from tests.pretend_cuda.ledger import ledger, totals
 from tests.pretend_cuda.memory import memory
 from tests.pretend_cuda.misuse import MISUSES
 from tests.pretend_cuda.tensor import DeviceTensor, device_mode
@@ -45,6 +47,20 @@ def _check() -> None:
     assert not faults, faults
 
 
+_step = Rows.step
+_steps: list[tuple[int, dict[str, int]]] = []
+_rounds: list[tuple[int, dict[str, int]]] = []
+
+
+def _counted_step(rows: Rows, *args: int) -> list[BatchRow]:
+    """Decode a step of a batch, and note the number of rows and the counts of the step."""
+    count, before = len(rows), totals(ledger.entries)
+    stepped = _step(rows, *args)
+    _steps.append((count, dict(totals(ledger.entries) - before)))
+    return stepped
+
+
+Rows.step = _counted_step  # type: ignore[assignment, method-assign]
 _lazy_initialization = ReusableLayer.lazy_initialization
 
 
@@ -74,7 +90,10 @@ class PretendedRunner(ModelRunner):
         return answer
 
     def decode_rows(self, requested: Round) -> News:
+        before = totals(ledger.entries)
         news = super().decode_rows(requested)
+        if len(news.tokens) and not (requested.joins or requested.leaves or news.ended):
+            _rounds.append((requested.steps, dict(totals(ledger.entries) - before)))
         _check()
         return news
 
@@ -92,6 +111,19 @@ class PretendedRunner(ModelRunner):
         *_, (_, before), (ahead, after), _, _ = ledger.waits or [(0, Counter())] * 4  # two more waits follow at the end
         ledger.waits.clear()
         return {"ahead": ahead, **{kind: count - before[kind] for kind, count in after.items()}}
+
+    def steps_of_rows(self) -> list[tuple[int, dict[str, int]]]:
+        """Return the number of rows and the counts of each step of batches since the last call."""
+        taken = [*_steps]
+        _steps.clear()
+        return taken
+
+    def rounds_of_rows(self) -> list[tuple[int, dict[str, int]]]:
+        """Return the number of steps and the counts of each round since the last call. Rounds in which a row joined or
+        left are missing."""
+        taken = [*_rounds]
+        _rounds.clear()
+        return taken
 
     def graphs(self, fault: str = "") -> tuple[int, int]:
         """Return the numbers of recordings and replays since the last call.

@@ -53,6 +53,21 @@ def test_bytes_of_keys_and_values(window: int, masked: bool) -> None:
     assert traffic.bytes_of(keys) == traffic.bytes_of(values) == necessary
 
 
+def test_slots_of_a_batch_read_their_own_columns() -> None:
+    """All rows end at one column, and begin where their masks say. Free slots show the newest column only."""
+    lengths, columns, width, kv_heads = [100, 290, 5, 130, 1, 1, 1, 1], 300, 32, 2
+    rows, free = len(lengths), 4
+    q = randn(rows, kv_heads * 4 * width, dtype=torch.bfloat16)
+    keys, values = (randn(rows, kv_heads, 512, width, dtype=torch.bfloat16) for _ in range(2))
+    mask = torch.zeros(rows, 512, dtype=torch.uint8)
+    for row, length in enumerate(lengths):
+        mask[row, columns - length : columns] = 1
+    with counted() as traffic:
+        attend(q, keys, values, torch.tensor([columns - 1]), 1, 0.1, mask)
+    necessary = sum(lengths[:-free]) * kv_heads * width * 2
+    assert traffic.bytes_of(keys) == traffic.bytes_of(values) <= 1.05 * necessary
+
+
 def test_bytes_of_a_norm() -> None:
     x = randn(2, 1, 96, dtype=torch.bfloat16)
     with counted() as traffic:

@@ -1,0 +1,198 @@
+"""Keeps the rows of a batch in slots of a static cache, whose decode steps are CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+from parallelformers_ng.batching.growing_rows import GrowingRows
+from parallelformers_ng.batching.prepared import inputs_of
+from parallelformers_ng.batching.row_caches import keeps_all
+from parallelformers_ng.cuda_graphs.captured import CapturedSteps
+from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS
+from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of
+
+_SPARE = 4
+"""A new static cache has room for a quarter more columns than its rows have. Then few steps copy the cache."""
+
+
+class Slots:
+    """The keys and values of a batch's rows, aligned at their newest token, in slots of a static cache.
+
+    ::
+
+        a joins b:   · · a a a ·      a step:   · · a a a a      c comes in a's slot:   · · · c c c
+                     b b b b b ·                b b b b b b                             b b b b b b
+
+    A new row writes the keys and values of its own prompt, and copies no other row. A step writes to the next column of
+    all slots. In a free slot, only the newest column is visible.
+
+    Args:
+        model: model of the rank.
+        steps: recorded steps of the model.
+        static: cache of `steps`.
+        growing: rows that move to the first slots.
+        slots: number of slots, a power of two.
+
+    Attributes:
+        columns: number of columns with tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, steps: CapturedSteps, static: ReusableCache, growing: GrowingRows, slots: int
+    ) -> None:
+        rows, self.columns = growing.mask.shape
+        self._model, self._steps, self._static, self._growing = model, steps, static, growing
+        static.fill(growing.cache, slots)
+        self._memory = [layer.whole for layer in static.layers]
+        self.lend()  # frees the memory of the growing cache
+        self._mask = growing.mask.new_zeros((slots, static.length), dtype=torch.long)
+        self._mask[:rows, : self.columns] = growing.mask
+        # What a step writes to the mask's last two columns: whether a slot has a row; and 1, because a row without a
+        # visible column has no defined attention.
+        self._pattern = torch.ones_like(self._mask[:, :2])
+        self._pattern[rows:, 0] = 0
+        self._width = slots
+
+    def lend(self) -> Any:
+        """Return a growing cache whose keys and values are views of the slots, until the next step."""
+        cache = self._growing.cache
+        for layer, (keys, values) in zip(cache.layers, self._memory, strict=True):
+            layer.keys, layer.values = keys[:, :, : self.columns], values[:, :, : self.columns]
+        return cache
+
+    @property
+    def reason(self) -> str:
+        """Reason why the latest step ran without a recording; "" if the step had a recording."""
+        return self._steps.reason
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step has a column to write to. Deleted recordings have no cache any more."""
+        return self.columns < self._static.length and self._static.layers[0].whole is self._memory[0]
+
+    def may_put(self, columns: int, count: int) -> bool:
+        """Return whether `put` can add rows without a copy of other rows.
+
+        Args:
+            columns: columns of the new rows.
+            count: number of slots in use afterwards.
+        """
+        return self.has_room and columns <= self.columns and count <= len(self._mask)
+
+    def put(self, cache: Any, mask: torch.Tensor, places: list[int]) -> None:
+        """Add rows.
+
+        Args:
+            cache: cache of the new rows.
+            mask: mask of the new rows, `[new rows, columns]`.
+            places: free slot of each new row.
+        """
+        index = torch.tensor(places, device=mask.device)
+        first = self.columns - mask.shape[1]
+        for memory, layer in zip(self._memory, cache.layers, strict=True):
+            for slots, states in zip(memory, (layer.keys, layer.values), strict=True):
+                slots.index_fill_(0, index, 0)  # an earlier row may have left infinities
+                slots[:, :, first : self.columns].index_copy_(0, index, states)
+        self._mask.index_fill_(0, index, 0)
+        self._mask[:, first : self.columns].index_copy_(0, index, mask.to(self._mask.dtype))
+        self._pattern[:, 0].index_fill_(0, index, 1)
+
+    def leave(self, places: Iterable[int]) -> None:
+        """Hide the columns of rows that have left."""
+        for place in places:
+            self._mask[place].zero_()
+            self._pattern[place, 0].zero_()
+
+    def step(self, newest: torch.Tensor) -> Any:
+        """Run the model for one more token of each row, from a recording if possible.
+
+        Args:
+            newest: newest token of each of the first slots, int64 `[rows, 1]`; any id for a free slot. The number of
+                rows is a power of two.
+
+        Returns:
+            The model's output, also for free slots.
+
+        Raises:
+            GroupError: a collective between the ranks has failed.
+        """
+        width = len(newest)
+        if width != self._width:
+            self._width = width
+            for layer in self._static.layers:
+                layer.narrow(width)
+        self._mask[:, self.columns - 1 : self.columns + 1] = self._pattern
+        self.columns += 1
+        mask, cache = self._mask[:width], self._static.cache
+        arguments = {"attention_mask": mask, "use_cache": True, self._growing.name: cache}
+        inputs = inputs_of(self._model, newest, mask.sum(-1, keepdim=True) - 1, **arguments)
+        return self._steps.run(self._model, self._static, {**inputs, "return_dict": True})
+
+    def packed(self, places: list[int], columns: int) -> GrowingRows:
+        """Copy rows to a growing cache, which replaces this object.
+
+        Args:
+            places: slots of the rows.
+            columns: columns of the longest row.
+        """
+        index = torch.tensor(places, device=self._mask.device)
+        kept = slice(self.columns - columns, self.columns)
+        for layer, (keys, values) in zip(self._growing.cache.layers, self._memory, strict=True):
+            layer.keys, layer.values = (states[:, :, kept].index_select(0, index) for states in (keys, values))
+        self._growing.mask = self._mask[:, kept].index_select(0, index)
+        return self._growing
+
+
+class CapturedRows:
+    """The maker of slots for one rank's batches.
+
+    Args:
+        model: model of the rank.
+        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
+
+    Attributes:
+        reason: why a step ran without a recording; "" if every step had a recording.
+    """
+
+    def __init__(self, model: PreTrainedModel, steps: Callable[[], CapturedSteps | str]) -> None:
+        self.reason = ""
+        self._model = model
+        self._steps = steps
+
+    def moved(self, growing: GrowingRows, positions: int, most_rows: int) -> Slots | None:
+        """Move rows to slots of a static cache, if the model's steps can be recorded.
+
+        Args:
+            growing: the rows.
+            positions: most rows × tokens of a recorded step.
+            most_rows: most rows of the batch. There are slots for all of them, unless that many slots have more than
+                `MOST_POSITIONS` positions.
+
+        Returns:
+            The slots; None if `growing` keeps the rows.
+        """
+        rows, columns = growing.mask.shape
+        needed = columns + columns // _SPARE + 1
+        length = max(LENGTH_STEP, bucket_of(needed))  # up to half is unused, but one recording serves many lengths
+        if bucket_of(rows) * length > positions:
+            return None
+        steps = self._steps()
+        if isinstance(steps, str):
+            self.reason = steps
+            return None
+        if not keeps_all(growing.cache):
+            self.reason = f"rows of this model's {type(growing.cache).__name__} cannot be copied to a static cache"
+            return None
+        slots = max(bucket_of(rows), min(bucket_of(most_rows), MOST_POSITIONS // length))
+        if not steps.has_cache(slots, needed):
+            steps.forget()  # batches keep one cache; earlier caches would take the memory of rows
+        static = steps.cache(slots, needed, length, lambda: StaticCache(self._model.config, max_cache_len=length))
+        if static is None:
+            self.reason = steps.reason
+            return None
+        return Slots(self._model, steps, static, growing, slots)
