@@ -56,7 +56,7 @@ HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": No
 def build(shape: str, device: str) -> LlamaForCausalLM:
     """Return a Llama of the given shape with random weights, on the device."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=4096, dtype=torch.bfloat16)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=40960, dtype=torch.bfloat16)
     with torch.device(device):
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -323,7 +323,12 @@ def save(options: argparse.Namespace, name: str, figures: Any) -> None:
 
 def page(known: dict[str, Any]) -> str:
     """Return all figures so far, in Markdown."""
-    text = ["# On one GPU", "", "Written by `make gpu`: random bf16 weights, prompts of 512 tokens, 64 new ones.", ""]
+    text = [
+        "# On one GPU",
+        "",
+        "Written by `make gpu`: random weights, bf16 unless a name says otherwise; prompts of 512 tokens.",
+        "",
+    ]
     text += [", ".join(f"{name} {value}" for name, value in known["machine"].items()), ""]
     for shape, figures in known.items():
         if shape == "machine":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All that needs a CUDA device, in one sitting of nine minutes. Leaves a report of what was said, gpu.txt, and the
+# All that needs a CUDA device, in one sitting of nine minutes: tests, each kernel, models, steps with and without
+# kernels, callers of a batch, small sums (with two devices), a restart, a profile. Leaves a report of what was said, gpu.txt, and the
 # figures as they come, gpu.json and gpu.md. Each step has a time limit of its own. Installs nothing but what lies in
 # $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the package needs, and pytest.
 # It fails if a step does, if a step was not begun, or if torch cannot use the device.
@@ -52,13 +53,20 @@ print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", tr
 torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver is too old for it, or it is a build for CPU")'
   # Those with the mark, and no others: what they import is less than what all import.
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-  step "tests" 120 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
-  seconds=160
+  step "tests" 110 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
+  part() { # NAME SECONDS SHAPE, stops by itself before its limit
+    step "$1" "$2" "$python" -m benchmarks.gpu_parts "$1" --shape "$3" --seconds "$(($2 * 2 / 3))" --json "$results"
+  }
+  part kernels 50 "${shapes[0]}"
+  seconds=90
   for shape in "${shapes[@]}"; do
     step "$shape" "$seconds" "$python" -m benchmarks.gpu speed --shape "$shape" --seconds "$((seconds * 2 / 3))" --json "$results"
-    seconds=80
+    seconds=50
   done
-  step "restart" 40 "$python" -m benchmarks.gpu restart --shape "$small" --json "$results"
-  step "a step" 40 "$python" -m benchmarks.gpu profile --shape "$small" --json "$results"
+  part steps 120 "$small"
+  part callers 40 "$small"
+  part sums 30 "$small"
+  step "restart" 30 "$python" -m benchmarks.gpu restart --shape "$small" --json "$results"
+  step "a step" 30 "$python" -m benchmarks.gpu profile --shape "$small" --json "$results"
   exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"

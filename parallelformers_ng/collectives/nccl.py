@@ -18,11 +18,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import summable_in_place
 from parallelformers_ng.collectives.process_group import ProcessGroupCommunicator
+from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_sums
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
 ENTRY_SECONDS = 0.25
 """Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank."""
+END_SECONDS = 2.0
+"""Most seconds that small sums of a closed group wait for another rank."""
 SETTLE_SECONDS = 0.1
 """Most seconds between the failures of two ranks for the same reason."""
 
@@ -56,7 +59,8 @@ class NcclCommunicator(ProcessGroupCommunicator):
     """A communicator for CUDA ranks over NCCL. Unmeasured: never run on a GPU.
 
     A collective is queued on the current stream, and the host continues at once. NCCL chooses the order of a sum, and
-    sums 16-bit floats in 16 bits. Each element is summed in one place, so all ranks get the same bits.
+    sums 16-bit floats in 16 bits. Each element is summed in one place, so all ranks get the same bits. On one host,
+    `SmallSums` sums tensors of less than 256 KiB if the devices can read each other's memory, after a trial.
 
     A hanging kernel cannot read the abort word. So a thread watches the abort word and aborts the process group, which
     ends the queued kernels. Such kernels end without an error, and their results are wrong: see `why_void`.
@@ -66,12 +70,13 @@ class NcclCommunicator(ProcessGroupCommunicator):
     collective is queued after an abort may have begun, and recordings are destroyed as soon as the request has ended.
     An error that all ranks raise after the same collectives needs no abort.
 
-    The ranks connect and check one sum when the communicator is created and after each reset. The constructor adds
-    `nccl_defaults` to the environment of the process.
+    The ranks connect and check one sum when the communicator is created and after each reset; also `SmallSums` begins
+    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process.
 
     Args:
         rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.
         device: CUDA device of this rank.
+        is_on_one_host: whether all ranks of the group are on one host.
 
     Raises:
         StartupError: NCCL cannot connect the ranks, or returns a wrong sum.
@@ -89,8 +94,11 @@ class NcclCommunicator(ProcessGroupCommunicator):
         place: int | None = None,
         *,
         device: torch.device,
+        is_on_one_host: bool = True,
     ) -> None:
         self._device = device
+        self._is_on_one_host = is_on_one_host
+        self._small: SmallSums | None = None
         self._closed = threading.Event()
         self._entering = threading.Lock()  # held from the read of the abort word to the return from NCCL
         self._ending = threading.Lock()  # held while a process group is aborted
@@ -100,16 +108,21 @@ class NcclCommunicator(ProcessGroupCommunicator):
         super().__init__(rank, world_size, store, timeout, arena, place)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()
+        self._try_small_sums()
 
     def _part(self, width: int) -> NcclCommunicator:
-        return NcclCommunicator(*self._of_part(width), device=self._device)
+        part = self._of_part(width)
+        return NcclCommunicator(*part, device=self._device, is_on_one_host=self._is_on_one_host)
 
     def sum(self, tensor: Tensor) -> Tensor:
         self._check_aborted()
         out = summable_in_place(tensor)
         if out.numel():
             with self._queueing(out.nbytes):
-                self._sum_in_place(self._group, out.view(-1))
+                if self._small is not None and self._small.can_sum(out):
+                    self._small.sum(out.view(-1))
+                else:
+                    self._sum_in_place(self._group, out.view(-1))
         return out
 
     def why_void(self) -> CollectiveAbortedError | None:
@@ -140,11 +153,33 @@ class NcclCommunicator(ProcessGroupCommunicator):
             time.sleep(0.0005)
         return False
 
+    def reset(self) -> None:
+        small, self._small = self._small, None
+        if small is not None:
+            small.limit(0)
+        super().reset()
+        if small is not None:
+            small.close()
+            self._try_small_sums()
+
     def close(self) -> None:
         self._closed.set()
+        small, self._small = self._small, None
+        if small is not None:
+            small.limit(END_SECONDS)
         self.clear_up()  # an abort that has begun waits for this
         self._watcher.join()
+        if small is not None:
+            self._abort_group()
+            small.close()
         super().close()
+
+    def _try_small_sums(self) -> None:
+        if self._is_on_one_host and self.world_size > 1:
+            self._small = proven_small_sums(self, self._new_store(), self._device, self._is_aborted)
+
+    def _is_aborted(self) -> bool:
+        return self._arena.aborted
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()

@@ -91,7 +91,8 @@ class SpanningNcclCommunicator(NcclCommunicator):
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
         os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # so that only one rank sets an id
         store = HandedOver(between, 0)
-        super().__init__(between.rank, between.world_size, store, timeout, arena, place, device=device)
+        size = between.world_size
+        super().__init__(between.rank, size, store, timeout, arena, place, device=device, is_on_one_host=False)
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
         rank, _, _, timeout, arena, _ = super()._of_part(width)

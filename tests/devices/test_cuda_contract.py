@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Backend, Work
+from torch._C._distributed_c10d import Backend, Work, _SymmetricMemory
 
 import parallelformers_ng
 from tests.pretend_cuda import contract, stubs
@@ -21,11 +21,11 @@ PACKAGE = Path(parallelformers_ng.__file__).parent
 _LIBRARIES = re.compile(r"(torch\.(cuda|distributed)|pynvml)\.|torch\.(OutOfMemoryError|AcceleratorError)$")
 _VARIABLES = re.compile(r"\b(?:NCCL|TORCH|CUDA|PYTORCH|NVIDIA|GLOO)_[A-Z0-9_]+")
 _KEYWORDS = {"pin_memory", "non_blocking"}
-_OBJECTS = (torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.Generator, Backend, Work)
+_OBJECTS = (torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph, torch.Generator, Backend, Work, _SymmetricMemory)
 _OTHERS = (str, dict, list, set, torch.Tensor, torch.device, socket.socket, threading.Thread, Executor, Future)
 _MEMBERS = {name for kind in _OBJECTS for name in dir(kind)} - {name for kind in _OTHERS for name in dir(kind)}
 _MEMBERS |= {"record_stream", "asyncOp", "_timeout"}
-_MEMBERS -= {"rank", "name", "seed", "broadcast"}  # attributes of many objects here
+_MEMBERS -= {"rank", "world_size", "name", "seed", "broadcast"}  # attributes of many objects here
 
 
 def uses(source: str) -> tuple[set[str], set[str]]:

@@ -38,15 +38,29 @@ def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+STEPS = ("wheels", "tests", "kernels", "8B", "1B", "steps", "callers", "sums", "restart", "a step")
+
+
 @pytest.mark.parametrize(
-    "failing", ["", "-m pytest", "speed --shape 8B", "restart", "profile", "nvidia-smi", "import torch", "-m pip"]
+    "failing",
+    [
+        "",
+        "-m pytest",
+        "speed --shape 8B",
+        "restart",
+        "profile",
+        "nvidia-smi",
+        "import torch",
+        "-m pip",
+        "gpu_parts steps",
+    ],
 )
 def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
     stand_in = f'case "$0 $*" in *"{failing or "nothing"}"*) exit 3;; esac\necho "$*"'
     status, report = run(tmp_path, stand_in, WHEELS=str(tmp_path))
     assert (status != 0) == bool(failing)
     assert ("failed with status 3" in report) == bool(failing)
-    assert all(f"== {name}\n" in report for name in ("wheels", "tests", "8B", "1B", "restart", "a step"))
+    assert all(f"== {name}\n" in report for name in STEPS)
 
 
 def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
@@ -204,3 +218,5 @@ def test_the_whole_script_on_a_pretended_device(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     figures = json.loads(report.with_suffix(".json").read_text())["tiny"]
     assert {f"{name}, batch {n}" for name in gpu.CONTESTANTS for n in (1, 8, 32)} <= set(figures)
+    assert {"gate, 1 rows", "attention, 2 rows, 8 keys", "step without, int4, 2 rows, 8 tokens"} <= set(figures)
+    assert {"2 callers", "sum of 64 bytes"} <= set(figures)

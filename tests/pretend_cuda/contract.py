@@ -23,6 +23,7 @@ _MEMORY = "torch/cuda/memory.py"
 _RANDOM = "torch/cuda/random.py"
 _STREAMS = "torch/cuda/streams.py"
 _BINDINGS = "torch/csrc/distributed/c10d/init.cpp"
+_SHARED = "torch/csrc/distributed/c10d/symm_mem"
 _INIT = "NCCL src/init.cc"
 _NVML = "NVML API reference"
 _OWNER = "the thread that made it"
@@ -85,6 +86,10 @@ DEVICES = {
     "torch.cuda.get_device_capability": Entry(
         "(major, minor) of a device's compute capability; makes the context", f"{_CUDA}: get_device_capability"
     ),
+    "torch.cuda.can_device_access_peer": Entry(
+        "whether kernels of a device can read the memory of another device; makes no context",
+        f"{_CUDA}: can_device_access_peer; cudaDeviceCanAccessPeer",
+    ),
     "torch.AcceleratorError": Entry(
         "raised at a call of CUDA that fails; after an error of a kernel, at all that follow in the process",
         "c10/cuda/CUDAException.cpp: c10_cuda_check_implementation; CUDA runtime, cudaErrorAssert",
@@ -129,6 +134,7 @@ MEMORY = {
 }
 
 STREAMS = {
+    "torch.cuda.synchronize": Entry("None", f"{_CUDA}: synchronize", waits="all work of the device"),
     "torch.cuda.Stream": Entry(
         "a stream from a pool of 32 for each device", f"{_STREAMS}: Stream; c10/cuda/CUDAStream.cpp"
     ),
@@ -223,6 +229,9 @@ DISTRIBUTED = {
         "base of stores: set; get, which waits until a rank has set the key; check",
         "torch/csrc/distributed/c10d/Store.hpp",
     ),
+    "torch.distributed.Store.set_timeout": Entry(
+        "None: the limit of a store's waits; a clone has its own", "torch/csrc/distributed/c10d/Store.cpp: setTimeout"
+    ),
     "torch.distributed.FileStore": Entry("a store in a file", "torch/csrc/distributed/c10d/FileStore.cpp"),
     "torch.distributed.TCPStore": Entry("a store at a port", "torch/csrc/distributed/c10d/TCPStore.cpp"),
     "torch.distributed.PrefixStore": Entry(
@@ -299,6 +308,38 @@ NCCL = {
     ),
 }
 
+SHARED = {
+    "torch.distributed._symmetric_memory._SymmetricMemory": Entry(
+        "memory of all ranks of a group, as one rank sees it", f"{_BINDINGS}: _SymmetricMemory"
+    ),
+    "torch.distributed._symmetric_memory._SymmetricMemory.empty_strided_p2p": Entry(
+        "a tensor in memory that other processes can map, with signals of zero; not from the caching allocator",
+        f"{_SHARED}/SymmetricMemory.cpp: empty_strided_p2p; CUDASymmetricMemory.cu:"
+        " CUDASymmetricMemoryAllocator::alloc",
+        waits="the stream",
+        frees="with the tensor and its handles, after the device has ended all work (~AllocationRef)",
+    ),
+    "torch.distributed._symmetric_memory._SymmetricMemory.rendezvous": Entry(
+        "a handle, the same one for the same tensor and name. RuntimeError if the name is of no registered group, sizes"
+        " differ, two ranks have one device, a rank does not come within the store's time limit, or"
+        " $TMPDIR/symm_mem-PID cannot be bound",
+        f"{_SHARED}/CUDASymmetricMemory.cu: make_peer_alloc_info, validate_rendezvous_requests;"
+        " CUDASymmetricMemoryUtils.cpp: IpcChannel, StoreExchange (keys have the number of the exchange)",
+        waits="all ranks, with the interpreter's lock held; the exchange of descriptors has no limit",
+    ),
+    "torch.distributed._symmetric_memory._SymmetricMemory.get_signal_pad": Entry(
+        "the signals of a rank, in its memory", f"{_SHARED}/SymmetricMemory.cpp: get_signal_pad"
+    ),
+    "torch.distributed.ProcessGroup": Entry("a group without backends: rank, size and store", _BINDINGS),
+    "torch.distributed.distributed_c10d._register_process_group": Entry(
+        "None: the group has the name in this process, as long as it lives",
+        "torch/csrc/distributed/c10d/GroupRegistry.cpp: register_group",
+    ),
+    "torch.distributed.distributed_c10d._unregister_process_group": Entry(
+        "None", "torch/csrc/distributed/c10d/GroupRegistry.cpp: unregister_group"
+    ),
+}
+
 NVML = {
     "pynvml.nvmlInit": Entry("None; NVMLError without a driver. Makes no context", f"{_NVML}: nvmlInit_v2"),
     "pynvml.nvmlShutdown": Entry("None", f"{_NVML}: nvmlShutdown"),
@@ -316,7 +357,7 @@ NVML = {
     "pynvml.NVMLError": Entry("base of its errors", "pynvml.py: NVMLError"),
 }
 
-NAMES = DEVICES | MEMORY | STREAMS | GRAPHS | RANDOM | DISTRIBUTED | NCCL | NVML
+NAMES = DEVICES | MEMORY | STREAMS | GRAPHS | RANDOM | DISTRIBUTED | NCCL | SHARED | NVML
 """Entries by full name; a keyword argument ends with `=`."""
 
 ENVIRONMENT = {

@@ -55,9 +55,10 @@ class Recording:
         writes = False
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                writes = True
-                written = args[place] if place < len(args) else kwargs[argument.name]
-                self._remember(written)
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                if written is not None:  # an optional argument
+                    writes = True
+                    self._remember(written)
         output = compute(args, kwargs)
         leaves = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(output)]
         fresh = [None if leaf is None or key_of(leaf) in arguments else leaf for leaf in leaves]

@@ -50,14 +50,30 @@ def main() -> None:
     if kind == "-c":
         exec(what, {"__name__": "__main__"})
     elif what == "benchmarks.gpu":
-        program = importlib.import_module(what)
-        program.device_time = lambda seen: 1.0  # type: ignore[attr-defined]
-        program.copy_bandwidth = lambda device: 1e9  # type: ignore[attr-defined]
-        for name, value in {"PROMPT": 12, "TOKENS": 6, "ROUNDS": 1}.items():
-            setattr(program, name, value)
-        program.main()
+        _make_small(what, {"PROMPT": 12, "TOKENS": 6, "ROUNDS": 1}).main()
+    elif what == "benchmarks.gpu_parts":
+        _make_small("benchmarks.gpu", {})
+        from tests.kernels.triton.interpreter import interpret
+
+        interpret()
+        ranks = "tests.pretend_cuda.gpu_ranks:Pretended"
+        numbers = {"ROWS": (1, 2), "CONTEXTS": (8,), "CALLERS": (1, 2), "TOKENS": 8, "LEAST_BYTES": 0, "PROMPT": 8}
+        kinds = {"with kernels": f"{ranks}KernelRank", "without": f"{ranks}Rank"}
+        classes = {"RANKS": kinds, "SUM_RANK": f"{ranks}SumRank", "SUM_BYTES": (64,)}
+        _make_small(what, numbers | classes).main()
     else:
         runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+def _make_small(name: str, values: dict[str, Any]) -> Any:
+    """Return a module after its constants were replaced."""
+    program: Any = importlib.import_module(name)
+    if name == "benchmarks.gpu":
+        program.device_time = lambda seen: 1.0
+        program.copy_bandwidth = lambda device: 1e9
+    for constant, value in values.items():
+        setattr(program, constant, value)
+    return program
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class Memory:
         faults: descriptions of faults with freed memory.
         pools: pools of graphs, by handle.
         pool: pool from which memory is taken now, during a capture.
+        uncounted: storages that torch's allocator does not know.
         on_take, on_free: functions called with each storage that is allocated, and freed.
     """
 
@@ -55,6 +56,7 @@ class Memory:
         self.faults: list[str] = []
         self.pools: dict[Any, Pool] = {}
         self.pool: Pool | None = None
+        self.uncounted: set[int] = set()
         self.on_take: list[Callable[[int], None]] = []
         self.on_free: list[Callable[[int], None]] = []
         self._reserved: Counter[int] = Counter()
@@ -75,7 +77,7 @@ class Memory:
         key = storage._cdata
         with self._lock:
             if key not in self._tensors:
-                self._allocate(key, index, storage.nbytes())
+                self._allocate(key, index, 0 if key in self.uncounted else storage.nbytes())
             self._tensors[key] = self._tensors.get(key, 0) + 1
             number = id(tensor)
             self._references[number] = weakref.ref(tensor, functools.partial(self._let_go, number, key))
@@ -130,6 +132,7 @@ class Memory:
             if self._tensors[key]:
                 return
             index, count = self._places.pop(key)
+            self.uncounted.discard(key)
             self.reserved(index)
             del self._tensors[key]
             self._allocated[index] -= count

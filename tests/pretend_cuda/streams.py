@@ -161,6 +161,10 @@ class Order:
                 self._check(mark, stream, what, "is read")
             self._written[key] = stream, stream.position
 
+    def written_long_ago(self, key: int) -> None:
+        """Record that the host has waited for the only write to a storage."""
+        self._written.setdefault(key, (self.default, 0))
+
     def lend(self, key: int, stream: Stream) -> None:
         """Keep a freed storage reserved as long as a stream may use it."""
         self._lent.setdefault(key, set()).add(stream)

@@ -154,6 +154,7 @@ STUBS: dict[str, Any] = {
     "get_device_name": lambda device=None: "Pretended",
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": get_device_properties,
+    "can_device_access_peer": lambda device, peer: os.environ.get("PRETENDED_SMALL_SUMS") != "far",
     "is_bf16_supported": lambda *_, **__: True,
     "empty_cache": empty_cache,
     "ipc_collect": lambda: None,

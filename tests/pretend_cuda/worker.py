@@ -24,7 +24,7 @@ from parallelformers_ng.live_code.packing import Digests
 from parallelformers_ng.wire import message
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.runner import ModelRunner
-from tests.pretend_cuda import guard, process_group, stubs
+from tests.pretend_cuda import guard, process_group, stubs, symmetric
 from tests.pretend_cuda.ledger import ledger, totals
 from tests.pretend_cuda.memory import memory
 from tests.pretend_cuda.misuse import MISUSES
@@ -32,6 +32,7 @@ from tests.pretend_cuda.tensor import DeviceTensor, device_mode
 
 guard.load()
 stubs.install()
+symmetric.install()
 dist.ProcessGroupNCCL = process_group.ProcessGroupNCCL
 torch._C._set_only_lift_cpu_tensors(True)  # the mode then sees the copy of `torch.tensor(…, device="cuda")`
 device_mode.__enter__()
@@ -205,6 +206,41 @@ class PretendedRunner(ModelRunner):
     def connections(self) -> int:
         """Return the number of NCCL groups that this rank has made."""
         return process_group.groups_made
+
+    def summed(self, count: int, dtype: str, offset: int = 0, replays: int = 0) -> tuple[torch.Tensor, int]:
+        """Sum `count` elements that differ between the ranks, after `offset` elements of their storage.
+
+        Args:
+            replays: number of replays of a recorded sum; 0 for a sum that is not recorded.
+
+        Returns:
+            (sum, number of sums that the one-shot kernel computed).
+        """
+        own = (torch.arange(count + offset) % 7 + 0.25 * self.rank).to(getattr(torch, dtype)).to(self.device)[offset:]
+        before = symmetric.sums
+        if not replays:
+            return self.communicator.all_reduce(own).cpu(), symmetric.sums - before
+        recorder = self.recorder()
+        start, total = own.clone(), torch.empty_like(own)
+        _, graph = recorder.record(lambda: total.copy_(self.communicator.all_reduce(own.copy_(start))))
+        assert symmetric.sums == before, "a capture computes nothing"
+        for _ in range(replays):
+            with self.communicator.launching():
+                graph.replay()
+        result = total.cpu()
+        recorder.destroy(graph)
+        return result, symmetric.sums - before
+
+    def sum_with_an_absent_rank(self) -> None:
+        """Sum on all ranks but rank 1, which raises."""
+        if self.rank == 1:
+            raise ValueError("not today")
+        self.communicator.all_reduce(torch.ones(64, device=self.device))
+        torch.cuda.synchronize()
+
+    def small_sums(self) -> tuple[list[str], int]:
+        """Return the log's lines about small sums, and the number of buffers that the ranks share."""
+        return symmetric.lines, symmetric.live()
 
     def fail_once(self, message: str, mishap: bool = False) -> None:
         """Raise on rank 1 while all other ranks wait for rank 1. With `mishap`, the next group of rank 1 fails to

@@ -1,0 +1,115 @@
+"""Describes the Triton kernels of a decode step at the sizes of a model, for `benchmarks.gpu_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import gpu
+from parallelformers_ng.sharding.encoding import Encoding
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Case:
+    """A kernel at one size.
+
+    Attributes:
+        name: name of the kernel, with its size.
+        nbytes: bytes that the kernel must read and write.
+        make: function that returns tensors for one run, with new random numbers.
+        kernel, twin: functions of these tensors that return tensors; both may change the tensors.
+        twin_waits: whether the twin waits for the device, so that it cannot be captured.
+    """
+
+    name: str
+    nbytes: int
+    make: Callable[[], Any]
+    kernel: Callable[..., Any]
+    twin: Callable[..., Any]
+    twin_waits: bool = False
+
+
+def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
+    """Yield each kernel of `kernels/triton` at the sizes of a Llama's decode step, in bf16. Imports Triton.
+
+    Args:
+        shape: name in `gpu.SHAPES`.
+        device: "cuda" or "cpu".
+        numbers_of_rows: rows of a step; the products take at most 16.
+        contexts: keys of each row, for attention.
+    """
+    from parallelformers_ng.kernels.triton import gate_kernel, norm_kernel, rotary_kernel, slot_attention
+    from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product, byte_product_twin
+    from parallelformers_ng.kernels.triton.nibble_product import nibble_product, nibble_product_twin
+
+    sizes = gpu.SHAPES[shape]
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    width = hidden // heads
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=torch.bfloat16)
+
+    def quantized(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        encoding = Encoding(kind, -1, 32 if kind == "int4" else hidden)
+        numbers, scales = encoding.encode(randn(inner, hidden))
+        return [numbers], [scales]
+
+    def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return slot_attention.attend(q, keys, values, lengths, 0, width**-0.5)
+
+    def attended_by_twin(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Any:
+        return slot_attention.attention_twin(q, keys, values, lengths, 0, width**-0.5)
+
+    def rotated(by: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, place: Any) -> Tensors:
+            by(q, k, v, cos, sin, None, None, 1e-5, keys, values, place)
+            return q, keys, values
+
+        return run
+
+    for rows in numbers_of_rows:
+        yield Case(
+            f"residual and norm, {rows} rows", rows * hidden * 8 + hidden * 2,
+            lambda rows=rows: (randn(rows, 1, hidden), randn(rows, 1, hidden), randn(hidden)),
+            lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, None, 1e-5, False),
+            lambda x, d, w: norm_kernel.norm_twin(x, d, w, None, 1e-5, False),
+        )  # fmt: skip
+        yield Case(
+            f"gate, {rows} rows", rows * inner * 6,
+            lambda rows=rows: (randn(rows, 1, inner), randn(rows, 1, inner)),
+            lambda g, u: gate_kernel.gated(g, u, "silu"), lambda g, u: gate_kernel.gate_twin(g, u, "silu"),
+        )  # fmt: skip
+        yield Case(
+            f"rotary and write, {rows} rows", rows * (2 * heads + 4 * kv_heads) * width * 2 + rows * width * 4,
+            lambda rows=rows: (
+                randn(rows, heads * width), randn(rows, kv_heads * width), randn(rows, kv_heads * width),
+                randn(rows, width), randn(rows, width), randn(rows, kv_heads, 16, width),
+                randn(rows, kv_heads, 16, width), torch.full((rows,), 7, device=device),
+            ),
+            rotated(rotary_kernel.rotate_and_write), rotated(rotary_kernel.rotary_twin), twin_waits=True,
+        )  # fmt: skip
+        for kind, size in (("int8", 1.0), ("fp8", 1.0), ("int4", 0.5625)) if rows <= MOST_ROWS else ():
+            product, twin = (
+                (nibble_product, nibble_product_twin) if kind == "int4" else (byte_product, byte_product_twin)
+            )
+            yield Case(
+                f"{kind} product, {rows} rows", int(inner * hidden * size) + rows * (hidden + inner) * 2,
+                lambda rows=rows, kind=kind: (randn(rows, hidden), *quantized(kind)),
+                lambda x, q, s, by=product: by(x, q, s, []), lambda x, q, s, by=twin: by(x, q, s, []),
+            )  # fmt: skip
+        for context in contexts:
+            cache = (rows, kv_heads, context, width)
+            yield Case(
+                f"attention, {rows} rows, {context} keys", 4 * rows * kv_heads * context * width,
+                lambda rows=rows, cache=cache, context=context: (
+                    randn(rows, heads * width), randn(*cache), randn(*cache),
+                    torch.full((rows,), context, dtype=torch.int32, device=device),
+                ),
+                attended, attended_by_twin, twin_waits=True,
+            )  # fmt: skip

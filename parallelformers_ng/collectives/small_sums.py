@@ -1,0 +1,244 @@
+"""Sums small tensors of CUDA ranks on one host by a kernel of torch that reads the memory of the other devices.
+
+Unmeasured: never run on a GPU. The files named here are in `torch/csrc/distributed/c10d/symm_mem/` of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._symmetric_memory import _SymmetricMemory
+from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
+
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.errors import GroupError
+
+MOST_BYTES = 256 * 1024
+"""Tensors of this many bytes or more are summed by NCCL."""
+TRIAL_SECONDS = 5.0
+"""Most seconds of the trial, and of the exchange of memory handles."""
+_TYPES = (torch.bfloat16, torch.float32)  # AT_DISPATCH_FLOAT_AND_BFLOAT16 of CUDASymmetricMemoryOps.cu
+_LOAD_BYTES = 16  # get_and_verify_alignment: the widest load of a thread
+_MOST_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
+_LEAST_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on older devices
+_SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # IpcChannel::get_socket_name of CUDASymmetricMemoryUtils.cpp
+_MOST_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
+_TEXT_BYTES = 256
+_LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
+_logger = logging.getLogger(__name__)
+_numbers = itertools.count()
+
+
+class SmallSums:
+    """Sums in a buffer that the devices of all ranks can read.
+
+    A sum copies the rank's tensor to its buffer. Then a kernel waits until all ranks have copied, adds the ranks'
+    buffers, and waits until all ranks have read (`one_shot_all_reduce_out` of `CUDASymmetricMemoryOps.cu`). The kernel
+    adds in rank order, so all ranks get the same bits, and adds 16-bit floats in 16 bits (`load_and_reduce` and
+    `add_bf16x2` of `CUDASymmetricMemory-inl.cuh`). `one_shot_all_reduce_copy` would copy inside the kernel, but signals
+    the other ranks before all threads of a block have copied.
+
+    The kernel waits without a limit, and no abort of NCCL ends the kernel (`sync_remote_blocks`). So a thread writes
+    the awaited signals after an abort or after the limit of `limit`. Results are then wrong: see
+    `Communicator.why_void`.
+
+    The memory comes from `empty_strided_p2p`, which zeroes the signals (`CUDASymmetricMemoryAllocator::alloc`). The
+    pool of `symm_mem.empty` could reuse memory with old signals.
+
+    Args:
+        rank, world_size: number of this rank, and number of ranks.
+        store: store of the ranks.
+        device: CUDA device of this rank.
+        is_aborted: function that returns whether the group was aborted. Any thread may call the function.
+
+    Raises:
+        RuntimeError: the ranks cannot share memory, or a rank did not come within `TRIAL_SECONDS`.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool]
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        self._is_aborted = is_aborted
+        self._name = cast(Any, f"parallelformers_ng small sums {next(_numbers)}")  # a GroupName in newer releases
+        self._deadline = math.inf
+        self._has_released = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        store = store.clone()  # type: ignore[attr-defined]  # missing from the stub; has its own time limit
+        store.set_timeout(timedelta(seconds=TRIAL_SECONDS))
+        group = dist.ProcessGroup(dist.PrefixStore("small sums", store), rank, world_size)
+        _register_process_group(self._name, group)
+        try:
+            buffer = _SymmetricMemory.empty_strided_p2p((MOST_BYTES,), [1], torch.uint8, device)
+            handle = _SymmetricMemory.rendezvous(buffer, self._name)
+            shape = (_MOST_BLOCKS, world_size)
+            signals = [handle.get_signal_pad(other, shape, torch.int32) for other in range(world_size)]
+        except BaseException:
+            _unregister_process_group(self._name)
+            raise
+        self._buffers = {dtype: buffer.view(dtype) for dtype in _TYPES}
+        self._owners: list[Any] = [group, handle]
+        # Element (block, r) of a rank's signals: 1 from rank r's put until the rank's wait, which writes 0.
+        others = [other for other in range(world_size) if other != rank]
+        self._awaited = [signals[rank][:, other] for other in others]
+        self._untaken = [signals[other][:, rank] for other in others]
+        self._stream = torch.cuda.Stream(device, priority=-1)  # a queue of its own, not behind the waiting kernels
+        # CUDA loads a kernel at its first launch, and the loading could wait for running kernels.
+        torch.zeros(shape, dtype=torch.int32, device=device)[:, 0].fill_(1)
+        self._thread = threading.Thread(target=self._watch, name="small-sums-watch", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def can_sum(tensor: Tensor) -> bool:
+        """Return whether the kernel can sum a contiguous tensor. The answer depends only on dtype and size, so all
+        ranks get the same answer."""
+        return tensor.dtype in _TYPES and 0 < tensor.nbytes < MOST_BYTES and tensor.nbytes % _LOAD_BYTES == 0
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks, in place, on the current stream.
+
+        Args:
+            tensor: tensor `[elements]`, contiguous, for which `can_sum` is true.
+        """
+        part = self._buffers[tensor.dtype][: tensor.numel()]
+        part.copy_(tensor)
+        offset = tensor.storage_offset() * tensor.element_size()
+        is_aligned = offset % _LOAD_BYTES == 0 and tensor.data_ptr() % _LOAD_BYTES == 0
+        total = tensor if is_aligned else torch.empty_like(tensor)
+        torch.ops.symm_mem.one_shot_all_reduce_out(part, "sum", self._name, total)
+        if not is_aligned:
+            tensor.copy_(total)
+
+    def limit(self, seconds: float) -> None:
+        """End kernels that still wait for other ranks after `seconds` from now; `math.inf` removes the limit."""
+        self._deadline = time.monotonic() + seconds
+
+    def difference(self, communicator: Communicator) -> str:
+        """Return a text about the difference between some sums and the sums of `communicator`; "" if all are equal.
+
+        The sums have the smallest and the largest size of each dtype, and are small integers, which are exact in any
+        order. All ranks must call this method together; it waits for the device.
+        """
+        pairs = []
+        for dtype in _TYPES:
+            for size in (_LOAD_BYTES, MOST_BYTES - _LOAD_BYTES):
+                index = torch.arange(size // dtype.itemsize, device=self._device)
+                own = ((index * (self._rank + 1) + self._rank) % 5).to(dtype)
+                pairs.append((own, communicator.sum(own.clone())))
+        self.limit(TRIAL_SECONDS)
+        for own, _ in pairs:
+            self.sum(own)
+        are_equal = [torch.equal(own, total) for own, total in pairs]  # waits for each sum
+        with self._lock:
+            self._deadline = math.inf
+            if self._has_released:
+                return f"a sum did not end within {TRIAL_SECONDS:g} s"
+        return "" if all(are_equal) else "a sum differs from NCCL's"
+
+    def close(self) -> None:
+        """Wait for the device, and free the memory. Recordings with sums must have been destroyed."""
+        with contextlib.suppress(RuntimeError):  # a broken device has failed its request already
+            torch.cuda.synchronize(self._device)
+        self._closed.set()
+        self._thread.join()
+        for owners in (self._buffers, self._awaited, self._untaken, self._owners):
+            owners.clear()
+        _unregister_process_group(self._name)
+
+    def _watch(self) -> None:
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):  # as in `close`
+            while not self._closed.wait(_RELEASE_SECONDS if self._has_released else _LOOK_SECONDS):
+                with self._lock:
+                    self._has_released |= self._is_aborted() or time.monotonic() >= self._deadline
+                if self._has_released:
+                    self._release()
+
+    def _release(self) -> None:
+        """Let each waiting block pass its present wait (`put_signal` and `wait_signal`)."""
+        with torch.cuda.stream(self._stream):
+            for signals in self._untaken:
+                signals.fill_(0)
+            for signals in self._awaited:
+                signals.fill_(1)
+        self._stream.synchronize()
+
+
+def proven_small_sums(
+    communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool]
+) -> SmallSums | None:
+    """Return sums that agreed with the sums of `communicator` in a trial; None if `communicator` must sum all tensors.
+
+    All ranks must call this function together, and all ranks get the same decision. Rank 0 logs one line.
+
+    Args:
+        communicator: communicator of the ranks over NCCL.
+        store, device, is_aborted: same as in SmallSums.
+
+    Raises:
+        GroupError: a collective of `communicator` failed.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    agree = partial(_agreed, communicator, device)
+    places = communicator.all_gather(torch.tensor([device.index], device=device)).tolist()
+    made: list[SmallSums] = []
+
+    def make() -> None:
+        made.append(SmallSums(rank, world_size, store, device, is_aborted))
+
+    reason = agree(lambda: _obstacle(device, places))
+    if not reason:
+        reason = agree(make)
+    if not reason:
+        reason = agree(lambda: made[0].difference(communicator))
+    if reason and made:
+        made[0].close()
+    if rank == 0:
+        done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
+        _logger.info("sums of less than %d KiB %s", MOST_BYTES // 1024, done)
+    return None if reason else made[0]
+
+
+def _obstacle(device: torch.device, places: list[int]) -> str:
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 forbids copies between devices"
+    if torch.version.hip is not None:
+        return "the devices are not of NVIDIA"
+    folder = next((os.environ[name] for name in _SOCKET_FOLDERS if name in os.environ), "/tmp")
+    if len(os.fsencode(f"{folder}/symm_mem-{os.getpid()}")) > _MOST_PATH_BYTES:
+        return "the path of the folder for temporary files is too long for a socket"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        return f"{device} has compute capability {'.'.join(map(str, capability))}, and 8.0 is the least"
+    for place in places:
+        if place != device.index and not torch.cuda.can_device_access_peer(device, place):
+            return f"{device} cannot read the memory of cuda:{place}"
+    return ""
+
+
+def _agreed(communicator: Communicator, device: torch.device, part: Callable[[], str | None]) -> str:
+    """Run a part of the trial, and return the first rank's reason against the sums; "" if no rank has a reason."""
+    try:
+        reason = part() or ""
+    except GroupError:
+        raise
+    except Exception as error:  # also a name that this torch lacks, or memory that is missing
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    text = reason.encode()[:_TEXT_BYTES]
+    slot = torch.tensor([*text, *bytes(_TEXT_BYTES - len(text))], dtype=torch.uint8, device=device)
+    rows = communicator.all_gather(slot).view(-1, _TEXT_BYTES).tolist()
+    return next((bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows if row[0]), "")
