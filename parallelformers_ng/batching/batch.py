@@ -26,7 +26,7 @@ from parallelformers_ng.wire.frame import Flag, Frame
 _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
 _MOST_STEPS = 8
-_QUIET_SECONDS = 0.002
+_LONGEST_PAUSE = 0.005
 _LEAST_PIECE, _FIRST_PIECE, _WIDEST_PIECE = 8, 128, 1024
 """Prompt tokens in a round: the minimum, the number before the speed is known, and the maximum. A round in which no row
 waits for its next token uses the maximum, which bounds the memory of the forward pass."""
@@ -67,6 +67,7 @@ class Batch:
         self._running: dict[int, Ticket] = {}
         self._steps, self._has_graphs = 1, True
         self._most_rows, self._is_gathering = 0, False
+        self._step_seconds = 0.0
         self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
         self.is_due = threading.Lock()
 
@@ -78,7 +79,7 @@ class Batch:
     def add(self, ticket: Ticket, coming: Sized) -> None:
         """Queue a call. The call joins the batch as soon as a row and cache tokens are free.
 
-        If nothing runs, the method waits up to 20 ms for calls that other threads prepare, because prompts that begin
+        If nothing runs, the method waits at most 20 ms for calls that other threads prepare, because prompts that begin
         together run faster than prompts between the steps of other rows.
 
         Args:
@@ -94,14 +95,15 @@ class Batch:
         self.look()
 
     def _gather(self, coming: Sized) -> None:
-        """Wait until no other thread prepares a call and, if calls came together before, no call has come for 2 ms."""
+        """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come for
+        a quarter of a decode step, at most 5 ms."""
         end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
-        arrived, self._is_gathering = 0, True
+        pause, arrived, self._is_gathering = min(self._step_seconds / 4, _LONGEST_PAUSE), 0, True
         try:
             time.sleep(0)  # other threads may run, and announce their calls
             while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
                 arrived = len(self._arrived)
-                time.sleep(_QUIET_SECONDS)
+                time.sleep(pause)
         finally:
             self._is_gathering = False
 
@@ -189,6 +191,7 @@ class Batch:
             speed = news[0].prompt_tokens / news[0].prompt_seconds
             self._prefill_speed = (self._prefill_speed + speed) / 2 if self._prefill_speed else speed
         elif not order.joins:
+            self._step_seconds = seconds / order.steps
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
