@@ -1,6 +1,6 @@
 """Measures many callers: threads that call `generate`, one call with all prompts, and OpenVINO's continuous batching.
 
-    python -m benchmarks.callers [--size 600M] [--dtype bfloat16] [--rounds 3] [--openvino PYTHON] [--json OUT]
+    python -m benchmarks.callers [--size 600M] [--dtype bfloat16] [--rounds 3] [--patience 200] [--openvino PYTHON] [--json OUT]
 
 The model is a Llama with random weights, on two CPU ranks. `--openvino` is an interpreter with `openvino-genai` and
 `optimum-intel[openvino]`; its pipeline gets as many threads as there are ranks. All contestants run in turn.
@@ -58,9 +58,15 @@ def in_one_call(model: Any, ids: torch.Tensor, new: int) -> float:
     return measure.seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
 
 
-def tokens_per_second(run: Callable[[torch.Tensor, int], float], ids: torch.Tensor, new: int) -> float:
-    """Return the new tokens per second of all prompts together."""
-    return len(ids) * new / run(ids, new)
+def tokens_per_second(run: Callable[[torch.Tensor, int], float], sizes: tuple[int, int, int], new: int) -> float:
+    """Return the new tokens per second of all prompts together. Prompts are new each time, so no prefix is known.
+
+    Args:
+        run: contestant.
+        sizes: arguments of `prompts`.
+        new: new tokens of each prompt.
+    """
+    return sizes[0] * new / run(prompts(*sizes), new)
 
 
 def peer(python: str, directory: str, dtype: str) -> Callable[[torch.Tensor, int], float]:
@@ -85,6 +91,7 @@ def main() -> None:
     parser.add_argument("--size", default="600M", choices=list(TASKS))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--patience", type=int, default=200, help="prefill_patience in milliseconds")
     parser.add_argument("--openvino", metavar="PYTHON", help="interpreter with openvino-genai and optimum-intel")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
@@ -96,7 +103,8 @@ def main() -> None:
         if options.openvino:
             model.save_pretrained(directory)
             run_peer = peer(options.openvino, directory, options.dtype)
-        sharded = parallelize(model, RANKS, workers={"device": "cpu"}, progress=False)
+        batching = {"prefill_patience": options.patience}
+        sharded = parallelize(model, RANKS, workers={"device": "cpu"}, batching=batching, progress=False)
         contestants: dict[str, Callable[[torch.Tensor, int], float]] = {
             "threads": lambda ids, new: in_threads(sharded, ids, new),
             "one call": lambda ids, new: in_one_call(sharded, ids, new),
@@ -109,7 +117,7 @@ def main() -> None:
             title = f"{count} callers, prompts of {length}, {new} new"
             figures = measure.interleave(
                 {
-                    name: partial(tokens_per_second, run, prompts(count, length, vocabulary), new)
+                    name: partial(tokens_per_second, run, (count, length, vocabulary), new)
                     for name, run in contestants.items()
                 },
                 options.rounds,

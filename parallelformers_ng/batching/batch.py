@@ -95,8 +95,8 @@ class Batch:
         self.look()
 
     def _gather(self, coming: Sized) -> None:
-        """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come for
-        a quarter of a decode step, at most 5 ms."""
+        """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come
+        for a quarter of a decode step, at most 5 ms."""
         end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
         pause, arrived, self._is_gathering = min(self._step_seconds / 4, _LONGEST_PAUSE), 0, True
         try:
@@ -189,7 +189,8 @@ class Batch:
         self._measure(news)
         if news[0].prompt_tokens >= _LEAST_PIECE:
             speed = news[0].prompt_tokens / news[0].prompt_seconds
-            self._prefill_speed = (self._prefill_speed + speed) / 2 if self._prefill_speed else speed
+            average = (self._prefill_speed + speed) / 2
+            self._prefill_speed = min(average, speed) if self._prefill_speed else speed  # slower at once, for the rows
         elif not order.joins:
             self._step_seconds = seconds / order.steps
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))

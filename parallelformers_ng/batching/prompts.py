@@ -17,6 +17,8 @@ from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
 
+_WORTH_A_PASS = 128
+"""Kept tokens of a prompt that save more time than a forward pass of the prompt's own costs."""
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
 """XLNet and Reformer: their caches depend on the length of the sequence."""
@@ -115,7 +117,7 @@ class Prompts:
         rows, longest = list[BatchRow](), 0
         for row in self._waiting:
             longest = max(longest, row.ids.shape[1])
-            alone = not _fits_beside(row, longest) or self._prefixes.length(row.ids)
+            alone = not _fits_beside(row, longest) or self._prefixes.length(row.ids) >= _WORTH_A_PASS
             if rows and (alone or longest * (len(rows) + 1) > piece):
                 break
             rows.append(row)
