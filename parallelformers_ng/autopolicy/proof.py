@@ -63,7 +63,6 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
     Raises:
         UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed. Other causes:
             the policies of `base` change the twin's outputs, or the sharded twin generates other tokens.
-        OSError: see `make_twin`.
     """
     proof = _cached(model, base, world_size, parts)
     if isinstance(proof, UnsupportedModelError):
@@ -92,7 +91,6 @@ def prove_live_code(
     Raises:
         PolicyError: a policy does not fit the model.
         UnsupportedModelError: see `build_plan`.
-        OSError: see `make_twin`.
     """
     proven = replace(selection, proven=True)
     uncut = build_plan(model, world_size, selection, parts=parts).uncut
@@ -119,7 +117,6 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
 
     Raises:
         UnsupportedModelError: no twin could be made.
-        OSError: see `make_twin`.
     """
     trials = Trials(twin_of(model), selection, world_size)
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
@@ -132,7 +129,6 @@ def prove_custom(
 
     Raises:
         PolicyError: the twin's outputs change, or no twin can prove the policies. The message names the next step.
-        OSError: see `make_twin`.
     """
     key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
@@ -201,7 +197,6 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
     Raises:
         UnsupportedModelError: no tiny copy could be made.
-        OSError: see `make_twin`.
     """
     key = identity(model)
     if key not in _TWINS:
