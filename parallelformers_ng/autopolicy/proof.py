@@ -17,6 +17,7 @@ from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
@@ -90,11 +91,11 @@ def prove_live_code(
 
     Raises:
         PolicyError: a policy does not fit the model.
-        UnsupportedModelError: see `build_plan`.
     """
     proven = replace(selection, proven=True)
-    uncut = build_plan(model, world_size, selection, parts=parts).uncut
-    if uncut == build_plan(model, world_size, proven, parts=parts).uncut:
+    any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
+    uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
+    if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # a proof would not change the plan
     key = (*identity(model), world_size, tuple(parts), selection)
     if key not in _LIVE:
