@@ -251,6 +251,12 @@ def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GPT2LMHeadModel on 2 ranks: equal; policy: written" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["verify", "gpt2"], ["shard", "gpt2", "out"]], ids=str)
+def test_commands_need_a_rank(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--num-gpus", "0"]) == 2
+    assert "num_gpus is 0; it takes a number, at least 1" in capsys.readouterr().err
+
+
 def test_an_unknown_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "/nowhere/at/all"]) == 2
     assert "/nowhere/at/all" in capsys.readouterr().err
