@@ -131,8 +131,8 @@ def parallelize(
         CheckpointError: a file of the checkpoint is missing or damaged, or an adapter does not fit the model. The
             message names the file or the directory.
         AlreadyParallelizedError: the model is parallelized already.
-        PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, or the group of
-            `workers` serves another model.
+        PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, more than 256 ranks
+            on this machine, or the group of `workers` serves another model.
         PolicyError: a custom policy does not fit the model, is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is unchanged.
         SharedMemoryError: the system has too little memory for the shards or the collectives. The model is unchanged.
@@ -144,7 +144,6 @@ def parallelize(
         UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python. Or the
             system does not report its available memory.
         OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
-        ValueError: a replica has more than 256 ranks on this machine.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
     check_switches(fp16=fp16, prove=prove, progress=progress)
@@ -247,12 +246,11 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
         The group, ready to serve; pass it to `parallelize` as `workers`.
 
     Raises:
-        PlacementError: there are fewer devices than requested.
+        PlacementError: there are fewer devices than requested, or more than 256 ranks on this machine.
         StartupError: a worker could not start.
         SharedMemoryError: the system has too little memory for the collectives.
         ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
         UnsupportedPlatformError: see `parallelize`.
-        ValueError: there are more than 256 ranks on this machine.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
     for name in OF_A_MODEL:

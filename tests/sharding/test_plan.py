@@ -182,6 +182,7 @@ class Foreign(nn.Module):
         ({"num_gpus": 0}, PlacementError, "num_gpus is 0"),
         ({"num_gpus": 2.5}, PlacementError, "num_gpus is 2.5"),
         ({"num_gpus": True}, PlacementError, "num_gpus is True"),
+        ({"num_gpus": 300}, PlacementError, "has 300 ranks on this machine, and the limit is 256; lower num_gpus"),
         ({"workers": {"device": "tpu"}}, PlacementError, "'auto', 'cpu' or 'cuda'"),
         ({"workers": {"device": "cpu", "device_ids": [0, 1]}}, PlacementError, "device_ids"),
         ({"num_gpus": 64, "workers": {"device": "cuda"}}, PlacementError, "CUDA devices are visible"),
