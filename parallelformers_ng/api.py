@@ -307,7 +307,7 @@ def plan(
         ParallelError: an argument has a wrong value, or the limits of `fit` are too small for the model.
         PlacementError: `num_gpus` is less than 1, or the model has fewer parts than there are stages.
         CheckpointError: the model is quantized, and its quantization configuration or a tensor is wrong.
-        UnsupportedPlatformError, OSError: `fit` has `max_memory`, and the system does not report free memory.
+        UnsupportedPlatformError: `max_memory` has no size for "cpu", and the system does not report free memory.
     """
     check_count(num_gpus)
     check_switches(fp16=fp16)
