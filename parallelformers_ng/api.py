@@ -88,7 +88,7 @@ def parallelize(
             the hub, also of a peft adapter. From a path, each worker reads its own shards.
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers without a GPU.
         fp16: cast floating-point weights to float16, like `from_pretrained(dtype=torch.float16)`.
-        weights: directory or model id with the weights of a model on `meta`.
+        weights: directory or model id with the weights of a model on `meta`. The model is put in evaluation mode.
         model_class: class of the model to load from a path; by default the class that the configuration names.
         dtype: data type to cast floating-point weights to ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
             None or "auto": the data type that `from_pretrained` chooses, or the model's own.
