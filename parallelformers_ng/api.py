@@ -88,7 +88,7 @@ def parallelize(
             the hub, also of a peft adapter. From a path, each worker reads its own shards.
         num_gpus: number of workers. None: all visible GPUs, or 2 CPU workers without a GPU.
         fp16: cast floating-point weights to float16, like `from_pretrained(dtype=torch.float16)`.
-        weights: directory or model id with the weights of a model on `meta`.
+        weights: directory or model id with the weights of a model on `meta`. The model is put in evaluation mode.
         model_class: class of the model to load from a path; by default the class that the configuration names.
         dtype: data type to cast floating-point weights to ("bfloat16", torch.bfloat16, …); must agree with `fp16`.
             None or "auto": the data type that `from_pretrained` chooses, or the model's own.
@@ -131,8 +131,8 @@ def parallelize(
         CheckpointError: a file of the checkpoint is missing or damaged, or an adapter does not fit the model. The
             message names the file or the directory.
         AlreadyParallelizedError: the model is parallelized already.
-        PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, or the group of
-            `workers` serves another model.
+        PlacementError: the ranks cannot be placed: for example, there are fewer devices than ranks, more than 256 ranks
+            on this machine, or the group of `workers` serves another model.
         PolicyError: a custom policy does not fit the model, is wrong, or cannot be proven.
         StartupError: a worker could not start. The model is unchanged.
         SharedMemoryError: the system has too little memory for the shards or the collectives. The model is unchanged.
@@ -144,12 +144,13 @@ def parallelize(
         UnsupportedPlatformError: the system is not Linux, `/proc` is missing, or gevent has patched Python. Or the
             system does not report its available memory.
         OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
-        ValueError: a replica has more than 256 ranks on this machine.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
     check_switches(fp16=fp16, prove=prove, progress=progress)
     if verbose not in (None, "simple", "detail"):
         raise ParallelError(f"verbose is {verbose!r}; it takes 'simple', 'detail' or None")
+    if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):  # the limits of torch
+        raise ParallelError(f"seed is {seed!r}; it takes an integer of 64 bits, or None")
     options = WorkerOptions() if isinstance(workers, WorkerGroup) else read_options(WorkerOptions, workers, "workers")
     makers: list[functools.partial[WorkerGroup]] = []
     fitting = read_options(FitOptions, fit, "fit")
@@ -247,12 +248,11 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
         The group, ready to serve; pass it to `parallelize` as `workers`.
 
     Raises:
-        PlacementError: there are fewer devices than requested.
+        PlacementError: there are fewer devices than requested, or more than 256 ranks on this machine.
         StartupError: a worker could not start.
         SharedMemoryError: the system has too little memory for the collectives.
         ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
         UnsupportedPlatformError: see `parallelize`.
-        ValueError: there are more than 256 ranks on this machine.
         SystemExit: this process of a torchrun job does not have rank 0.
     """
     for name in OF_A_MODEL:
@@ -307,7 +307,7 @@ def plan(
         ParallelError: an argument has a wrong value, or the limits of `fit` are too small for the model.
         PlacementError: `num_gpus` is less than 1, or the model has fewer parts than there are stages.
         CheckpointError: the model is quantized, and its quantization configuration or a tensor is wrong.
-        UnsupportedPlatformError, OSError: `fit` has `max_memory`, and the system does not report free memory.
+        UnsupportedPlatformError: `max_memory` has no size for "cpu", and the system does not report free memory.
     """
     check_count(num_gpus)
     check_switches(fp16=fp16)

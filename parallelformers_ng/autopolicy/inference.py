@@ -23,9 +23,6 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         model: the model, or a twin of the model.
         layers: layers that may be sharded, from `called_layers`.
         live: names of the parameters that influence the outputs.
-
-    Raises:
-        OSError: see `is_only_called`.
     """
     modules = dict(model.named_modules())
     by_name = {layer.name: layer for layer in layers}

@@ -32,7 +32,6 @@ def may_merge(model: PreTrainedModel) -> bool:
 
     Raises:
         UnsupportedModelError: the twin's outputs change in both cases, or no twin could be made.
-        OSError: see `make_twin`.
     """
     key = identity(model)
     if key not in _PROVEN:

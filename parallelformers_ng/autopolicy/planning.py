@@ -71,7 +71,6 @@ def make_plan(
             Another cause: a weight that is stored quantized would become high precision.
         PolicyError: a policy is wrong, or does not fit the model.
         PlacementError: the model has fewer parts than there are stages.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     parts = fit.parts(world_size)
     plain: Any = without_adapters(model)

@@ -17,6 +17,7 @@ from parallelformers_ng.autopolicy.trials import Choice, Trials, unproven_rules
 from parallelformers_ng.autopolicy.twin import Twin
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.rules import Policy
@@ -63,7 +64,6 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
     Raises:
         UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed. Other causes:
             the policies of `base` change the twin's outputs, or the sharded twin generates other tokens.
-        OSError: see `make_twin`.
     """
     proof = _cached(model, base, world_size, parts)
     if isinstance(proof, UnsupportedModelError):
@@ -91,12 +91,11 @@ def prove_live_code(
 
     Raises:
         PolicyError: a policy does not fit the model.
-        UnsupportedModelError: see `build_plan`.
-        OSError: see `make_twin`.
     """
     proven = replace(selection, proven=True)
-    uncut = build_plan(model, world_size, selection, parts=parts).uncut
-    if uncut == build_plan(model, world_size, proven, parts=parts).uncut:
+    any_precision = QuantizeOptions(dequantize=True)  # the caller's plan refuses weights that may not change precision
+    uncut = build_plan(model, world_size, selection, parts=parts, quantize=any_precision).uncut
+    if uncut == build_plan(model, world_size, proven, parts=parts, quantize=any_precision).uncut:
         return selection  # a proof would not change the plan
     key = (*identity(model), world_size, tuple(parts), selection)
     if key not in _LIVE:
@@ -119,7 +118,6 @@ def check(model: PreTrainedModel, selection: Selection, world_size: int) -> str:
 
     Raises:
         UnsupportedModelError: no twin could be made.
-        OSError: see `make_twin`.
     """
     trials = Trials(twin_of(model), selection, world_size)
     return "" if trials.match([], selection.vocabulary, selection.leftovers) else trials.failure
@@ -132,7 +130,6 @@ def prove_custom(
 
     Raises:
         PolicyError: the twin's outputs change, or no twin can prove the policies. The message names the next step.
-        OSError: see `make_twin`.
     """
     key = (*identity(model), world_size, tuple(parts), policies, str([policy.plan for policy in policies]))
     if key not in _CUSTOM:
@@ -201,7 +198,6 @@ def twin_of(model: PreTrainedModel) -> Twin:
 
     Raises:
         UnsupportedModelError: no tiny copy could be made.
-        OSError: see `make_twin`.
     """
     key = identity(model)
     if key not in _TWINS:

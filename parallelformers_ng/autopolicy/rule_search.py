@@ -48,7 +48,6 @@ class RuleSearch:
             UnsupportedModelError: every proposal failed and there are no base policies, or see `vocabulary_holds` and
                 `check_tokens`.
             PolicyError: a rule of `chosen` does not fit the twin.
-            OSError: see `is_only_called`.
         """
         covered = written_places(self.model, self.trials.base.policies)
         single = set(self.trials.twin.single_layers)

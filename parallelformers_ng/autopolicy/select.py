@@ -38,7 +38,6 @@ def select(
         PolicyError: `custom` is no Policy class or list of Policy classes, has an invalid rule, or names a block that
             the model lacks. Another cause: a rule does not fit the model.
         UnsupportedModelError: no policy fits.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     selection, misfits = known_policies(model, custom, world_size)
     if selection.policies and not misfits and (world_size is None or is_covered(model, selection.policies)):

@@ -27,9 +27,6 @@ def single_layers(model: nn.Module, reached: set[str], seed: int) -> Iterator[tu
         model: the model.
         reached: paths of modules that inputs of the model reach.
         seed: seed of the random inputs. Inputs are on CPU, in the data type of the layer's weight; ids are int64.
-
-    Raises:
-        OSError: see `is_only_called`.
     """
     generator = torch.Generator().manual_seed(seed)
     used = uses(model)

@@ -88,7 +88,7 @@ class Trials:
             choices, vocabulary: same as in `match`.
 
         Raises:
-            PolicyError, OSError: see `plan`.
+            PolicyError: see `plan`.
         """
         plan = self.plan(choices, vocabulary)
         return bool(_unused_shard(plan, self.twin, {path for _, rules in choices for path in rules}))
@@ -135,7 +135,6 @@ class Trials:
 
         Raises:
             PolicyError: a rule does not fit the twin.
-            OSError: see `is_only_called`.
         """
         policies = policies_of((proposal.block, rules) for proposal, rules in choices)
         base = self.base

@@ -68,7 +68,6 @@ def make_twin(
     Raises:
         UnsupportedModelError: no small model can be built, the changed code cannot be applied, or the model runs on
             none of the known inputs.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     failures: list[str] = []
     best: Twin | None = None

@@ -49,9 +49,6 @@ def observe_single_layers(twin: Twin, seed: int) -> Twin:
     Args:
         twin: the twin, changed in place.
         seed: seed of the inputs.
-
-    Raises:
-        OSError: see `is_only_called`.
     """
     return _Observer(twin.model, seed, twin).probe_single_layers()
 

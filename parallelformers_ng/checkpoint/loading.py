@@ -127,7 +127,7 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model with unread weights: a new model in evaluation mode, or `model`.
+    """Return a model with unread weights, in evaluation mode: a new model, or `model`.
 
     The result is `model` if the source has no configuration. The function removes `quantization_config` from the
     configuration of the source or of `model`. Other exceptions of transformers and of a checkpoint's code are passed
@@ -150,7 +150,7 @@ def open_source(
     location, config = source.location, source.config
     if config is None:
         fill_skeleton(model, location, dtype, dequantize)
-        return model
+        return model.eval()  # like `from_pretrained`: otherwise dropout would change the outputs
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(_on_meta, cls, config)
     state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)

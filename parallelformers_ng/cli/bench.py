@@ -17,6 +17,7 @@ from parallelformers_ng.api import parallelize, start_group
 from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
+from parallelformers_ng.runtime.placement import placement
 from parallelformers_ng.sharding.plan import ShardPlan
 
 _READ_BYTES, _READ_PASSES = 512 << 20, 8
@@ -166,8 +167,8 @@ def bench(
         UnsupportedModelError: the model cannot generate.
         ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
             `dtype` is no data type of torch; or transformers does not know the model type.
-        ParallelError: `start_group`, `parallelize` or a call of the model failed.
-        RuntimeError, AssertionError: torch cannot use `device`, or has no memory for the model.
+        ParallelError: fewer devices exist than `num_gpus`, or `start_group`, `parallelize` or a call failed.
+        RuntimeError: torch cannot use `device`, or has no memory for the model.
         OSError: the configuration or the weights cannot be found.
     """
     if min(prompt, tokens, rounds) < 1:
@@ -179,6 +180,8 @@ def bench(
     if limit is not None and max(prompt, _SHORT_PROMPT + tokens) + 1 > limit:
         raise ValueError(f"bench: prompt {prompt} and tokens {tokens} exceed the {limit} positions of {model}")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "cuda" and not torch.cuda.is_available():
+        placement(num_gpus, device, None)  # raises the error of `parallelize`
     has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
     def load() -> PreTrainedModel:

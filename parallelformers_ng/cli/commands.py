@@ -148,7 +148,7 @@ def bench(options: argparse.Namespace) -> int:
         ParallelError: a flag has a wrong value, matplotlib is missing, or `parallelize` failed.
         OSError: the configuration or the weights cannot be found, or the plot cannot be written.
         ValueError: a number is out of range, a name is unknown, or matplotlib does not know the suffix of the plot.
-        RuntimeError, AssertionError: torch cannot use the device, or has no memory for the model.
+        RuntimeError: torch cannot use the device, or has no memory for the model.
     """
     from parallelformers_ng.cli import bench as benchmark
 

@@ -16,6 +16,7 @@ from parallelformers_ng.autopolicy.proof import check, prove, prove_custom
 from parallelformers_ng.autopolicy.quantized_trial import check_quantized
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.options import read_quantize
+from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy_registry import check_custom, is_covered, known_policies, written_policies
 from parallelformers_ng.sharding.rules import Policy
@@ -129,7 +130,9 @@ def verify_model(
             False.
         UnsupportedModelError: the model is refused, or no tiny copy of the model runs.
         PolicyError: a custom policy does not fit the model.
+        PlacementError: `num_gpus` is less than 1.
     """
+    check_count(num_gpus)
     bits = read_quantize(quantize)
     base, misfits = known_policies(model, custom_policies, num_gpus)
     tried, unproven, selection = list(misfits), "", base

@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
             address.
         ValueError, KeyError, ImportError: the configuration file is not UTF-8, or a file of the model is damaged or
             needs a package that is missing; see `serving.run.serve`.
-        RuntimeError: the model folder begins with `~` and the name of a user that does not exist.
     """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options

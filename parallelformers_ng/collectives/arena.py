@@ -13,6 +13,7 @@ its stage. `_kernel_protocol.h` repeats these numbers, and proves why two slots 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -212,11 +213,11 @@ def available_memory() -> int:
     killer would end processes.
 
     Raises:
-        UnsupportedPlatformError: /proc/meminfo has no MemAvailable.
+        UnsupportedPlatformError: /proc/meminfo cannot be read or has no MemAvailable.
     """
-    with open("/proc/meminfo") as lines:
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 free, left = int(line.split()[1]) * 1024, memory_left()
                 return free if left is None else min(free, left)
-    raise UnsupportedPlatformError("Arena: /proc/meminfo has no MemAvailable; the workers need Linux 5.3 or later")
+    raise UnsupportedPlatformError("/proc/meminfo reports no available memory; the workers need Linux 5.3 or later")

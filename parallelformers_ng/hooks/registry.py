@@ -58,14 +58,14 @@ class HookRegistry:
         Calls with hooks run one after another, because each call starts with the hooks' state from the previous call.
 
         Args:
-            deadline: latest moment of the start, in seconds of `time.monotonic`; not infinite.
+            deadline: latest moment of the start, in seconds of `time.monotonic`.
 
         Raises:
             ParallelError: a hook cannot run on the workers or be sent to them, or torch has a global module hook.
             DeadlineExpiredError: calls of other threads were still running at `deadline`.
         """
         _refuse_global_hooks()
-        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise DeadlineExpiredError(
                 "calls with forward hooks run one after another, and earlier calls did not end in time"
             )

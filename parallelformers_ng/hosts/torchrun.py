@@ -157,8 +157,7 @@ class Torchrun:
 
     Raises:
         StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
-            does not have the address in `INTERFACE` or MASTER_ADDR.
-        ValueError: the address stands for every interface, for example "0.0.0.0".
+            does not have the address in `INTERFACE` or MASTER_ADDR, or the address stands for every interface.
         torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
@@ -198,9 +197,10 @@ def _open() -> tuple[bytes, Listener]:
     name = os.environ.get(INTERFACE) or os.environ["MASTER_ADDR"]
     try:
         listener = Listener(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]), key)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the address stands for every interface
+        reason = error.strerror if isinstance(error, OSError) else error
         raise StartupError(
-            f"{name} is not an address of this machine ({error.strerror}); set {INTERFACE} to the address at which"
+            f"{name} is not an address of this machine ({reason}); set {INTERFACE} to the address at which"
             " other nodes reach this machine"
         ) from None
     host, port = listener.address

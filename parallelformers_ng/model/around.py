@@ -171,7 +171,8 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        names = kwargs.get("selected_adapters") or list(self.peft_config)
+        selected = kwargs.get("selected_adapters") or self.peft_config
+        names = [name for name in selected if name in self.peft_config]  # peft names the unknown ones in its ValueError
         kwargs["state_dict"] = state_of_adapters(self, names, kwargs.get("save_embedding_layers", "auto"))
         return original(self, save_directory, *args, **kwargs)
 

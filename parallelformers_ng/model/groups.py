@@ -37,8 +37,7 @@ def group_makers(
             whole replica. The ranks of a stage are on one host.
 
     Returns:
-        (functions, fit options). A function raises the errors of `WorkerGroup`, and ValueError for more than 256 ranks
-        on this machine.
+        (functions, fit options). A function raises the errors of `WorkerGroup`.
 
     Raises:
         UnsupportedPlatformError: workers cannot run on this system.

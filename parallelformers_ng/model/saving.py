@@ -18,6 +18,7 @@ from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import read_quantize
+from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.sharding.active_adapters import layers_with_adapters
 from parallelformers_ng.sharding.builder import build_plan
 
@@ -96,10 +97,12 @@ def shard(
             `max_shard_size` is not a size.
         UnsupportedModelError: no policy fits the model, or the format of its quantized weights cannot be read.
         PolicyError: a policy does not fit the model.
+        PlacementError: `num_gpus` is less than 1.
         ParallelError: `quantize` is not a quantization that ranks can compute with, or an option is unknown or not
             supported.
         OSError: the disk is full, or the directory cannot be written to.
     """
+    check_count(num_gpus)
     bits = read_quantize(quantize)
     model = load_skeleton(source, dtype, dequantize=bits is not None and bits.dequantize, **options)
     plan = build_plan(model, num_gpus, select(model, None, num_gpus), quantize=bits)

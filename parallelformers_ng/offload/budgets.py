@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parallelformers_ng.checkpoint.writing import parse_size
 from parallelformers_ng.collectives.arena import available_memory
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import ParallelError, UnsupportedPlatformError
 from parallelformers_ng.options import FitOptions
 
 CPU = "cpu"
@@ -50,7 +50,7 @@ def budget_of(
     Raises:
         ParallelError: a device is missing or unknown, a size is invalid, or the folder is not writable or has no
             limits.
-        UnsupportedPlatformError: see `available_memory`.
+        UnsupportedPlatformError: "cpu" has no limit, and the system does not report its available memory.
     """
     if options.max_memory is None:
         if options.offload_folder is not None:
@@ -64,10 +64,17 @@ def budget_of(
     sizes = {key: _size(size, f"fit: max_memory[{key!r}]") for key, size in options.max_memory.items()}
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
-    cpu = sizes.get(CPU, available_memory()) // apart
+    cpu = (sizes[CPU] if CPU in sizes else _free_memory()) // apart
     rooms = {key: sizes[key] // keys.count(key) for key in keys}  # ranks may share a device
     least = [min(keys[rank::world_size], key=lambda key: rooms[key]) for rank in range(world_size)]
     return Budget([(_name(key, keys), rooms[key]) for key in least], cpu, options.offload_folder, kind == "cuda")
+
+
+def _free_memory() -> int:
+    try:
+        return available_memory()
+    except UnsupportedPlatformError as error:
+        raise UnsupportedPlatformError(f"fit: {error}. plan() works here if max_memory has a size for 'cpu'") from None
 
 
 def _name(key: int, keys: Sequence[int]) -> str:

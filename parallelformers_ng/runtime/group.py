@@ -63,9 +63,8 @@ class WorkerGroup:
     Raises:
         StartupError: a worker could not start; the message ends with the worker's standard error.
         SharedMemoryError: the system has no memory for the collectives.
-        PlacementError: the backend does not support the devices.
+        PlacementError: the backend does not support the devices, or one host has more than 256 ranks.
         UnsupportedPlatformError: the system does not report its available memory.
-        ValueError: `world_size` is not from 1 to 256, on one host.
         OSError: this process cannot open more files.
     """
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng.collectives.arena import Arena
+from parallelformers_ng.collectives.arena import MAX_WORLD_SIZE, Arena
 from parallelformers_ng.collectives.connect import chosen_backend
 from parallelformers_ng.collectives.process_group import create_rendezvous
 from parallelformers_ng.errors import (
     ChannelClosedError,
+    PlacementError,
     ProtocolError,
     RequestTimeoutError,
     SharedMemoryError,
@@ -38,14 +39,18 @@ def create_arena(world_size: int) -> Arena:
     """Create the shared memory of the collectives.
 
     Args:
-        world_size: number of ranks, 1 to 256.
+        world_size: number of ranks on this machine, at least 1.
 
     Raises:
-        ValueError: `world_size` is out of range.
+        PlacementError: there are more than 256 ranks.
         UnsupportedPlatformError: the system does not report its available memory.
         SharedMemoryError: the system has no memory for the arena.
         StartupError: the arena cannot be created for another reason, such as the limit of open files.
     """
+    if world_size > MAX_WORLD_SIZE:
+        raise PlacementError(
+            f"a model has {world_size} ranks on this machine, and the limit is {MAX_WORLD_SIZE}; lower num_gpus"
+        )
     try:
         return Arena.create(world_size, cpus=cores.usable_cpus())
     except OSError as error:

@@ -42,13 +42,19 @@ def check_at_once(options: ServeOptions) -> None:
     """Raise an error if the address, the model folder or the device is invalid. The checks do not import torch.
 
     Raises:
-        ParallelError: the port is in use, or the folder is missing or is not a model folder. Or `device` is "cuda", but
-            the machine has no device file of a GPU.
+        ParallelError: the port is in use, or the folder is missing or is not a model folder. Or the folder begins with
+            `~` and the name of a user that does not exist. Or `device` is "cuda", but the machine has no device file of
+            a GPU.
         OSError: the machine does not have the address, or this user may not use the port.
-        RuntimeError: the model folder begins with `~` and the name of a user that does not exist.
     """
     bound(options).close()
-    path = Path(options.model).expanduser()
+    try:
+        path = Path(options.model).expanduser()
+    except RuntimeError:
+        raise ParallelError(
+            f"the folder {options.model} does not exist: {Path(options.model).parts[0]} is no home directory of this"
+            " machine; write the whole path of the model folder"
+        ) from None
     is_path = options.model.count("/") > 1 or options.model.startswith((".", "/", "~"))  # not a name on the hub
     if is_path and not path.exists():
         raise ParallelError(

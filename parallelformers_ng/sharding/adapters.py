@@ -110,7 +110,6 @@ def with_adapters(
     Raises:
         UnsupportedModelError: an adapter cannot be cut like its layer, or changes a weight that is stored quantized.
             Another cause: the model reads the weight of a layer without the layer's adapter.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     places = {place.path: place for place in _places(model)}
 

@@ -56,7 +56,6 @@ def build_plan(
             another value than `Policy.requires`.
         ParallelError: `quantize` names a layer that the model does not have, or the model is quantized already.
         UnsupportedModelError: a weight that is stored quantized would become high precision; see `choose_encodings`.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
 
     group = border(model, quantize)

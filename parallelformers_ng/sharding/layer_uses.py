@@ -38,10 +38,8 @@ def is_only_called(model: nn.Module, path: str) -> bool:
     """Return whether modelling code only calls the module at `path`, without reading the module's weight or widths.
 
     The function reads the source of the class of the nearest module above `path` that is no list of modules. That class
-    must not read a weight or a width of any module. The result is False for a module of an unknown class.
-
-    Raises:
-        OSError: Python does not find the source, for example of a class that `exec` has defined.
+    must not read a weight or a width of any module. The result is False for a module of an unknown class, and if
+    Python does not find a source that the decision needs, for example of a class that `exec` has defined.
     """
     module = model.get_submodule(path)
     cls: type = type(module)
@@ -55,10 +53,7 @@ def reads_parameters(model: nn.Module, path: str) -> bool:
     """Return whether the module that contains the module at `path` reads parameters of the contained module.
 
     The function reads the source of the containing class. A read of an attribute with the name of such a parameter
-    counts, whatever object has the attribute.
-
-    Raises:
-        OSError: see `is_only_called`.
+    counts, whatever object has the attribute. The result is True if Python does not find a source that it needs.
     """
     owner: type = type(_owner(model, path))
     return _reads(owner, frozenset(model.get_submodule(path)._parameters))
@@ -78,7 +73,9 @@ def _gives_rows(cls: type[nn.Module]) -> bool:
     own = {name: method for name, method in vars(cls).items() if inspect.isfunction(method)}
     if cls.__base__ is not nn.Embedding or set(own) - _NEVER_CALLED != {"forward"}:
         return False
-    source = inspect.getsource(own["forward"])
+    source = _source(own["forward"])
+    if source is None:
+        return False
     answers = re.findall(r"^\s+return (.*)$", source, re.MULTILINE)
     others = _HARMLESS.sub("", re.sub(r"^\s+return .*$", "", source, flags=re.MULTILINE))
     return all(_ROWS.fullmatch(answer) for answer in answers) and not re.search(r"\.weight\b", others)
@@ -96,10 +93,18 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
         for method in (inner for outer in written for inner in _functions(outer)):
             if not _names(method.__code__) & names:
                 continue
-            source = _HARMLESS.sub("", inspect.getsource(method))
-            if re.search(rf"\.({'|'.join(sorted(names))})\b", source):
+            source = _source(method)
+            if source is None or re.search(rf"\.({'|'.join(sorted(names))})\b", _HARMLESS.sub("", source)):
                 return True
     return False
+
+
+def _source(function: Any) -> str | None:
+    """Return the source of a function; None if Python does not find it, for example after `exec`."""
+    try:
+        return inspect.getsource(function)
+    except OSError:
+        return None
 
 
 def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:

@@ -56,7 +56,6 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
 
     Raises:
         PolicyError: a policy has cut the bias of a layer, but not its weight, and the cuts differ.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     where = places(draft.model)
     kinds, whole, total = _leftovers(draft, where)

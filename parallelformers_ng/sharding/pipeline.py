@@ -38,7 +38,6 @@ def in_stages(
 
     Raises:
         PlacementError: there are fewer parts than stages.
-        OSError: Python does not find the source of a class of the model; see `is_only_called`.
     """
     modules = dict(model.named_modules())
     parts = [unit for unit in _parts(plain or model) if unit in modules]

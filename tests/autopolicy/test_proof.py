@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
 
+from parallelformers_ng import plan
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
@@ -22,7 +24,7 @@ from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.layer_uses import is_only_called
+from parallelformers_ng.sharding.layer_uses import is_only_called, reads_parameters
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.quantized import ExpertStack
 from parallelformers_ng.sharding.rules import Column, Heads, Row
@@ -165,6 +167,44 @@ def test_embedding_is_cut_by_columns_without_own_arithmetic() -> None:
     assert [name for name in tables if is_only_called(model, name)] == ["rows"]
 
 
+UNREADABLE = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, x):
+        return x + self.down(self.up(x.to(self.up.weight.dtype)).relu())
+
+
+class Rows(nn.Embedding):
+    def forward(self, x):
+        return self.weight[2 : 2 + x.shape[1]]
+
+
+class TypedModel(tf.PreTrainedModel):
+    config_class = tf.LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table, self.block, self.rows = nn.Embedding(config.vocab_size, 48), Block(), Rows(20, 48)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return self.block(self.table(input_ids) + self.rows(input_ids))
+"""
+
+
+def test_class_without_readable_source_is_sharded() -> None:
+    """Python finds no source of a class that was typed at a prompt."""
+    scope: dict[str, Any] = {"nn": nn, "tf": tf, "__name__": __name__}
+    exec(UNREADABLE, scope)
+    model = scope["TypedModel"](tf.LlamaConfig(vocab_size=64))
+    assert {name for name in ("table", "rows", "block.up") if is_only_called(model, name)} == {"table"}
+    assert reads_parameters(model, "block.up")
+    assert plan(model, 2).tensors["block.up.weight"].bytes_on(0) == 48 * 48 * 4
+
+
 def test_large_table_is_cut_small_one_not() -> None:
     """Position embeddings are a third of this tiny model's bytes, but almost nothing of a real model's bytes."""
     config = tf.BertConfig(
@@ -209,6 +249,12 @@ def test_verify_compares_weights_in_few_bits_too(
 def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "gpt2"]) == 0
     assert "GPT2LMHeadModel on 2 ranks: equal; policy: written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["verify", "gpt2"], ["shard", "gpt2", "out"]], ids=str)
+def test_commands_need_a_rank(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--num-gpus", "0"]) == 2
+    assert "num_gpus is 0; it takes a number, at least 1" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from parallelformers_ng import CheckpointError, ParallelError, UnsupportedModelError, parallelize, save_sharded
 from parallelformers_ng.autopolicy.planning import make_plan
@@ -134,6 +135,14 @@ def test_weights_without_fitting_scales_are_refused_or_listed(checkpoints: Path)
     assert "model.layers.1.self_attn.o_proj.weight" in shard_plan.misfits
     assert shard_plan.quantized.keys().isdisjoint(shard_plan.misfits)
     assert "not quantized: model.layers.*.self_attn.o_proj.weight (ranks cut" in str(shard_plan)
+
+
+def test_weights_without_fitting_scales_allow_foreign_code(checkpoints: Path, monkeypatch) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x))
+    shard_plan = planned(checkpoints / "gptq-symmetric", 4, DEQUANTIZE)  # groups of 32 inputs, heads of 16
+    assert shard_plan.misfits
+    assert not shard_plan.uncut
 
 
 def test_changed_integer_weights_are_refused(checkpoints: Path) -> None:

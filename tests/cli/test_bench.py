@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,6 +85,14 @@ def test_configuration_alone_gets_random_weights(
 def test_a_model_without_decode_is_refused() -> None:
     with pytest.raises(ParallelError, match="ViTModel does not generate"):
         bench.bench("vit")
+
+
+def test_missing_devices_are_named_before_measuring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["bench", "gpt2", "--device", "cuda", "--num-gpus", "3"]) == 2
+    assert "num_gpus is 3, but only 0 CUDA devices are visible" in capsys.readouterr().err
 
 
 def _report() -> bench.Report:

@@ -289,6 +289,14 @@ def test_threads_take_turns(groups: Groups) -> None:
         assert notes == list(range(15))
 
 
+def test_call_with_hooks_may_wait_forever(groups: Groups) -> None:
+    with parallelize(decoder("Llama"), workers=groups(2)) as model:
+        notes: list[int] = []
+        model.register_forward_hook(lambda *_: notes.append(1))
+        model.generate(**text_inputs(), **GREEDY, timeout=float("inf"))
+        assert notes == [1] * GREEDY["max_new_tokens"]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

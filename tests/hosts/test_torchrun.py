@@ -114,6 +114,16 @@ def test_nodes_without_a_key_are_refused(monkeypatch):
             start_group(device="cpu")
 
 
+def test_address_of_every_interface_is_refused(monkeypatch):
+    job(monkeypatch, nodes=2)
+    monkeypatch.setenv(torchrun.KEY, "k" * 32)
+    monkeypatch.setenv(torchrun.INTERFACE, "0.0.0.0")
+    with pytest.raises(
+        StartupError, match=r"0.0.0.0 is not an address .*every interface.*; set PARALLELFORMERS_NG_ADDRESS"
+    ):
+        start_group(device="cpu")
+
+
 def test_own_workers_are_possible_within_a_job(monkeypatch):
     job(monkeypatch)
     with start_group(1, device="cpu", launcher="local") as group:

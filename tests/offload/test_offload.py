@@ -7,15 +7,24 @@ import errno
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.control_groups import memory_limit
-from parallelformers_ng import ParallelError, WorkerDiedError, parallelize, plan, save_sharded, start_group
+from parallelformers_ng import (
+    ParallelError,
+    UnsupportedPlatformError,
+    WorkerDiedError,
+    parallelize,
+    plan,
+    save_sharded,
+    start_group,
+)
 from parallelformers_ng.checkpoint import mapping
+from parallelformers_ng.collectives import arena
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.offload.budgets import budget_of
 from parallelformers_ng.options import FitOptions
@@ -214,6 +223,19 @@ def test_replicas_use_their_smallest_device(
     on_cpu = budget_of(FitOptions(max_memory={0: 50, 1: 60, "cpu": 100}), 2, "cpu", None, replicas)
     assert on_cpu is not None
     assert (on_cpu.devices, on_cpu.cpu) == ([("device 0", 50), ("device 1", 60)], 100)
+
+
+def test_plan_needs_no_report_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test pretends that the system is not Linux."""
+
+    def missing(path: str) -> NoReturn:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(arena, "open", missing, raising=False)
+    rooms = {0: "1GiB", 1: "1GiB"}
+    with pytest.raises(UnsupportedPlatformError, match=r"fit: /proc/meminfo .* if max_memory has a size for 'cpu'"):
+        plan(llama(), 2, fit={"max_memory": rooms})
+    assert plan(llama(), 2, fit={"max_memory": {**rooms, "cpu": "1GiB"}}).tiers is None
 
 
 def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

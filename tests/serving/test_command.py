@@ -144,6 +144,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
     ("flags", "why"),
     [
         (["no/such/model"], "the folder no/such/model does not exist"),
+        (["~nobody-here/x"], "the folder ~nobody-here/x does not exist: ~nobody-here is no home directory"),
         (["{empty}"], "it has no config.json"),
         (["{model}", "--port", "{taken}"], "is in use; set --port to another port"),
         (["{model}", "--port", "many"], "invalid int value: 'many'"),

@@ -58,6 +58,12 @@ def test_saved_files_are_pefts(model, tmp_path: Path) -> None:
             assert one.read_text() == other.read_text()
 
 
+def test_unknown_adapter_is_not_saved_but_named(model, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"current supported adapter names are .* got \['nobody'\]"):
+        model.save_pretrained(tmp_path, selected_adapters=["nobody"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_state_dict(model) -> None:
     want, got = four_adapters().state_dict(), model.state_dict()
     assert list(got) == list(want)
