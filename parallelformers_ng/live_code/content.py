@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from parallelformers_ng.live_code.state import attributes_of
+
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
 
@@ -22,7 +24,8 @@ def digest(value: Any) -> bytes:
     `__wrapped__` covers the function or the getter.
 
     Numbers, strings, containers, partial functions, and CPU tensors of at most 1 MiB are digested by value. The digest
-    of any other object covers only the name of its class.
+    of a namespace, or of an object of the program, covers its public attributes. The digest of any other object covers
+    only the name of its class.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())
@@ -83,6 +86,9 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
         hasher.update(b"".join(sorted(map(digest, value))))
     elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         _feed(hasher, wrapped, inner)
+    elif (attributes := attributes_of(value)) is not None:
+        hasher.update(type(value).__qualname__.encode())
+        _feed(hasher, {name: part for name, part in attributes.items() if not name.startswith("_")}, inner)
     else:
         hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
 

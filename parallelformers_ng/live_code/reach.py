@@ -39,6 +39,8 @@ _NOT_COMPUTING = tuple(
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
+_SETTINGS = (int, float, str, list, tuple, dict, set, torch.Tensor, types.SimpleNamespace)
+"""Kinds of the attributes of the program's classes that count as settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class _Walk:
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
+                is_setting = is_setting or (package_of(base) not in LIBRARIES and isinstance(value, _SETTINGS))
                 skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
                 if skipped or not (is_setting or any(True for _ in functions_in(value))):
                     continue
@@ -257,6 +260,13 @@ def entries_of(registry: Any) -> list[tuple[Any, Any]]:
     if isinstance(registry, GeneralInterface):
         return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
     return [*dict.items(registry)]
+
+
+def size_of(holder: Any) -> int:
+    """Return the number of names in a class, in a module's globals or in a registry."""
+    if isinstance(holder, type):
+        return len(vars(holder))
+    return len(entries_of(holder)) if isinstance(holder, GeneralInterface) else dict.__len__(holder)
 
 
 def package_of(part: Any) -> str:
