@@ -15,8 +15,9 @@ from torch.nn.utils import parametrize
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.content import digest, original
+from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
-from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, value_in
+from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""

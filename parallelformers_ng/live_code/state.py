@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import functools
 import types
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +20,8 @@ from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _MOST = 500
 _LONGEST = 1000
+_LARGEST_ARRAY = 1 << 16
+_NOT_STATE = ("__dict__", "__weakref__")
 
 
 class State:
@@ -57,7 +61,8 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, (nn.Module, type, torch.Tensor, types.FunctionType, types.ModuleType)):
         return None
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or package_of(type(value)) not in LIBRARIES:
-        return getattr(value, "__dict__", None)
+        attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
+        return attributes
     return None
 
 
@@ -65,7 +70,7 @@ def _content(part: Any) -> tuple[Any, ...] | None:
     """Return what a mutable object contains now; None if the object is not followed."""
     if isinstance(part, dict):
         return (*part, *part.values()) if len(part) <= _LONGEST else (len(part),)
-    if isinstance(part, (list, set)):
+    if isinstance(part, (list, set, collections.deque)):
         return tuple(part) if len(part) <= _LONGEST else (len(part),)
     if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
         return (part.data_ptr(), part._version) if part.device.type != "meta" and not part.is_inference() else None
@@ -74,7 +79,22 @@ def _content(part: Any) -> tuple[Any, ...] | None:
             return (part.cell_contents,)
         except ValueError:  # an empty cell
             return ()
+    if isinstance(part, np.ndarray):
+        return (part.tobytes() if part.nbytes <= _LARGEST_ARRAY and not part.dtype.hasobject else part.shape,)
+    if package_of(type(part)) not in LIBRARIES and (slots := in_slots(part)):
+        return tuple(slots.values())
     return None
+
+
+def in_slots(value: Any) -> dict[str, Any]:
+    """Return name → value of the attributes that an object has in slots, such as a dataclass with `slots=True`."""
+    names = (name for base in type(value).__mro__ for name in _names_of_slots(base))
+    return {name: getattr(value, name) for name in names if hasattr(value, name) and name not in _NOT_STATE}
+
+
+def _names_of_slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_same(now: tuple[Any, ...] | None, before: tuple[Any, ...]) -> bool:
@@ -99,7 +119,7 @@ def _inner(part: Any) -> Iterator[Any]:
         yield from (part.__defaults__, part.__kwdefaults__, *(part.__closure__ or ()))
     elif isinstance(part, tuple):
         yield from part[:_LONGEST]
-    elif isinstance(part, (dict, list, set, types.CellType)):
+    elif not isinstance(part, (nn.Module, type, torch.Tensor, np.ndarray, types.FunctionType, types.ModuleType)):
         yield from _content(part) or ()
 
 

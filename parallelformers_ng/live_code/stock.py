@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from parallelformers_ng.live_code.holders import size_of, value_in
 from parallelformers_ng.live_code.reach import (
     LIBRARIES,
     STEP,
@@ -19,8 +20,6 @@ from parallelformers_ng.live_code.reach import (
     names_in,
     package_of,
     reach,
-    size_of,
-    value_in,
 )
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 

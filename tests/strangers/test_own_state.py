@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,11 +30,20 @@ class Options:
     scale: float = 1.5
 
 
+@dataclasses.dataclass(slots=True)
+class SlottedOptions:
+    scale: float = 1.5
+
+
 class Knobs:
     scale = 1.5
 
+    class Inner:
+        scale = 1.5
+
 
 TABLE, SCALES, OPTIONS, TENSOR = {"scale": 1.5}, [1.5], Options(), torch.tensor(1.5)
+QUEUE, ARRAY, SLOTTED = collections.deque([1.5]), np.array([1.5]), SlottedOptions()
 NAMES = types.SimpleNamespace(inner={"scale": 1.5})
 NORMED = False
 
@@ -41,6 +52,10 @@ READS: dict[str, tuple[Callable[[], Any], Callable[[float], Any]]] = {
     "list": (lambda: SCALES[0], lambda value: SCALES.__setitem__(0, value)),
     "dataclass": (lambda: OPTIONS.scale, lambda value: setattr(OPTIONS, "scale", value)),
     "class": (lambda: Knobs.scale, lambda value: setattr(Knobs, "scale", value)),
+    "nested class": (lambda: Knobs.Inner.scale, lambda value: setattr(Knobs.Inner, "scale", value)),
+    "queue": (lambda: QUEUE[0], lambda value: QUEUE.__setitem__(0, value)),
+    "array": (lambda: float(ARRAY[0]), lambda value: ARRAY.fill(value)),
+    "slots": (lambda: SLOTTED.scale, lambda value: setattr(SLOTTED, "scale", value)),
     "tensor": (lambda: TENSOR, lambda value: TENSOR.fill_(value)),
     "namespace": (lambda: NAMES.inner["scale"], lambda value: NAMES.inner.update(scale=value)),
 }
