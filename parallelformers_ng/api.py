@@ -390,12 +390,18 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Check that `torch.compile` has compiled no module of a model.
+    """Check that neither `torch.compile` nor `torch.jit` has compiled a module of a model.
 
     Raises:
-        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`.
+        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`, or a module
+            is TorchScript.
     """
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} is a TorchScript module, which cannot be sent to the workers. Pass the"
+                " model with the module that was scripted or traced"
+            )
         compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         if compiled or "_orig_mod" in module._modules:
             raise UnsupportedModelError(

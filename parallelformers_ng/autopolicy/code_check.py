@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,12 +14,18 @@ from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
-from parallelformers_ng.live_code.reach import reach
+from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, package_of, reach
 from parallelformers_ng.live_code.stock import foreign_class, names_of_class
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.units import and_above, sees_part
+
+ATTENTION_SETTING = "_attn_implementation_internal"
+"""Attribute of configurations with the name of the attention function."""
+
+ATTENTION_SETTING = "_attn_implementation_internal"
+"""Attribute of configurations with the name of the attention function."""
 
 
 class CodeCheck:
@@ -68,6 +76,29 @@ class CodeCheck:
         changed = [cls for cls in self._inside if foreign_class(cls) and _reaches(cls, moved)]
         return self._not_proven() if changed else ""
 
+    def objection_to_settings(
+        self, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any], attention: str | None
+    ) -> str:
+        """Return the reason why the plan does not fit settings that sharded foreign code reads; "" if the plan fits.
+
+        Args:
+            attributes: attributes that the program set: (path of a module, name) → value.
+            configs: dotted name of an attribute of a configuration → new value.
+            attention: name of the model's attention function.
+        """
+        self._attention = attention
+        for (path, name), value in attributes.items():
+            self.edits.set(path, name, value)
+        foreign = [cls for cls in self._inside if foreign_class(cls)]
+        if self._plan.world_size == 1 or not (foreign or self.edits.functions):
+            return ""
+        slots = reach(foreign, self.edits.functions).values()
+        functions = [function for slot in slots for function in functions_in(slot.value)]
+        functions += [function for value in self.edits.functions for function in functions_in(value)]
+        read = {word for each in functions if package_of(each) not in LIBRARIES for word in _words_in(each.__code__)}
+        names = {name for _, name in attributes} | {name.rpartition(".")[2] for name in configs}
+        return self._not_proven() if names & (read | {ATTENTION_SETTING}) else ""
+
     def _not_proven(self) -> str:
         """Return the reason why a twin with the current code does not prove the plan; "" if the twin does."""
         if self._selection is None:
@@ -86,6 +117,17 @@ class CodeCheck:
         except PolicyError as error:
             return str(error)
         return "" if same else trials.failure
+
+
+def _words_in(code: types.CodeType) -> set[str]:
+    """Return the names and the strings in a code object, also in nested functions; `getattr` takes names as strings."""
+    words = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            words |= _words_in(constant)
+        elif isinstance(constant, str):
+            words.add(constant)
+    return words
 
 
 def _reaches(cls: type[nn.Module], moved: Collection[str]) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import nn
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.content import digest
-from parallelformers_ng.live_code.reach import functions_in, reach
-from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_stock
+from parallelformers_ng.live_code.reach import reach
+from parallelformers_ng.live_code.replaced import changed_settings, is_setting
+from parallelformers_ng.live_code.state import State, holds_module
+from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_of_program, is_stock
 
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
 _NAMES = ("_parameters", "_buffers", "_modules")
@@ -32,6 +35,7 @@ class _Edit:
         functions: name of an attribute → function of the program in that attribute.
         bound: names of the functions that are bound to this module.
         itself: copy of the module if it has no tensors; otherwise None.
+        settings: name of an attribute → number or string that the program set.
     """
 
     cls: type[nn.Module]
@@ -40,9 +44,10 @@ class _Edit:
     functions: dict[str, Any]
     bound: set[str]
     itself: nn.Module | None
+    settings: dict[str, Any]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Edit:
+    def of(cls, module: nn.Module, settings: dict[str, Any]) -> _Edit:
         functions = functions_of(module)
         bound = {name for name, value in functions.items() if getattr(value, "__self__", None) is module}
         has_tensors = any(True for _ in (*module.parameters(), *module.buffers()))
@@ -53,11 +58,12 @@ class _Edit:
             functions,
             bound,
             None if has_tensors else _copied(module),
+            settings,
         )
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.cls, *sorted((name, digest(value)) for name, value in self.functions.items())
+        return self.cls, *sorted((name, digest(value)) for name, value in (self.settings | self.functions).items())
 
 
 def _copied(module: nn.Module) -> nn.Module | None:
@@ -81,23 +87,45 @@ class LiveEdits:
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
         modules = dict(model.named_modules())
-        self._edits = {path: _Edit.of(modules[path]) for path in foreign_modules(model)}
+        self._edits = {path: _Edit.of(modules[path], changed_settings(model, path)) for path in foreign_modules(model)}
 
     def __bool__(self) -> bool:
         return bool(self._edits)
 
-    @functools.cached_property
+    @property
     def key(self) -> tuple[Any, ...]:
         """Key that is equal for models with equal code."""
         classes = {edit.cls for edit in self._edits.values()}
         slots = reach(classes).values() if classes else ()
-        code = frozenset((slot.place, digest(slot.value)) for slot in slots if not is_stock(slot))
+        code = frozenset(
+            (slot.place, digest(slot.value)) for slot in slots if is_of_program(slot.place) or not is_stock(slot)
+        )
         return code, frozenset((_pattern(path), *edit.kind) for path, edit in self._edits.items())
 
     @property
     def functions(self) -> list[Any]:
         """The functions that the program assigned to modules."""
         return [value for edit in self._edits.values() for value in edit.functions.values()]
+
+    def objects(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield path of a module, name and value of the public attributes of modules with foreign code."""
+        for path, edit in self._edits.items():
+            for name, value in edit.attributes.items():
+                if not name.startswith("_") and name not in edit.functions and not hasattr(value, "to_dict"):
+                    yield path, name, value
+
+    def functions_by_path(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield path of a module, name and value of the functions that the program assigned to modules."""
+        for path, edit in self._edits.items():
+            for name, value in edit.functions.items():
+                yield path, name, value.__func__ if name in edit.bound else value
+
+    def set(self, path: str, name: str, value: Any) -> None:
+        """Take over an attribute of a module that the program sets later; only modules with foreign code count."""
+        if path in self._edits:
+            self._edits[path].attributes[name] = value
+            if is_setting(name, value):
+                self._edits[path].settings[name] = value
 
     def apply(self, small: nn.Module) -> None:
         """Apply the program's changes to a small copy of the model.
@@ -129,10 +157,11 @@ class LiveEdits:
                 if isinstance(edit.attributes[name], (torch.Tensor, nn.Module)):
                     raise self._refusal(path, f"its {name} has the size of the whole model")
                 vars(copied)[name] = copy.copy(edit.attributes[name])
+        vars(copied).update(copy.deepcopy(edit.settings))
         for name, value in edit.functions.items():
-            if any(_holds_module(function) for function in functions_in(value)):
+            if holds_module(value.__func__ if name in edit.bound else value):
                 raise self._refusal(path, f"its {name} holds a module of the whole model")
-            vars(copied)[name] = types.MethodType(value.__func__, copied) if name in edit.bound else value
+            vars(copied)[name] = types.MethodType(value.__func__, copied) if name in edit.bound else _isolated(value)
 
     def _refusal(self, path: str, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -140,14 +169,15 @@ class LiveEdits:
         )
 
 
-def _holds_module(function: types.FunctionType) -> bool:
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # an empty cell
-            continue
-    return any(isinstance(getattr(value, "__self__", value), nn.Module) for value in values)
+def _isolated(function: Any) -> Any:
+    """Return a copy of a function with its own variables, so that runs of a twin do not change the program's; the
+    function itself if it has none, or cannot be copied."""
+    if not State(function):
+        return function
+    try:
+        return cloudpickle.loads(cloudpickle.dumps(function))
+    except Exception:  # reducers of the program may raise any exception
+        return function
 
 
 def _pattern(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import operator
@@ -14,8 +15,9 @@ from torch.nn.utils import parametrize
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.live_code.content import digest, original
+from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
-from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of, value_in
+from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""
@@ -43,7 +45,11 @@ def digests_of(slots: Mapping[str, Slot]) -> Digests:
         slots: name of a place → the place and its value.
     """
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
-    return {place: digest(slot.value) for place, slot in slots.items() if module_of(place) not in by_value}
+    return {
+        place: digest(slot.value)
+        for place, slot in slots.items()
+        if not is_local(place) and module_of(place) not in by_value
+    }
 
 
 def differences(digests: Digests) -> Digests:
@@ -104,15 +110,18 @@ class AppliedChanges:
             self._restore(place)
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
-        scopes = scopes_of(classes, values.values()) if changes.by_value else {}
-        named_classes = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
         for place, value in values.items():
-            if module_of(place) in changes.by_value:
-                _put_by_value(place, value, named_classes, scopes)
-                continue
-            holder, key = _holder_of(place)
-            self._before.setdefault(place, (holder, key, value_in(holder, key, _NOTHING)))
-            _put(holder, key, value)
+            if not is_local(place) and module_of(place) not in changes.by_value:
+                holder, key = _holder_of(place)
+                self._before.setdefault(place, (holder, key, value_in(holder, key, _NOTHING)))
+                _put(holder, key, value)
+        imported = {p: _look_up(p) for p in changes.restored if module_of(p) not in changes.by_value}
+        restored = {place: value for place, value in imported.items() if value is not _NOTHING}
+        copied = {place: value for place, value in {**values, **restored}.items() if may_be_copied(place)}
+        scopes = scopes_of(classes, values.values()) if copied else {}
+        named_classes = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
+        for place, value in copied.items():
+            _put_by_value(place, value, named_classes, scopes)
         if changes.of_step:
             self.of_step |= values.keys()
 
@@ -134,6 +143,9 @@ class AppliedChanges:
             _put(holder, key, value)
         elif isinstance(holder, type):
             delattr(holder, key)
+        elif isinstance(holder, GeneralInterface):
+            type(holder)._global_mapping.pop(key, None)
+            holder._local_mapping.pop(key, None)
         else:
             del holder[key]
 
@@ -141,6 +153,16 @@ class AppliedChanges:
 def module_of(place: str) -> str:
     """Return the name of the module of a place."""
     return place.partition(":")[0]
+
+
+def is_local(place: str) -> bool:
+    """Return whether a place is in a class made by a function; such a class is pickled by value."""
+    return "<locals>" in place
+
+
+def may_be_copied(place: str) -> bool:
+    """Return whether code that was pickled by value may have a copy of a place: the place is in a program's module."""
+    return not place.endswith("]") and module_of(place).partition(".")[0] not in ("torch", "transformers")
 
 
 def is_by_value(name: str) -> bool:
@@ -214,10 +236,22 @@ def _put_by_value(
     """Set the value of a place in the classes and globals of code that was pickled by value."""
     owner, _, key = place.rpartition(".")
     if ":" in owner:
-        if owner in classes:
-            setattr(classes[owner], key, value)
+        for cls in [classes[owner]] if owner in classes else _classes_named(owner, scopes):
+            setattr(cls, key, value)
         return
     module, _, key = place.partition(":")
     for scope in scopes.get(module, ()):
         if key in scope:
             scope[key] = value
+
+
+def _classes_named(place: str, scopes: Mapping[str, list[dict[str, Any]]]) -> list[type]:
+    """Return the classes with the name of a place in the globals of code that was pickled by value."""
+    module, _, path = place.partition(":")
+    first, *rest = path.split(".")
+    values = [functools.reduce(_attribute, rest, scope.get(first)) for scope in scopes.get(module, ())]
+    return [value for value in values if isinstance(value, type)]
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import marshal
 import types
 from typing import Any
 
+import numpy as np
 import torch
+
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
+from parallelformers_ng.live_code.state import attributes_of, in_slots
 
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
@@ -22,7 +27,8 @@ def digest(value: Any) -> bytes:
     `__wrapped__` covers the function or the getter.
 
     Numbers, strings, containers, partial functions, and CPU tensors of at most 1 MiB are digested by value. The digest
-    of any other object covers only the name of its class.
+    of a namespace, or of an object of the program, covers its public attributes. The digest of any other object covers
+    only the name of its class.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())
@@ -72,7 +78,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     elif type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
         hasher.update(f"{value.shape}{value.dtype}".encode())
         hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif type(value) in (tuple, list):
+    elif type(value) in (tuple, list, collections.deque):
         for part in value:
             _feed(hasher, part, inner)
     elif type(value) is dict:
@@ -83,8 +89,18 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
         hasher.update(b"".join(sorted(map(digest, value))))
     elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         _feed(hasher, wrapped, inner)
+    elif type(value) is np.ndarray and value.nbytes <= _LARGEST and not value.dtype.hasobject:
+        hasher.update(f"{value.shape}{value.dtype}".encode() + value.tobytes())
+    elif (attributes := attributes_of(value) or _in_slots(value)) is not None:
+        hasher.update(type(value).__qualname__.encode())
+        _feed(hasher, {name: part for name, part in attributes.items() if not name.startswith("_")}, inner)
     else:
         hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
+
+
+def _in_slots(value: Any) -> dict[str, Any] | None:
+    """Return the attributes that an object of the program has in slots; None if it has none."""
+    return None if package_of(type(value)) in LIBRARIES else in_slots(value) or None
 
 
 @functools.cache

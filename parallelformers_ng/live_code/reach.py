@@ -14,6 +14,8 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
 
+from parallelformers_ng.live_code.holders import entries_of
+
 STEP = frozenset({"forward", "__call__"})
 """Names of the methods with which a forward pass starts."""
 LIBRARIES = frozenset({
@@ -39,6 +41,8 @@ _NOT_COMPUTING = tuple(
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
+_SETTINGS = (int, float, str, list, tuple, dict, set, torch.Tensor, types.SimpleNamespace, type)
+"""Kinds of the attributes of the program's classes that count as settings; a nested class may have settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,8 @@ class _Walk:
             owner, name, value = self._pending.pop()
             if owner is not None:
                 self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, value)
+            if isinstance(value, type):
+                self._add(value)
             for function in functions_in(value):
                 if id(function) not in self._known:
                     self._known.add(id(function))
@@ -149,6 +155,7 @@ class _Walk:
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
+                is_setting = is_setting or (package_of(base) not in LIBRARIES and isinstance(value, _SETTINGS))
                 skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
                 if skipped or not (is_setting or any(True for _ in functions_in(value))):
                     continue
@@ -231,32 +238,6 @@ class _Walk:
 
     def _note(self, place: str, holder: Any, key: str, value: Any) -> None:
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
-
-
-def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a name in a class (without its bases), in a module's globals or in a registry.
-
-    Args:
-        default: result if `holder` has no such name.
-        holder: class, dictionary of a module's globals, or registry.
-        key: name of the value.
-    """
-    if isinstance(holder, type):
-        return vars(holder).get(key, default)
-    if isinstance(holder, GeneralInterface):
-        return holder._local_mapping.get(key, type(holder)._global_mapping.get(key, default))
-    return dict.get(holder, key, default)
-
-
-def entries_of(registry: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, value) entries of a registry or a dictionary, without calling overridden methods.
-
-    A registry is a `GeneralInterface` of transformers, with entries of its object and of its class. If both have a key,
-    the object's entry counts.
-    """
-    if isinstance(registry, GeneralInterface):
-        return [*{**type(registry)._global_mapping, **registry._local_mapping}.items()]
-    return [*dict.items(registry)]
 
 
 def package_of(part: Any) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from parallelformers_ng.live_code.holders import size_of, value_in
 from parallelformers_ng.live_code.reach import (
     LIBRARIES,
     STEP,
@@ -22,14 +20,9 @@ from parallelformers_ng.live_code.reach import (
     names_in,
     package_of,
     reach,
-    value_in,
 )
+from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 
-_PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_HARMLESS = (
-    *_PLAIN_LAYERS, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU,
-    nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.LayerNorm,
-)  # fmt: skip
 _FAMILIES = "transformers.models."
 _SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
 """Attributes that accelerate and this package add to modules."""
@@ -53,44 +46,7 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
         reason = _foreign_on_module(module) or of_classes[cls]
         if reason:
             foreign[path] = reason
-    return {**foreign, **_replaced_modules(model)}
-
-
-def _replaced_modules(model: nn.Module) -> dict[str, str]:
-    """Return path → description of the torch modules with which the program replaced modules of the model.
-
-    Layers and element-wise activations are ignored.
-    """
-    modules = {
-        path: module
-        for path, module in model.named_modules()
-        if package_of(type(module)) == "torch" and not isinstance(module, _HARMLESS)
-    }
-    if not modules or not isinstance(model, PreTrainedModel):
-        return {}
-    built = _classes_built(model)
-    return {
-        path: f"the program put a {type(module).__name__} there"
-        for path, module in modules.items()
-        if built and built.get(path) is not parametrize.type_before_parametrizations(module)
-    }
-
-
-_BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, type]] = weakref.WeakKeyDictionary()
-
-
-def _classes_built(model: PreTrainedModel) -> dict[str, type]:
-    """Return path → class of the modules of a newly built model of the same class; empty if building fails."""
-    if model not in _BUILT:
-        try:
-            with torch.device("meta"):
-                built = type(model)._from_config(copy.deepcopy(model.config))
-        except Exception:  # modelling code raises anything
-            return {}
-        _BUILT[model] = {
-            path: parametrize.type_before_parametrizations(module) for path, module in built.named_modules()
-        }
-    return _BUILT[model]
+    return {**foreign, **replaced_modules(model)}
 
 
 def foreign_layer(module: nn.Module) -> str:
@@ -106,7 +62,7 @@ def foreign_layer(module: nn.Module) -> str:
         return "its weight is parametrized"
     if computed := next((name for name in _weights_computed_by_hooks(module)), ""):
         return f"a hook ({computed}) computes its weight before each call"
-    base: type | None = next((kind for kind in _PLAIN_LAYERS if isinstance(module, kind)), None)
+    base: type | None = next((kind for kind in PLAIN_LAYERS if isinstance(module, kind)), None)
     if base is None:
         return ""
     if type(module).forward is not base.forward:  # type: ignore[attr-defined]
@@ -159,6 +115,11 @@ def is_stock(slot: Slot) -> bool:
     return True
 
 
+def is_of_program(place: str) -> bool:
+    """Return whether a place is in a module of the program."""
+    return place.partition(":")[0].partition(".")[0] not in LIBRARIES
+
+
 def _is_of_library(function: types.FunctionType) -> bool:
     return package_of(function) in LIBRARIES and not function.__code__.co_filename.startswith("<ipython")
 
@@ -175,9 +136,14 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
                 program_functions[name] = value
-        elif callable(value) and not isinstance(value, type) and not all(map(_is_of_library, functions_in(value))):
+        elif callable(value) and not isinstance(value, type) and _is_programs(module, value):
             program_functions[name] = value
     return program_functions
+
+
+def _is_programs(module: nn.Module, function: Any) -> bool:
+    """Return whether a function in an attribute is the program's, or a function of torch that the program put there."""
+    return not all(map(_is_of_library, functions_in(function))) or is_torch_function_put_there(module, function)
 
 
 def _foreign_on_module(module: nn.Module) -> str:
@@ -195,23 +161,41 @@ def _without_accelerate(module: nn.Module, forward: Any) -> Any:
     return None if function is type(module).forward else before
 
 
-_OF_CLASS: weakref.WeakKeyDictionary[type, tuple[list[tuple[Any, str, Any]], str]] = weakref.WeakKeyDictionary()
+class _Decided:
+    """The places that decided an answer, and the numbers of names in the classes, globals and registries of the places.
+
+    A new name may be a method that hides an inherited one, or an attention function.
+    """
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._values = [(slot.holder, slot.key, slot.value) for slot in slots]
+        holders = {id(holder): holder for holder, _, _ in self._values}
+        self._sizes = [(holder, size_of(holder)) for holder in (*holders.values(), torch.Tensor)]
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed."""
+        return all(size_of(holder) == size for holder, size in self._sizes) and all(
+            value_in(holder, key, _MISSING) is value for holder, key, value in self._values
+        )
+
+
 _MISSING = object()
+_OF_CLASS: weakref.WeakKeyDictionary[type, tuple[_Decided, str]] = weakref.WeakKeyDictionary()
 
 
 def foreign_class(cls: type) -> str:
     """Return a description of the foreign code of a class; "" if the class has none.
 
-    The answer is cached until the program replaces a value that decided the answer.
+    The answer is cached until the program replaces a value that decided the answer, or adds a name beside one.
     """
     known = _OF_CLASS.get(cls)
-    if known is not None and all(value_in(holder, key, _MISSING) is value for holder, key, value in known[0]):
+    if known is not None and known[0].holds():
         return known[1]
     slots = [slot for slot in reach([cls]).values() if slot.of_step]
     reason = next((f"{slot.place.partition(':')[2]} is not the library's" for slot in slots if not is_stock(slot)), "")
     if package_of(cls) not in LIBRARIES and type(cls) is type and not _only_inherits(cls):
         reason = reason or f"{cls.__qualname__} is a class of the program"
-    _OF_CLASS[cls] = [(slot.holder, slot.key, slot.value) for slot in slots], reason
+    _OF_CLASS[cls] = _Decided(slots), reason
     return reason
 
 

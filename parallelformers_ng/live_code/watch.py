@@ -15,6 +15,7 @@ from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
+from parallelformers_ng.live_code.state import State
 
 try:
     from parallelformers_ng.live_code._places import are_unchanged
@@ -27,9 +28,11 @@ class CodeWatch:
 
     Args:
         slots: places and their values.
+        states: mutable objects that the code reads.
     """
 
-    def __init__(self, slots: Iterable[Slot]) -> None:
+    def __init__(self, slots: Iterable[Slot], states: Iterable[State] = ()) -> None:
+        self._states = tuple(states)
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         classes: dict[int, dict[str, Any]] = {}
         for slot in slots:
@@ -47,7 +50,9 @@ class CodeWatch:
         self._sizes = tuple(map(len, self._classes))
 
     def holds(self) -> bool:
-        """Return whether all places still have their first values, and no watched class gained or lost an attribute."""
+        """Return whether all places and states have their first values, and each watched class as many attributes."""
+        if self._states and not all(state.holds() for state in self._states):
+            return False
         if are_unchanged is not None and are_unchanged(
             self._tables, self._keys, self._values, self._classes, self._sizes
         ):

@@ -117,6 +117,7 @@ class Edits:
         self._built = Snapshot(self._configurations(model))  # configurations of a new incarnation
         self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
         self._count = 0
+        self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
         self._lock = threading.Lock()
         # State of the workers: incarnation, configurations, number of attribute changes, number of code changes.
         self._known = (0, self._built, 0, 0)
@@ -141,6 +142,10 @@ class Edits:
         """
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
+        for (path, name), (number, value) in [*self._code.moved.items()]:
+            if number > self._moved.get((path, name), 0):
+                self._moved[path, name] = number
+                self.set_attribute(path, name, value)
         return self._code.count
 
     def put_into(self, call: Call, model: nn.Module, incarnation: int) -> Callable[[], None]:
@@ -166,11 +171,16 @@ class Edits:
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 
+        call.configs = {name: value for name, value in now.items() if name not in before or before[name] != value}
+        call.attributes = attributes
+        if attributes or call.configs:
+            self._code.take_settings(model, attributes, call.configs)
+            if code_count != (codes := self._code.count):
+                call.code = self._code.changes
+
         def arrived() -> None:
             self._known = incarnation, current, count, codes
 
-        call.configs = {name: value for name, value in now.items() if name not in before or before[name] != value}
-        call.attributes = attributes
         return arrived
 
     def _configurations(self, model: nn.Module) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
-from parallelformers_ng.autopolicy.code_check import CodeCheck
+from parallelformers_ng.autopolicy.code_check import ATTENTION_SETTING, CodeCheck
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.changes import (
     attentions_of,
@@ -15,12 +17,14 @@ from parallelformers_ng.live_code.changes import (
     digests_of,
     is_by_value,
     is_filled_in,
+    is_local,
     module_of,
 )
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, reach
-from parallelformers_ng.live_code.stock import is_stock
+from parallelformers_ng.live_code.state import State
+from parallelformers_ng.live_code.stock import is_of_program, is_stock
 from parallelformers_ng.live_code.watch import CodeWatch
 
 _FOLLOWED = ("torch", "transformers")
@@ -38,6 +42,7 @@ class LiveCode:
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: changes of the code since `compare`; None before the first change.
         count: number of changes of the code since `compare`.
+        moved: attributes of modules whose objects changed inside: (path, name) → number of the change, value.
         step: watch of the code of a forward pass.
         rest: watch of the code that only `generate` and other methods use.
     """
@@ -53,6 +58,9 @@ class LiveCode:
         self._lock = threading.Lock()
         self.by_value = {name for name in self._modules() if is_by_value(name)}
         self.count = 0
+        self.moved: dict[tuple[str, str], tuple[int, Any]] = {}
+        self._moved_places: set[str] = set()
+        self._numbers = itertools.count(1)
         self.changes: CodeChanges | None = None
         self._watch()
 
@@ -94,6 +102,41 @@ class LiveCode:
             if not (self.step.holds() and self.rest.holds()):
                 self._update()
 
+    def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
+        """Check that the plan fits new settings, and follow the code of attention functions that they name.
+
+        Args:
+            model: the parallelized model.
+            attributes: attributes that the program set: (path of a module, name) → value.
+            configs: dotted name of an attribute of a configuration → new value.
+
+        Raises:
+            ParallelError: the plan of the model is not valid for the settings.
+            NotPortableError: the code of an attention function cannot be sent to the ranks.
+        """
+        with self._lock:
+            attention = getattr(model.config, "_attn_implementation", None)
+            if why := self.check.objection_to_settings(attributes, configs, attention):
+                names = ", ".join(
+                    [
+                        *(f"{path}.{name}" for path, name in attributes),
+                        *(name.removesuffix("_internal") for name in configs),
+                    ][:3]
+                )
+                raise ParallelError(
+                    f"{names} was changed after the model was parallelized, and the plan is not valid for the new"
+                    f" value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
+                )
+            named = {
+                value
+                for name, value in configs.items()
+                if name.endswith(ATTENTION_SETTING) and isinstance(value, str) and value not in self._attentions
+            }
+            if named:
+                self._attentions |= named
+                self._update()
+            self._watch()
+
     def _update(self) -> None:
         before, current = self._slots, reach(self._classes, self._functions, self._attentions)
         changed_places = {
@@ -101,6 +144,18 @@ class LiveCode:
             for place in before.keys() | current.keys()
             if place not in before or place not in current or before[place].value is not current[place].value
         }
+        for owner, state in self._of_functions.items():
+            if not state.holds():
+                raise ParallelError(
+                    f"a value that {owner} reads was changed after the model was parallelized, and the workers have"
+                    " their own copy of it. Restore the value, or call deparallelize(), then parallelize() again"
+                )
+        moved_places = {place for place, state in self._of_places.items() if not state.holds()} & current.keys()
+        changed_places |= moved_places
+        self._moved_places |= moved_places
+        for key, (value, state) in self._of_modules.items():
+            if not state.holds():
+                self.moved[key] = next(self._numbers), value
         if not changed_places:
             return self._watch()
         if why := self.check.objection(changed_places):
@@ -114,7 +169,8 @@ class LiveCode:
         values = {
             place: slot
             for place, slot in current.items()
-            if current_digests[place] != self._on_ranks.get(place) and not self._is_known(slot, before)
+            if place in self._moved_places
+            or (current_digests[place] != self._on_ranks.get(place) and not self._is_known(slot, before))
         }
         restored = self._sent - values.keys()
         self.changes = pack(values, self._on_ranks, restored, self.by_value)
@@ -128,13 +184,22 @@ class LiveCode:
         became reachable, or unchanged code of a module in `by_value`."""
         if slot.place in self._on_ranks:
             return False
-        if module_of(slot.place) in self.by_value:
+        if is_local(slot.place) or module_of(slot.place) in self.by_value:
             return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
         is_plain = isinstance(slot.value, (bool, int, float, str, property))
         return module_of(slot.place).partition(".")[0] in _FOLLOWED and not is_plain and is_stock(slot)
 
     def _watch(self) -> None:
-        self.step = CodeWatch(slot for slot in self._slots.values() if slot.of_step)
+        edits = self.check.edits
+        places = {slot.place: State(slot.value) for slot in self._slots.values() if _is_programs(slot)}
+        modules = {(path, name): (value, State(value)) for path, name, value in edits.objects()}
+        functions = {f"{path}.{name}": State(value) for path, name, value in edits.functions_by_path()}
+        self._of_places = {place: state for place, state in places.items() if state}
+        self._of_modules = {key: (value, state) for key, (value, state) in modules.items() if state}
+        self._of_functions = {owner: state for owner, state in functions.items() if state}
+        states = [*self._of_places.values(), *self._of_functions.values()]
+        states += [state for _, state in self._of_modules.values()]
+        self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), states)
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
 
     def _modules(self) -> set[str]:
@@ -150,3 +215,8 @@ def _in_short(place: str) -> str:
     """Return a place in the form of error messages: `Class.attribute`, or `module.global`."""
     module, _, name = place.partition(":")
     return name if "." in name or "[" in name else f"{module}.{name}"
+
+
+def _is_programs(slot: Slot) -> bool:
+    """Return whether a place may hold mutable objects of the program: the place or the value is not a library's."""
+    return is_of_program(slot.place) or (callable(slot.value) and not is_stock(slot))

@@ -196,7 +196,11 @@ class _Builder:
             if reason := self._not_stock(policy, unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
                 return {
-                    path for path, layers in targets.items() if any(target in self.draft.modules for target in layers)
+                    path
+                    for path, layers in targets.items()
+                    if any(
+                        target in self.draft.modules or policy.plan[path].finds(self.draft, target) for target in layers
+                    )
                 }
         before = self.draft.notes()
         matched: set[str] = set()

@@ -116,6 +116,38 @@ def normed_activation(model: Any) -> None:
         layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.LogSoftmax(-1))
 
 
+class LargestOnly:
+    """A feed-forward in an object that holds the module whose weights it uses."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return largest_only(self.module, states)
+
+
+def feed_forward_of_an_object(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = LargestOnly(layer.mlp)
+
+
+def partial_feed_forward(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.forward = functools.partial(largest_only, layer.mlp)
+
+
+def activation_of_torch(model: Any) -> None:
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = functools.partial(nn.functional.softmax, dim=-1)
+
+
+def layer_norm_as_activation(model: Any) -> None:
+    width = model.config.intermediate_size
+    model.model.layers[0].mlp.act_fn = nn.LayerNorm(width)
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.LayerNorm(width))
+
+
 CHANGES = {
     "BitNet's layers": all_linear(BitLinear),
     "clamped sums": all_linear(Clamped),
@@ -127,6 +159,10 @@ CHANGES = {
     "a head that ends in a log-softmax": log_softmax_head,
     "an activation over all columns": softmax_activation,
     "an activation in two steps": normed_activation,
+    "a feed-forward of an object": feed_forward_of_an_object,
+    "a feed-forward of a partial function": partial_feed_forward,
+    "a softmax as activation": activation_of_torch,
+    "a layer norm as activation": layer_norm_as_activation,
 }
 
 

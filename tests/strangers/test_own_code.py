@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelformers_ng import ParallelError, parallelize, plan
 from parallelformers_ng.errors import UnsupportedModelError
 from tests.strangers.agreement import NEW_TOKENS, assert_agree, assert_agree_in_a_batch, prompt
-from tests.strangers.changed_code import CHANGES, PATCHES, Clamped, sparse_feed_forward
+from tests.strangers.changed_code import CHANGES, PATCHES, Clamped, followed_by, sparse_feed_forward
 from tests.zoo.build import largest_difference
 from tests.zoo.case import seq2seq_inputs, text_inputs
 from tests.zoo.decoders import decoder
 from tests.zoo.encoders import encoder
 from tests.zoo.seq2seq import t5
+from tests.zoo.state_space import recurrent
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -51,6 +52,16 @@ def test_plan_lists_uncut_modules(caplog: pytest.LogCaptureFixture) -> None:
     assert {path.rpartition(".")[2] for path in shard_plan.uncut} == {"mlp"}
     assert "its forward was replaced" in shard_plan.table()
     assert sum("computed whole on every rank" in record.message for record in caplog.records) == 1
+
+
+def test_rules_of_tensors_in_foreign_mixers_stay_unused(groups) -> None:
+    whole, cut = (recurrent("Mamba", state_size=8) for _ in range(2))
+    for model in (whole, cut):
+        for layer in model.backbone.layers:
+            layer.mixer.forward = followed_by(torch.tanh, layer.mixer.forward)
+    with parallelize(cut, workers=groups(2)):
+        assert cut.shard_plan.source == "written"
+        assert_agree(cut, whole, prompt())
 
 
 @pytest.mark.parametrize("name", [name for name in PATCHES if name != "a product of torch"])

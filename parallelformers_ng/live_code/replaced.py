@@ -1,0 +1,130 @@
+"""Finds what the program put in the place of parts of a model that the model's class built."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.reach import functions_in, names_in, package_of
+from parallelformers_ng.live_code.state import attributes_of, holds_module
+
+PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OVER_COLUMNS = (nn.LayerNorm, nn.Sequential)
+"""Kinds of modules that models often have, and that may read all columns."""
+_ELEMENT_WISE = (
+    nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,
+    nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus,
+)  # fmt: skip
+_HARMLESS = (*PLAIN_LAYERS, *_ELEMENT_WISE, *_OVER_COLUMNS, nn.ModuleList, nn.ModuleDict)
+_ELEMENT_WISE_FUNCTIONS = frozenset({
+    "relu", "relu6", "gelu", "silu", "mish", "tanh", "sigmoid", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu",
+    "elu", "selu", "celu", "softplus", "softsign", "logsigmoid", "sin", "cos", "erf", "square", "abs", "exp", "clamp",
+    "clip", "identity",
+})  # fmt: skip
+
+
+def replaced_modules(model: nn.Module) -> dict[str, str]:
+    """Return path → description of the torch modules with which the program replaced modules of the model.
+
+    Layers and element-wise activations are ignored. In blocks, layer norms and chains with layers are not.
+    """
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if package_of(type(module)) == "torch" and not isinstance(module, _HARMLESS)
+    }
+    modules |= _unexpected(model)
+    if not modules or not isinstance(model, PreTrainedModel):
+        return {}
+    built = {path: parametrize.type_before_parametrizations(module) for path, module in built_modules(model).items()}
+    return {
+        path: f"the program put a {type(module).__name__} there"
+        for path, module in modules.items()
+        if built and built.get(path) is not parametrize.type_before_parametrizations(module)
+    }
+
+
+def changed_settings(model: nn.Module, path: str) -> dict[str, Any]:
+    """Return name → value of the settings of a module that the program set after the class built the model.
+
+    Args:
+        path: dotted path of the module.
+    """
+    built = built_modules(model).get(path) if isinstance(model, PreTrainedModel) else None
+    if built is None:
+        return {}
+    settings = {name: value for name, value in vars(model.get_submodule(path)).items() if is_setting(name, value)}
+    return {name: value for name, value in settings.items() if digest(vars(built).get(name, built)) != digest(value)}
+
+
+def is_setting(name: str, value: Any) -> bool:
+    """Return whether an attribute of a module is a setting: a public number, string, None, list or dictionary, or an
+    object of the program. `training` and configurations are none."""
+    if name == "training" or name.startswith("_") or hasattr(value, "to_dict"):
+        return False
+    plain = isinstance(value, (bool, int, float, str, list, dict, types.SimpleNamespace, type(None)))
+    return (plain or attributes_of(value) is not None) and not holds_module(value)
+
+
+def is_torch_function_put_there(module: nn.Module, value: Any) -> bool:
+    """Return whether an attribute of a transformers module is a torch function that the program put there.
+
+    Element-wise functions do not count, because they compute the same for any share of the columns.
+    """
+    while isinstance(value, functools.partial):
+        value = value.func
+    name = getattr(value, "__name__", "")
+    is_builtin = isinstance(value, types.BuiltinFunctionType) and getattr(torch, name, None) is value
+    if not name or not (is_builtin or (isinstance(value, types.FunctionType) and package_of(value) == "torch")):
+        return False
+    return name not in _ELEMENT_WISE_FUNCTIONS and not _is_named_by(type(module), name)
+
+
+def _unexpected(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layer norms and chains of layers, in blocks, whose kind the parent's `__init__` does not name."""
+    return {
+        f"{path}.{name}": child
+        for path, module in model.named_modules()
+        if package_of(type(module)) == "transformers" and re.search(r"\.\d+(\.|$)", path)
+        for name, child in module.named_children()
+        if type(child) in _OVER_COLUMNS
+        and not _is_named_by(type(module), type(child).__name__)
+        and not (isinstance(child, nn.Sequential) and all(isinstance(part, _ELEMENT_WISE) for part in child))
+    }
+
+
+def _is_named_by(cls: Any, name: str) -> bool:
+    """Return whether the code of the `__init__` of a class or of its bases has a name."""
+    return name in _names_in_init(cls)
+
+
+@functools.cache
+def _names_in_init(cls: type) -> frozenset[str]:
+    functions = (function for base in cls.__mro__ for function in functions_in(vars(base).get("__init__")))
+    return frozenset().union(*(names_in(function.__code__) for function in functions))
+
+
+_BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def built_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return path → module of a newly built model of the same class, on `meta`; empty if building fails."""
+    if model not in _BUILT:
+        try:
+            with torch.device("meta"):
+                built = type(model)._from_config(copy.deepcopy(model.config))
+        except Exception:  # modelling code raises anything
+            return {}
+        _BUILT[model] = dict(built.named_modules())
+    return _BUILT[model]
