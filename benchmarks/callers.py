@@ -1,6 +1,6 @@
 """Measures many callers: threads that call `generate`, one call with all prompts, and OpenVINO's continuous batching.
 
-    python -m benchmarks.callers [--size 600M] [--dtype bfloat16] [--rounds 3] [--patience 200] [--openvino PYTHON] [--json OUT]
+    python -m benchmarks.callers [--size 600M] [--dtype bfloat16] [--rounds 3] [--patience 200] [--openvino PYTHON]
 
 The model is a Llama with random weights, on two CPU ranks. `--openvino` is an interpreter with `openvino-genai` and
 `optimum-intel[openvino]`; its pipeline gets as many threads as there are ranks. All contestants run in turn.
