@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -96,8 +97,9 @@ class Batch:
     def _gather(self, coming: Sized) -> None:
         """Wait until no other thread prepares a call and, if calls came together before, no call has come for 2 ms."""
         end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
-        arrived, self._is_gathering = 0, True
+        arrived = 0
         try:
+            self._is_gathering = True
             time.sleep(0)  # other threads may run, and announce their calls
             while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
                 arrived = len(self._arrived)
@@ -247,9 +249,11 @@ class Batch:
             error: error for the running calls.
             others: error for the waiting calls; None marks the waiting calls as lost, for another group to run.
         """
-        running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
+        running, waiting = [*self._running.values()], [*self._waiting.values()]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)
-        self._arrived.clear()
+        with contextlib.suppress(IndexError):  # other threads may still add calls, or end this batch too
+            while True:
+                waiting.append(self._arrived.popleft())
         for ticket in running:
             ticket.end(error)
         for ticket in waiting:

@@ -232,7 +232,7 @@ def test_measured_memory_bounds_recorded_steps() -> None:
         call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
         ticket: Any = SimpleNamespace(call=call, given_up=False, is_suspect=False, needs_solitude=False)
         ticket.parcel, ticket.positions = (b"", 0), MOST_POSITIONS
-        batch.add(ticket)
+        batch.add(ticket, ())
         order = batch.next_round()
         assert order is not None
         assert (order.positions, order.most_rows) == (positions, 16)
