@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -98,8 +99,9 @@ class Batch:
         """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come
         for a quarter of a decode step, at most 5 ms."""
         end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
-        pause, arrived, self._is_gathering = min(self._step_seconds / 4, _LONGEST_PAUSE), 0, True
+        pause, arrived = min(self._step_seconds / 4, _LONGEST_PAUSE), 0
         try:
+            self._is_gathering = True
             time.sleep(0)  # other threads may run, and announce their calls
             while (len(coming) or (was_shared and arrived < len(self._arrived))) and time.monotonic() < end:
                 arrived = len(self._arrived)
@@ -251,9 +253,11 @@ class Batch:
             error: error for the running calls.
             others: error for the waiting calls; None marks the waiting calls as lost, for another group to run.
         """
-        running, waiting = [*self._running.values()], [*self._waiting.values(), *self._arrived]
+        running, waiting = [*self._running.values()], [*self._waiting.values()]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)
-        self._arrived.clear()
+        with contextlib.suppress(IndexError):  # other threads may still add calls, or end this batch too
+            while True:
+                waiting.append(self._arrived.popleft())
         for ticket in running:
             ticket.end(error)
         for ticket in waiting:

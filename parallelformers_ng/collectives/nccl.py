@@ -99,6 +99,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._device = device
         self._is_on_one_host = is_on_one_host
         self._small: SmallSums | None = None
+        self._may_try_small = True  # False after a failed trial, which is not repeated
         self._closed = threading.Event()
         self._entering = threading.Lock()  # held from the read of the abort word to the return from NCCL
         self._ending = threading.Lock()  # held while a process group is aborted
@@ -160,6 +161,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         super().reset()
         if small is not None:
             small.close()
+        with contextlib.suppress(CollectiveAbortedError):  # the request that begins now will raise the error
             self._try_small_sums()
 
     def close(self) -> None:
@@ -176,7 +178,12 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def _try_small_sums(self) -> None:
         if self._is_on_one_host and self.world_size > 1:
-            self._small = proven_small_sums(self, self._new_store(), self._device, self._is_aborted)
+            store, may_try = self._new_store(), self._may_try_small
+            small = proven_small_sums(self, store, self._device, self._is_aborted, may_try)
+            if not self._is_aborted():
+                self._small, self._may_try_small = small, small is not None
+            elif small is not None:  # the ranks may disagree after an abort, and repeat the trial after a reset
+                small.close()
 
     def _is_aborted(self) -> bool:
         return self._arena.aborted

@@ -179,34 +179,43 @@ class SmallSums:
 
 
 def proven_small_sums(
-    communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool]
+    communicator: Communicator,
+    store: dist.Store,
+    device: torch.device,
+    is_aborted: Callable[[], bool],
+    may_try: bool = True,
 ) -> SmallSums | None:
     """Return sums that agreed with the sums of `communicator` in a trial; None if `communicator` must sum all tensors.
 
-    All ranks must call this function together, and all ranks get the same decision. Rank 0 logs one line.
+    All ranks must call this function together, and all ranks get the same decision, unless the group was aborted
+    meanwhile. After a trial, rank 0 logs one line.
 
     Args:
         communicator: communicator of the ranks over NCCL.
         store, device, is_aborted: same as in SmallSums.
+        may_try: False if an earlier trial failed. If this is False on any rank, there is no trial.
 
     Raises:
         GroupError: a collective of `communicator` failed.
     """
     rank, world_size = communicator.rank, communicator.world_size
     agree = partial(_agreed, communicator, device)
-    places = communicator.all_gather(torch.tensor([device.index], device=device)).tolist()
+    places = communicator.all_gather(torch.tensor([device.index if may_try else -1], device=device)).tolist()
+    if min(places) < 0:
+        return None
     made: list[SmallSums] = []
 
     def make() -> None:
         made.append(SmallSums(rank, world_size, store, device, is_aborted))
 
-    reason = agree(lambda: _obstacle(device, places))
-    if not reason:
-        reason = agree(make)
-    if not reason:
-        reason = agree(lambda: made[0].difference(communicator))
-    if reason and made:
-        made[0].close()
+    is_proven = False
+    try:
+        reason = agree(lambda: _obstacle(device, places)) or agree(make)
+        reason = reason or agree(lambda: made[0].difference(communicator))
+        is_proven = not reason
+    finally:  # also if the group was aborted
+        if made and not is_proven:
+            made[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"
         _logger.info("sums of less than %d KiB %s", MOST_BYTES // 1024, done)

@@ -1,7 +1,8 @@
 /* Attention of new tokens over the keys and values of a cache: y = softmax(q Kᵀ · scale + mask) V.
  *
- * For a few new tokens, reading keys and values takes most of the time. The kernel reads keys and values in the cache,
- * without a copy, and once for several queries: queries of consecutive tokens, and of all heads that share keys and values.
+ * For a few new tokens, reading keys and values takes most of the time. The kernel reads keys and values in the cache, and
+ * once for several queries: queries of consecutive tokens, and of all heads that share keys and values. No copy is made,
+ * except of the values for the tile unit (`_tile_attention.h`).
  * Sums are in fp32 and begin at the first token that a query sees. The order of a sum depends neither on tokens before the
  * first one nor on other queries. */
 
@@ -9,6 +10,8 @@
 #define PARALLELFORMERS_NG_ATTENTION_H
 
 #include "../collectives/_floats.h"
+#include "_limbs.h"
+#include "_matrix.h"
 #include "_pair_attention.h"
 #include "_pairs.h"
 #include "_queries.h"
@@ -29,7 +32,7 @@ INLINE size_t head_work(const Attention *is)
     const size_t sizes[] = {HEADS * (is->width + is->tokens + LANES + is->value_width), pair_work(is), tile_work(is)};
     size_t most = sizes[0];
     for (size_t i = 1; i < 3; i++) most = sizes[i] > most ? sizes[i] : most;
-    return most;
+    return rounded_up(most, ALIGNED / sizeof(float));
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \

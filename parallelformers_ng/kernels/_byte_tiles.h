@@ -47,6 +47,7 @@ TILED_BYTES static void side_of_byte_tiles(const int8_t *limbs, const int8_t *pa
     const size_t passes = rounded_up(rows, AT_ONCE) / AT_ONCE, lines = rounded_up(SIDE, passes) / passes;
     int32_t sums[SIDE][SIDE];
     size_t cursor = 0;
+    SETTLE_MEMORY();
     for (size_t r = 0; r < rows; r += AT_ONCE, packed += depth * BYTE_TILE) {
         _tile_zero(0);
         for (size_t k = 0; k < depth; k++) {
@@ -81,7 +82,7 @@ TILED_BYTES static void in_byte_tiles(const int8_t *limbs, const Matrix *m, floa
     int8_t ends[BYTE_TILE] = {0}, *last = work + byte_tiles_work_bytes(rows, in) - SIDE * rounded_up(in, DEEP_BYTES);
     TileShapes shapes = {.palette = 1};
     for (size_t tile = 0; tile < 3; tile++) shapes.rows[tile] = SIDE, shapes.row_bytes[tile] = DEEP_BYTES;
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
     for (size_t o = first; o < end; o += SIDE) {
         const size_t outputs = end - o < SIDE ? end - o : SIDE;
         const int8_t *q = (const int8_t *)m->w + o * m->stride, *next = q + outputs * m->stride;

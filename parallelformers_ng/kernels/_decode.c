@@ -8,7 +8,9 @@
 #include "../collectives/_kernel_api.h"
 #include "_attention.h"
 #include "_layer.h"
+#include "_limbs.h"
 #include "_linear.h"
+#include "_matrix.h"
 #include "_pairs.h"
 #include "_queries.h"
 #include "_stack.h"
@@ -28,6 +30,9 @@ static int read_struct(const char *who, PyObject *const *args, size_t count, voi
     return 0;
 }
 
+/* Returns working memory at a cache line: the processor loads a tile whose rows divide cache lines at half the speed. */
+static float *new_work(size_t bytes) { return aligned_alloc(ALIGNED, rounded_up(bytes + 1, ALIGNED)); }
+
 /* Defines a Python function. Its arguments are the fields of STRUCT, in their order, and then FLOATS floats. */
 #define DEFINE_FUNCTION(NAME, STRUCT, FLOATS)                                                                   \
     static PyObject *py_##NAME(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)            \
@@ -41,7 +46,7 @@ static int read_struct(const char *who, PyObject *const *args, size_t count, voi
         if (read_struct(#NAME, args, SIZES, &is) < 0) return NULL;                                              \
         for (size_t i = 0; i < FLOATS; i++) floats[i] = (float)PyFloat_AsDouble(args[SIZES + i]);               \
         if (PyErr_Occurred()) return NULL;                                                                      \
-        float *work = malloc(NAME##_work_bytes(&is) + 1);                                                       \
+        float *work = new_work(NAME##_work_bytes(&is));                                                         \
         if (!work) return PyErr_NoMemory();                                                                     \
         Py_BEGIN_ALLOW_THREADS                                                                                  \
         NAME(&is, floats, work);                                                                                \
@@ -79,7 +84,7 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
     if (PyErr_Occurred()) return NULL;
     if (read_struct("decoder_layers", args + FIRST, SHARED, &stack.shared) < 0) return NULL;
     Cached *caches = malloc(numbers * sizeof(size_t));
-    float *work = malloc(stack_work_bytes(&stack));
+    float *work = new_work(stack_work_bytes(&stack));
     PyObject *result = NULL;
     if (!caches || !work) PyErr_NoMemory();
     else if (read_numbers(args + FIRST + SHARED, numbers, caches) == 0) {

@@ -13,6 +13,7 @@
 #include "../collectives/_floats.h"
 #include "_attention.h"
 #include "_integers.h"
+#include "_limbs.h"
 #include "_linear.h"
 #include "_matrix.h"
 #include "_vectors.h"
@@ -73,7 +74,7 @@ INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
     const AttentionWeights *w = &is->weights;
     const Attention attention = attention_of(is, NULL, NULL);
     const size_t rows = is->step.rows, q = w->heads * w->width, kv = w->kv_heads * w->width;
-    const size_t own = rows * (w->hidden + 2 * q + 2 * kv) * sizeof(float);
+    const size_t own = rounded_up(rows * (w->hidden + 2 * q + 2 * kv) * sizeof(float), ALIGNED);
     const size_t products = integers_work_bytes(rows, larger(w->hidden, q), larger(w->hidden, q));
     return own + larger(input_work_bytes(rows, w->hidden), input_work_bytes(rows, q)) +
            larger(attention_work_bytes(&attention), products);
@@ -82,8 +83,8 @@ INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
 INLINE size_t feed_half_work_bytes(const FeedHalf *is)
 {
     const size_t rows = is->rows, hidden = is->weights.hidden, inner = is->weights.inner, widest = larger(hidden, inner);
-    return rows * (hidden + 3 * inner) * sizeof(float) + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, inner)) +
-           integers_work_bytes(rows, widest, widest);
+    const size_t own = rounded_up(rows * (hidden + 2 * inner) * sizeof(float), ALIGNED);
+    return own + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, inner)) + integers_work_bytes(rows, widest, widest);
 }
 
 /* Computes silu(g) = g / (1 + e⁻ᵍ) from e^-|g|, which cannot overflow. */
@@ -138,7 +139,7 @@ INLINE void silu(Floats *g)
         const size_t kv_width = w->kv_heads * w->width;                                                               \
         TYPE *n = (TYPE *)work, *q = (TYPE *)(work + rows * hidden), *k = q + rows * q_width;                         \
         TYPE *v = k + rows * kv_width, *seen = v + rows * kv_width;                                                   \
-        work += rows * (hidden + 2 * q_width + 2 * kv_width);                                                         \
+        work += rounded_up(rows * (hidden + 2 * q_width + 2 * kv_width), ALIGNED / sizeof *work);                     \
         Input x = {.x = n, .rows = rows, .in = hidden, .work = (char *)work};                                         \
         Input y = {.x = seen, .rows = rows, .in = q_width, .work = (char *)work};                                     \
         work = (float *)(x.work + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, q_width)));           \
@@ -181,7 +182,7 @@ INLINE void silu(Floats *g)
         const FeedWeights *w = &is->weights;                                                                          \
         const size_t rows = is->rows, hidden = w->hidden, inner = w->inner;                                           \
         TYPE *n = (TYPE *)work, *g = (TYPE *)(work + rows * hidden), *u = g + rows * inner;                           \
-        work += rows * (hidden + 2 * inner);                                                                          \
+        work += rounded_up(rows * (hidden + 2 * inner), ALIGNED / sizeof *work);                                      \
         Input x = {.x = n, .rows = rows, .in = hidden, .work = (char *)work};                                         \
         Input y = {.x = g, .rows = rows, .in = inner, .work = (char *)work};                                          \
         work = (float *)(x.work + larger(input_work_bytes(rows, hidden), input_work_bytes(rows, inner)));             \

@@ -158,7 +158,10 @@ DEFINE_OPERATORS(bf16, uint16_t, LOAD_BF16)
 /* Bytes and addresses of the forms of x in `work`: see `Input`. */
 INLINE size_t wide_bytes(size_t rows, size_t in) { return rounded_up(rows * in * sizeof(float), ALIGNED); }
 INLINE size_t tiled_bytes(size_t rows, size_t in) { return rounded_up(tiles_work_bytes(rows, in, team.threads), ALIGNED); }
-INLINE size_t input_work_bytes(size_t rows, size_t in) { return wide_bytes(rows, in) + tiled_bytes(rows, in) + met_bytes(rows, in); }
+INLINE size_t input_work_bytes(size_t rows, size_t in)
+{
+    return wide_bytes(rows, in) + tiled_bytes(rows, in) + rounded_up(met_bytes(rows, in), ALIGNED);
+}
 INLINE char *met_by_integers(const Input *is) { return is->work + wide_bytes(is->rows, is->in) + tiled_bytes(is->rows, is->in); }
 
 INLINE const float *widened_f32(Input *is) { return is->x; }

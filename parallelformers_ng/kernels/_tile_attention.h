@@ -42,7 +42,9 @@ INLINE TileWork tile_work_at(const Attention *is, float *work)
 /* Returns the number of floats of working memory for a head of keys and values. */
 INLINE size_t tile_work(const Attention *is)
 {
-    return fits_tiles(is) ? (size_t)(tile_work_at(is, NULL).y - (float *)NULL) + VALUE_TILES * SIDE * SIDE : 0;
+    const size_t room = (is->tokens + DEEP - 1) / DEEP * DEEP;
+    const size_t halves = room * is->value_width + 2 * SIDE * is->width + 2 * room * SIDE;
+    return fits_tiles(is) ? halves / 2 + room * SIDE + VALUE_TILES * SIDE * SIDE : 0;
 }
 
 /* Packs the values of a span into tiles `[tokens / DEEP, value_width / SIDE, DEEP / 2, SIDE, 2]`. */
@@ -83,6 +85,7 @@ TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens,
             for (size_t i = 0; i < tokens - t; i++) memcpy(at->last_keys + i * width, keys + i * row, width * sizeof *keys);
             keys = at->last_keys, apart = width;
         }
+        SETTLE_MEMORY();
         _tile_zero(0);
         for (size_t k = 0; k < width; k += DEEP) {
             _tile_loadd(1, keys + k, apart * sizeof *keys);
@@ -166,6 +169,7 @@ TILED INLINE void weigh_tiles(const Group *g, const TileWork *at, size_t room, s
     const size_t tiles = is->value_width / SIDE;
     float totals[SIDE];
     _mm512_storeu_ps(totals, total);
+    SETTLE_MEMORY();
     for (size_t c = 0, wide; c < tiles; c += wide) {
         wide = tiles - c < VALUE_TILES ? 2 : VALUE_TILES;
         _tile_zero(0);
@@ -219,7 +223,7 @@ TILED static size_t attend_tiles(const Group *g, float *work, size_t left)
         transpose(pairs);
         for (size_t pair = 0; pair < SIDE; pair++) _mm512_storeu_si512(at.q + k * SIDE + pair * DEEP, pairs[pair]);
     }
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
     tile_scores(g, &at, tokens, seen);
     if (is->mask.kind != NO_MASK) mask_tiles(g, at.s, seen, queries);
     weigh_tiles(g, &at, room, queries, tile_weights(&at, room));

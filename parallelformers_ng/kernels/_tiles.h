@@ -61,6 +61,9 @@ static size_t tiles_work_bytes(size_t rows, size_t in, size_t threads)
 
 #define TILED __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512bf16")))
 
+/* GCC does not know that `_tile_loadd` reads memory: writes to memory must be complete before tiles are loaded from there. */
+#define SETTLE_MEMORY() __asm__ volatile("" ::: "memory")
+
 INLINE uint32_t first_bits(size_t count) { return (uint32_t)((1ull << count) - 1); }
 
 /* Transposes SIDE × SIDE numbers of 32 bits. */
@@ -117,6 +120,9 @@ typedef struct {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } TileShapes;
+
+/* Sets the shapes. For GCC 12, `_tile_loadconfig` reads the first 8 bytes only. */
+INLINE void load_shapes(const TileShapes *shapes) { __asm__ volatile("ldtilecfg\t%0" ::"m"(*shapes)); }
 
 /* Adds the bias to sums `[outputs, columns]`, both SIDE, and returns them as a vector of outputs for each column. */
 TILED INLINE void finish_sums(const float *sums, const uint16_t *bias, size_t outputs, __m512 of_rows[SIDE])
@@ -202,6 +208,7 @@ TILED INLINE void block_of_tiles(const BlockOfTiles *is, const uint16_t *packed,
     _Alignas(64) float sums[4][SIDE * SIDE];
     for (size_t o = 0; whole < depth && o < high * SIDE; o++)
         memcpy(ends[o / SIDE] + o % SIDE * DEEP, is->w + o * is->stride + whole * DEEP, is->in % DEEP * sizeof *is->w);
+    SETTLE_MEMORY();
     for (size_t r = 0, wide; r < rows; r += wide * columns, packed += wide * depth * columns * DEEP) {
         wide = rows - r > columns ? 2 : 1;
         if (high > 1 && wide > 1) sums_of_tiles(is, packed, ends, columns, 2, 2, sums);
@@ -232,7 +239,7 @@ TILED static void linear_tiles(uint16_t *work, size_t thread, const uint16_t *w,
     const size_t rest = outs % SIDE;
     memset(last, 0, rest ? depth * TILE * sizeof *last : 0);
     for (size_t i = 0; i < rest; i++) memcpy(last + i * in, w + (outs - rest + i) * stride, in * sizeof *w);
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
     for (size_t r = 0; r < rows; r += most, work += most * depth * DEEP, y += most * out) {
         const size_t here = rows - r < most ? rows - r : most;
         for (size_t o = 0, outputs; o < outs; o += outputs) {

@@ -95,8 +95,8 @@ class SharedCalls:
             return why
         self._check(*tokens_of(model, arguments))
         thread = threading.get_ident()
-        self._coming.add(thread)
         try:
+            self._coming.add(thread)
             call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
             call = call or shared_call(model, arguments, seed, draw_seed)
         finally:

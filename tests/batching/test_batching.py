@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -24,14 +26,17 @@ from parallelformers_ng import (
     parallelize,
 )
 from parallelformers_ng.batching import batch_proof as proof
+from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
+from parallelformers_ng.errors import GroupError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
+from parallelformers_ng.options import BatchingOptions
 from tests.helpers.patience import PROMPTLY, await_end, kill
 from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.zoo.decoders import bloom, decoder, gpt2
@@ -526,3 +531,35 @@ def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))
         assert batch._prefill_speed > 0, "no rank measured its prompts"
+
+
+def test_call_that_comes_while_a_batch_ends_is_lost_to_another_group() -> None:
+    """No call is dropped between the look at the calls that have arrived and their removal."""
+    batch = Batch(BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=lambda request: None)), str)
+    tickets: list[Any] = [SimpleNamespace(lost=False, ring=lambda: None) for _ in range(2)]
+    batch._arrived.append(tickets[0])
+
+    def batches() -> Iterator[int]:
+        batch._arrived.append(tickets[1])  # as if another thread ran now
+        yield 1
+
+    batch._batches = cast(Any, batches())
+    batch.end(GroupError("ended"), None)
+    assert all(ticket.lost for ticket in tickets)
+    assert not batch.busy
+
+
+def test_interrupted_gathering_stops() -> None:
+    """A caller may be interrupted while it waits for other calls; later calls then queue their rounds themselves."""
+    requests: list[Any] = []
+    batch = Batch(BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=requests.append)), str)
+
+    class Interrupted(list[int]):
+        def __len__(self) -> int:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        batch.add(cast(Any, SimpleNamespace()), Interrupted())
+    assert not requests
+    batch.add(cast(Any, SimpleNamespace()), ())
+    assert len(requests) == 1

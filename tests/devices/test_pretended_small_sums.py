@@ -10,6 +10,7 @@ import torch
 
 from parallelformers_ng.collectives import small_sums
 from parallelformers_ng.collectives.small_sums import SmallSums
+from parallelformers_ng.errors import CollectiveAbortedError
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.pretend_cuda import symmetric
 from tests.pretend_cuda.caller import TARGET
@@ -103,6 +104,17 @@ def test_abort_ends_a_waiting_kernel(pretended: WorkerGroup) -> None:
             assert summed(group, 4096, "bfloat16", 0, 2) == [2, 2]
             assert time.monotonic() - begun < 20
             assert [buffers for _, buffers in group.call_each("small_sums", [()])] == [1, 1]
+
+
+def test_trial_that_is_aborted_is_repeated(pretended: WorkerGroup) -> None:
+    """A caller may give up a request while the ranks begin it with a reset."""
+    with WorkerGroup(2, "cuda", target=TARGET, timeout=60) as group:
+        with pytest.raises(ValueError, match="for once"):
+            group.call("abort_next_trial")
+        with pytest.raises(CollectiveAbortedError, match="a caller gave up"):
+            summed(group, 64, "bfloat16")
+        assert summed(group, 64, "bfloat16") == [1, 1]
+        assert [buffers for _, buffers in group.call_each("small_sums", [()])] == [1, 1]
 
 
 def test_long_path_of_torchs_socket_keeps_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import inspect
 import os
 import textwrap
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
+from parallelformers_ng.collectives import small_sums
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels.side_by_side import PartOfProduct
 from parallelformers_ng.kernels.step_kernels import StepKernels
@@ -249,6 +251,20 @@ class PretendedRunner(ModelRunner):
             if mishap:
                 os.environ[process_group.MISHAP] = "raise"
             raise ValueError(message)
+        self.ping()
+
+    def abort_next_trial(self) -> None:
+        """Raise on rank 1, whose next trial of small sums aborts the group."""
+        if self.rank == 1:
+            usual = small_sums._obstacle
+
+            def obstacle(*args: Any) -> str:
+                small_sums._obstacle = usual
+                self.communicator.abort("a caller gave up")
+                return usual(*args)
+
+            small_sums._obstacle = obstacle
+            raise ValueError("for once")
         self.ping()
 
     def fail_alone(self) -> None:
