@@ -122,7 +122,8 @@ class CheckpointFile:
     def is_like(self, name: str) -> bool:
         """Return whether the file `name` of this host may be a copy of this file.
 
-        The sizes must be equal. A `SafetensorsFile` also compares the checksums of the headers.
+        The sizes must be equal. A `SafetensorsFile` also compares the checksums of the headers, and a `PickleFile` the
+        checksums that a zip file, torch's format, has of its members.
 
         Raises:
             OSError: the file `name` cannot be read.
@@ -249,6 +250,10 @@ class PickleFile(CheckpointFile):
                     " .bin file; save the model as safetensors"
                 )
         self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+        self._members_checksum = _members_checksum(self.path)
+
+    def is_like(self, name: str) -> bool:
+        return super().is_like(name) and _members_checksum(name) == self._members_checksum
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -323,6 +328,15 @@ def _fetch(in_cache: str) -> None:
         raise CheckpointError(
             f"{in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be downloaded: {error}"
         ) from error
+
+
+def _members_checksum(path: str) -> int | None:
+    """Return a checksum of the names and checksums of the members of a zip file; None if the file is no zip file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return zlib.crc32(repr([(member.filename, member.CRC) for member in archive.infolist()]).encode())
+    except zipfile.BadZipFile:
+        return None
 
 
 def _identity(path: str) -> tuple[int, ...]:

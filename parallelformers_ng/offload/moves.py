@@ -23,6 +23,7 @@ class MovedLayer:
     Attributes:
         module: the layer.
         coming: future that is done when `bring` has finished; None if no move to the device has been requested.
+        going: future that is done when `drop` has finished; None if a forward pass has waited for it.
         next: layer that ran after this layer last time.
     """
 
@@ -31,6 +32,7 @@ class MovedLayer:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.coming: Future[None] | None = None
+        self.going: Future[None] | None = None
 
     def bring(self) -> None:
         """Read the weights into memory. Called in the mover thread.
@@ -41,7 +43,12 @@ class MovedLayer:
         """
 
     def drop(self) -> None:
-        """Free the memory of the weights. Called in the mover thread, which moves weights while layers compute."""
+        """Free the memory of the weights. Called in the mover thread, which moves weights while layers compute.
+
+        Raises:
+            OSError: the system cannot map a file with weights. The next forward pass of the layer raises the same
+                error.
+        """
 
     def ask(self) -> None:
         """Queue copies of the weights to the device. Called in the thread that computes.
@@ -161,7 +168,8 @@ class Moves:
     """Moves layers to the device and away during forward passes of a model, by hooks on the layers.
 
     A thread reads the next layer into memory while a layer computes. If a layer cannot be read, its forward pass raises
-    the OSError of `MovedLayer.bring`. A forward pass also raises the errors of `MovedLayer.ask`.
+    the OSError of `MovedLayer.bring`. A forward pass also raises the errors of `MovedLayer.ask`, and of
+    `MovedLayer.drop` after the layer's previous forward pass.
 
     Args:
         layers: the layers, in the expected order of running.
@@ -192,6 +200,9 @@ class Moves:
         self._running = self._ahead = None
         try:
             self._request(layer).result()
+            going, layer.going = layer.going, None
+            if going is not None:
+                going.result()  # done, because the mover drops a layer before it brings the layer again
         except BaseException:
             layer.coming = None  # the next call requests the layer again
             raise
@@ -210,7 +221,7 @@ class Moves:
     def _release(self, layer: MovedLayer) -> None:
         layer.leave()
         layer.coming = None
-        self._mover.submit(layer.drop)
+        layer.going = self._mover.submit(layer.drop)
 
     def close(self) -> None:
         """Remove the hooks and stop the mover thread, so that no layer is moved any more."""

@@ -82,9 +82,8 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
     Raises:
         UnsupportedModelError: the server cannot serve a model of this class, or a module or setting of
             sentence-transformers.
-        CheckpointError: the model does not exist, or its configuration cannot be read.
-        OSError, ValueError, KeyError: `adapter_config.json` or a file of sentence-transformers cannot be read.
-        safetensors.SafetensorError, pickle.UnpicklingError: see `read_pooling`.
+        CheckpointError: the model does not exist, or its configuration or a file of sentence-transformers is damaged.
+        OSError, ValueError, KeyError: `adapter_config.json` cannot be read, or the hub refuses the request.
     """
     if is_gguf(name):
         return Kind()

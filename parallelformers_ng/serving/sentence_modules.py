@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from safetensors.torch import load_file
 
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.checkpoint.files import open_file
+from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.serving.pooling import MODES, Module, Pooling, normalize
 
 _TRANSFORMER_FILES = tuple(
@@ -80,37 +80,47 @@ class SentenceFiles:
         except EntryNotFoundError:
             return None
 
-    def json(self, file: str) -> Any:
+    def json(self, file: str, kind: type = dict) -> Any:
         """Return the content of a JSON file, or None if the model does not have the file.
 
         Args:
             file: path of the file in the model's folder.
+            kind: type of the content.
 
         Raises:
             UnsupportedModelError, OSError: see `find`.
-            ValueError: the file is not valid JSON.
+            CheckpointError: the file is not valid JSON, or has content of another type.
         """
         path = self.find(file)
-        return None if path is None else json.loads(path.read_text())
+        if path is None:
+            return None
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        if not isinstance(content, kind):
+            raise CheckpointError(f"{path} contains a {type(content).__name__}, not a {kind.__name__}")
+        return content
 
-    def tensors(self, folder: str) -> dict[str, torch.Tensor]:
+    def tensors(self, folder: str, *needed: str) -> dict[str, torch.Tensor]:
         """Return the weights of a module by name, in float32 on CPU. The module defines the shapes.
 
         Args:
             folder: path of the module's folder in the model's folder.
+            needed: names of weights that the module must have.
 
         Raises:
             UnsupportedModelError: the folder has no weights, or the hub cannot be reached; see `find`.
             OSError: see `find`.
-            safetensors.SafetensorError, pickle.UnpicklingError: the file of weights is damaged.
+            CheckpointError: the file of weights is damaged, or lacks a needed weight.
         """
-        if path := self.find(f"{folder}/model.safetensors"):
-            weights = load_file(path)
-        elif path := self.find(f"{folder}/pytorch_model.bin"):
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        else:
+        path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
+        if path is None:
             raise UnsupportedModelError(f"{self.name} has no weights in {folder}")
-        return {name: weight.float() for name, weight in weights.items()}
+        file = open_file(path)
+        if missing := [name for name in needed if name not in file.entries]:
+            raise CheckpointError(f"{path} has no {', '.join(missing)}")
+        return {name: file.tensor(name).float() for name in file.entries}
 
 
 def read_pooling(name: str, revision: str | None = None) -> Pooling:
@@ -126,13 +136,15 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
         UnsupportedModelError: the model has a module or a setting that the server does not support, or the hub cannot
             be reached.
         OSError: the hub refuses the request; see `SentenceFiles.find`.
-        ValueError, KeyError: a JSON file is damaged, or lacks a key.
-        safetensors.SafetensorError, pickle.UnpicklingError: a file of weights is damaged.
+        CheckpointError: a file is damaged, or lacks a key or a weight.
     """
     files = SentenceFiles(name, revision)
-    listed = files.json("modules.json")
+    listed = files.json("modules.json", list)
     if listed is None:
         return Pooling()
+    for module in listed:
+        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
+            raise CheckpointError(f"modules.json of {name} has a module without type or path: {module}")
     kinds = [_kind(module["type"], name) for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= _FOLLOWING.keys() | {"Dropout"}:
         raise UnsupportedModelError(
@@ -202,7 +214,9 @@ def _prompt(files: SentenceFiles) -> str:
 
 
 def _dense(files: SentenceFiles, folder: str) -> Module:
-    config, weights = files.json(f"{folder}/config.json"), files.tensors(folder)
+    config, weights = files.json(f"{folder}/config.json"), files.tensors(folder, "linear.weight")
+    if config is None:
+        raise UnsupportedModelError(f"{files.name} has no {folder}/config.json, which names the activation")
     path = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
@@ -219,7 +233,7 @@ def _dense(files: SentenceFiles, folder: str) -> Module:
 
 
 def _layer_norm(files: SentenceFiles, folder: str) -> Module:
-    weights = files.tensors(folder)
+    weights = files.tensors(folder, "norm.weight", "norm.bias")
     weight, bias = weights["norm.weight"], weights["norm.bias"]
     return lambda vectors: torch.nn.functional.layer_norm(vectors, weight.shape, weight, bias)
 

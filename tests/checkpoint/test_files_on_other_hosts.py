@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from parallelformers_ng.checkpoint import files
-from parallelformers_ng.checkpoint.files import CheckpointFile, SafetensorsFile
+from parallelformers_ng.checkpoint.files import CheckpointFile, PickleFile, SafetensorsFile
 from parallelformers_ng.errors import CheckpointError
 
 
@@ -42,6 +42,19 @@ def test_file_is_found_by_path_or_in_cache(tmp_path, monkeypatch):
     assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
     assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
     assert fetched == [("org/name", "model.safetensors", "0123abc")]
+
+
+def test_other_numbers_in_bin_file_are_refused(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.arange(6.0)}, path)
+    file = PickleFile(path)
+    shutil.copy(path, tmp_path / "copy")
+    path.unlink()
+    shutil.copy(tmp_path / "copy", path)
+    assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
+    torch.save({"weight": torch.arange(6.0) + 1}, path)
+    with pytest.raises(CheckpointError, match="a different file of that name"):
+        from_elsewhere(file).tensor("weight")
 
 
 @pytest.mark.parametrize("change", ["gone", "longer", "of the same length"])

@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.mapping import file_at, map_file
 from parallelformers_ng.offload import moves, pages
-from parallelformers_ng.offload.moves import MappedLayer
+from parallelformers_ng.offload.moves import MappedLayer, MovedLayer, Moves
 
 _COUNTS = (3 << 20, 9000, 1 << 20, 5000)
 """Bytes of consecutive tensors: pieces, pages of 2 MB, parts of a page, the end of a file within a page."""
@@ -91,6 +91,28 @@ def test_failed_reads_leave_everything_unchanged(
     assert all(map(torch.equal, tensors, want))
     layer.bring()
     assert all(map(torch.equal, tensors, want))
+
+
+class Stuck(MovedLayer):
+    """A layer whose memory cannot be freed once."""
+
+    tries = 0
+
+    def drop(self) -> None:
+        self.tries += 1
+        if self.tries == 1:
+            raise OSError(errno.ENOMEM, "weights cannot be mapped")
+
+
+def test_failed_drop_is_raised_at_next_pass() -> None:
+    stuck, other, x = Stuck(nn.Linear(2, 2)), MovedLayer(nn.Linear(2, 2)), torch.ones(2)
+    layers = Moves([stuck, other])
+    other.module(stuck.module(x))
+    with pytest.raises(OSError, match="weights cannot be mapped"):
+        stuck.module(x)
+    for _ in range(2):
+        other.module(stuck.module(x))
+    layers.close()
 
 
 def test_file_is_known_while_it_is_mapped(tensors: list[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.serving import run
 from parallelformers_ng.serving.model_kinds import Kind, kind_of
 from parallelformers_ng.serving.pooling import MODES, Pooling
@@ -255,6 +255,29 @@ def test_foreign_code_is_refused(tmp_path):
     put(tmp_path / "dense" / "2_Dense" / "config.json", write_dense)
     with pytest.raises(UnsupportedModelError, match=r"activation os\.system"):
         kind_of(str(tmp_path / "dense"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("modules.json", "[{", r"modules\.json is damaged"),
+        ("modules.json", '[{"type": "sentence_transformers.models.Transformer"}]', "module without type or path"),
+        ("1_Pooling/config.json", "[]", r"1_Pooling/config\.json contains a list"),
+        ("2_Dense/model.safetensors", "{}", r"2_Dense/model\.safetensors is damaged"),
+    ],
+)
+def test_damaged_files_are_named(file, text, why, tmp_path):
+    write(tmp_path, VARIANTS["lasttoken"])
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=why):
+        kind_of(str(tmp_path))
+
+
+def test_missing_weight_is_named(tmp_path):
+    write(tmp_path, VARIANTS["lasttoken"])
+    save_file({"linear.bias": torch.ones(1)}, tmp_path / "2_Dense" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"2_Dense/model\.safetensors has no linear\.weight"):
+        kind_of(str(tmp_path))
 
 
 def test_model_without_modules_uses_normalized_mean(tmp_path):
