@@ -2,7 +2,7 @@
  *
  *     s = K qᵀ · scale,   p = e^(s - max),   y = p V / Σ p
  *
- * A lane of the softmax's vectors is a query. p is split into two numbers of bf16, whose sum has 16 bits, so that y is as exact
+ * p is split into two numbers of bf16, whose sum has 16 bits, so that y is as exact
  * as with p in fp32. V is packed into tiles once for all queries of a head of keys and values. */
 
 #ifndef PARALLELFORMERS_NG_TILE_ATTENTION_H
@@ -19,7 +19,7 @@ enum { VALUE_TILES = 4 }; /* tiles of columns of V that are multiplied at a time
 
 typedef struct {
     uint16_t *values, *q, *last_keys, *p; /* tiles of V, of qᵀ, and of p; keys of the last tokens, if they fill no tile */
-    float *s, *y;                         /* scores `[tokens, SIDE]`; sums `[VALUE_TILES, SIDE, SIDE]` */
+    float *s, *y;                         /* scores `[SIDE, tokens]`; sums `[VALUE_TILES, SIDE, SIDE]` */
 } TileWork;
 
 INLINE int fits_tiles(const Attention *is)
@@ -70,16 +70,15 @@ TILED static void pack_values(const Group *g, float *work)
         }
 }
 
-/* Computes scores s `[tokens, SIDE]` = K qᵀ · scale, and sets the scores of tokens that a query does not see to -∞. `seen` has
- * the number of tokens that each query sees. */
-TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens, const int32_t seen[SIDE])
+/* Computes scores s `[queries, room]` = scale · q Kᵀ. */
+TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens, size_t room, size_t queries)
 {
     const size_t width = g->is->width, row = g->is->cached.k_token;
-    const __m512 scale = _mm512_set1_ps(g->scale), hidden = _mm512_set1_ps(-INFINITY);
-    const __m512i counts = _mm512_loadu_si512(seen);
+    const __m512 scale = _mm512_set1_ps(g->scale);
     for (size_t t = 0; t < tokens; t += SIDE) {
         const uint16_t *keys = (const uint16_t *)g->keys + t * row;
         size_t apart = row;
+        __m512i scores[SIDE];
         if (tokens - t < SIDE) {
             memset(at->last_keys, 0, SIDE * width * sizeof *keys);
             for (size_t i = 0; i < tokens - t; i++) memcpy(at->last_keys + i * width, keys + i * row, width * sizeof *keys);
@@ -92,30 +91,12 @@ TILED INLINE void tile_scores(const Group *g, const TileWork *at, size_t tokens,
             _tile_loadd(2, at->q + k * SIDE, DEEP * sizeof *keys);
             _tile_dpbf16ps(0, 1, 2);
         }
-        _tile_stored(0, at->s + t * SIDE, SIDE * sizeof(float));
-    }
-    for (size_t t = 0; t < (tokens + DEEP - 1) / DEEP * DEEP; t++) {
-        const __mmask16 sees = _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int)t));
-        _mm512_storeu_ps(at->s + t * SIDE, _mm512_mask_mul_ps(hidden, sees, _mm512_loadu_ps(at->s + t * SIDE), scale));
-    }
-}
-
-TILED INLINE void mask_tiles(const Group *g, float *s, const int32_t seen[SIDE], size_t queries)
-{
-    const Mask *m = &g->is->mask;
-    const char *of_heads = (const char *)m->at + g->span.batch * m->batch;
-    if (m->kind == BOOL_MASK && !m->head) {
-        for (size_t t = 0; t < (size_t)seen[queries - 1]; t++)
-            if (!of_heads[t]) _mm512_storeu_ps(s + t * SIDE, _mm512_set1_ps(-INFINITY));
-        return;
-    }
-    for (size_t query = 0; query < queries; query++) {
-        const char *at = of_heads + head_of(g, query) * m->head;
-        for (size_t t = 0; t < (size_t)seen[query]; t++) {
-            float *of = s + t * SIDE + query;
-            if (m->kind == ADDED_MASK) *of += load_bf16(((const uint16_t *)at)[t]);
-            else if (!at[t]) *of = -INFINITY;
-        }
+        _tile_stored(0, at->y, SIDE * sizeof(float));
+#pragma GCC unroll 16
+        for (size_t i = 0; i < SIDE; i++) scores[i] = _mm512_loadu_si512(at->y + i * SIDE);
+        transpose(scores);
+        for (size_t query = 0; query < queries; query++)
+            _mm512_storeu_ps(at->s + query * room + t, _mm512_mul_ps((__m512)scores[query], scale));
     }
 }
 
@@ -130,29 +111,16 @@ TILED INLINE void store_weights(__m512 first, __m512 second, uint16_t *to)
     _mm512_storeu_si512(to + TILE, (__m512i)_mm512_cvtne2ps_pbh(left, _mm512_sub_ps(first, (__m512)low)));
 }
 
-/* Computes p in tiles `[tokens / DEEP, 2, SIDE, DEEP]`, and returns the sum of each query. */
-TILED INLINE __m512 tile_weights(const TileWork *at, size_t room)
+/* Computes p in tiles `[tokens / DEEP, 2, SIDE, DEEP]`, and the sum of each query. Rows without a query stay as they are. */
+TILED INLINE void tile_weights(const Group *g, const TileWork *at, size_t room, size_t queries, float totals[SIDE])
 {
-    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    for (size_t t = 0; t < room; t++) most = _mm512_max_ps(most, _mm512_loadu_ps(at->s + t * SIDE));
-    most = _mm512_mask_mov_ps(most, _mm512_cmpeq_ps_mask(most, _mm512_set1_ps(-INFINITY)), _mm512_setzero_ps());
-    for (size_t t = 0; t < room; t += DEEP) {
-        __m512i weights[2][SIDE];
-#pragma GCC unroll 2
-        for (size_t half = 0; half < 2; half++) {
-#pragma GCC unroll 16
-            for (size_t i = 0; i < SIDE; i++) {
-                Floats x = (Floats)_mm512_sub_ps(_mm512_loadu_ps(at->s + (t + half * SIDE + i) * SIDE), most);
-                exponentials(&x);
-                total = _mm512_add_ps(total, (__m512)x);
-                weights[half][i] = (__m512i)x;
-            }
-            transpose(weights[half]);
-        }
-        for (size_t query = 0; query < SIDE; query++)
-            store_weights((__m512)weights[0][query], (__m512)weights[1][query], at->p + 2 * t * SIDE + query * DEEP);
+    for (size_t query = 0; query < queries; query++) {
+        float *s = at->s + query * room;
+        masked_bf16(g, query, s, room);
+        totals[query] = exponentiate(s, room);
+        for (size_t t = 0; t < room; t += DEEP)
+            store_weights(_mm512_loadu_ps(s + t), _mm512_loadu_ps(s + t + SIDE), at->p + 2 * t * SIDE + query * DEEP);
     }
-    return total;
 }
 
 #define WEIGH_TILE(SUM, V, FROM)                       \
@@ -163,12 +131,10 @@ TILED INLINE __m512 tile_weights(const TileWork *at, size_t room)
     } while (0)
 
 /* Computes y = p V / Σ p. */
-TILED INLINE void weigh_tiles(const Group *g, const TileWork *at, size_t room, size_t queries, __m512 total)
+TILED INLINE void weigh_tiles(const Group *g, const TileWork *at, size_t room, size_t queries, const float totals[SIDE])
 {
     const Attention *is = g->is;
     const size_t tiles = is->value_width / SIDE;
-    float totals[SIDE];
-    _mm512_storeu_ps(totals, total);
     SETTLE_MEMORY();
     for (size_t c = 0, wide; c < tiles; c += wide) {
         wide = tiles - c < VALUE_TILES ? 2 : VALUE_TILES;
@@ -210,8 +176,7 @@ TILED static size_t attend_tiles(const Group *g, float *work, size_t left)
     const size_t queries = left < SIDE ? left : SIDE, tokens = seen_by(g, queries - 1);
     const size_t room = (tokens + DEEP - 1) / DEEP * DEEP;
     TileShapes shapes = {.palette = 1};
-    int32_t seen[SIDE] = {0};
-    for (size_t query = 0; query < queries; query++) seen[query] = (int32_t)seen_by(g, query);
+    float totals[SIDE];
     for (size_t tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = DEEP * sizeof(uint16_t), shapes.rows[tile] = SIDE;
     for (size_t k = 0; k < is->width; k += DEEP) {
         __m512i pairs[SIDE];
@@ -224,9 +189,9 @@ TILED static size_t attend_tiles(const Group *g, float *work, size_t left)
         for (size_t pair = 0; pair < SIDE; pair++) _mm512_storeu_si512(at.q + k * SIDE + pair * DEEP, pairs[pair]);
     }
     load_shapes(&shapes);
-    tile_scores(g, &at, tokens, seen);
-    if (is->mask.kind != NO_MASK) mask_tiles(g, at.s, seen, queries);
-    weigh_tiles(g, &at, room, queries, tile_weights(&at, room));
+    tile_scores(g, &at, tokens, room, queries);
+    tile_weights(g, &at, room, queries, totals);
+    weigh_tiles(g, &at, room, queries, totals);
     _tile_release();
     return queries;
 }
