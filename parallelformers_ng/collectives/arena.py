@@ -215,7 +215,7 @@ def available_memory() -> int:
     Raises:
         UnsupportedPlatformError: /proc/meminfo cannot be read or has no MemAvailable.
     """
-    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+    with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 free, left = int(line.split()[1]) * 1024, memory_left()

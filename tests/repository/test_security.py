@@ -162,6 +162,7 @@ PICKLES = {
     "checkpoint/skeleton.py",  # inside such a message
     "hooks/pickling.py",  # inside such a message
     "live_code/changes.py",  # inside such a message
+    "autopolicy/live_edits.py",  # bytes that this process has just written, to copy a function of the program
     "collectives/shared_result.py",  # from another rank, through memory of this group alone
 }
 
