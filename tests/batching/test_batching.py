@@ -533,7 +533,7 @@ def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
         assert batch._prefill_speed > 0, "no rank measured its prompts"
 
 
-def test_call_that_comes_while_a_batch_ends_is_lost_to_another_group() -> None:
+def test_call_during_the_end_is_lost() -> None:
     """No call is dropped between the look at the calls that have arrived and their removal."""
     batch = Batch(BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=lambda request: None)), str)
     tickets: list[Any] = [SimpleNamespace(lost=False, ring=lambda: None) for _ in range(2)]

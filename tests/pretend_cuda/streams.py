@@ -249,4 +249,5 @@ def _merge(marks: Marks, others: Marks) -> None:
         marks[stream] = max(marks.get(stream, 0), position)
 
 
+Order.__module__ = "torch.cuda"  # its state is the device's, and not a value of the program that ranks must copy
 order = Order()
