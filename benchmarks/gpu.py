@@ -341,6 +341,14 @@ def page(known: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def end_with(run: Callable[[argparse.Namespace], list[str]], options: argparse.Namespace) -> None:
+    """Print the machine, run a benchmark, and end the process with an error if the benchmark returns wrong results."""
+    logging.basicConfig(level=logging.WARNING)  # shows the reasons why steps were not captured, or kernels not used
+    print(measure.machine())
+    if wrong := run(options):
+        sys.exit("\n".join(f"WRONG: {each}" for each in wrong))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["speed", "restart", "profile"])
@@ -351,11 +359,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)  # shows the reasons why steps were not captured
-    print(measure.machine())
-    wrong = {"speed": speed, "restart": restart, "profile": profile}[options.what](options)
-    if wrong:
-        sys.exit("\n".join(f"WRONG: {each}" for each in wrong))
+    end_with({"speed": speed, "restart": restart, "profile": profile}[options.what], options)
 
 
 if __name__ == "__main__":

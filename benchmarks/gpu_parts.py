@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import logging
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -249,10 +247,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)  # shows the reasons why kernels do not compute
-    print(measure.machine())
-    if wrong := run(options):
-        sys.exit("\n".join(f"WRONG: {each}" for each in wrong))
+    gpu.end_with(run, options)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,12 @@ class BatchRow:
     @property
     def columns(self) -> int:
         """Number of columns with keys and values, from the first token to the last token but one."""
-        return self._ids.shape[1] + len(self._new) - 1 - self.padding
+        return self._length - 1 - self.padding
+
+    @property
+    def _length(self) -> int:
+        """Number of tokens of `ids`."""
+        return self._ids.shape[1] + len(self._new)
 
     @property
     def cache(self) -> Any:
@@ -145,8 +150,7 @@ class BatchRow:
     def after(self, token: int) -> int:
         """Return the outcome of a greedy call after its next token: GOES_ON or ENDED."""
         assert self.greedy is not None
-        length = self._ids.shape[1] + len(self._new) + 1
-        return ENDED if length >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
+        return ENDED if self._length + 1 >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
         """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.

@@ -2,13 +2,13 @@
  *
  *     s = K qᵀ · scale,   p = e^(s - max),   y = p V / Σ p
  *
- * p is split into two numbers of bf16, whose sum has 16 bits, so that y is as exact
- * as with p in fp32. V is packed into tiles once for all queries of a head of keys and values. */
+ * p is split into two numbers of bf16, whose sum has 16 bits, so that y is as exact as with p in fp32. V is packed into tiles once for all queries of a head of keys and values. */
 
 #ifndef PARALLELFORMERS_NG_TILE_ATTENTION_H
 #define PARALLELFORMERS_NG_TILE_ATTENTION_H
 
 #include "../collectives/_floats.h"
+#include "_matrix.h"
 #include "_queries.h"
 #include "_tiles.h"
 #include "_vectors.h"
@@ -29,7 +29,7 @@ INLINE int fits_tiles(const Attention *is)
 
 INLINE TileWork tile_work_at(const Attention *is, float *work)
 {
-    const size_t room = (is->tokens + DEEP - 1) / DEEP * DEEP;
+    const size_t room = rounded_up(is->tokens, DEEP);
     TileWork at = {.values = (uint16_t *)work};
     at.q = at.values + room * is->value_width;
     at.last_keys = at.q + SIDE * is->width;
@@ -42,7 +42,7 @@ INLINE TileWork tile_work_at(const Attention *is, float *work)
 /* Returns the number of floats of working memory for a head of keys and values. */
 INLINE size_t tile_work(const Attention *is)
 {
-    const size_t room = (is->tokens + DEEP - 1) / DEEP * DEEP;
+    const size_t room = rounded_up(is->tokens, DEEP);
     const size_t halves = room * is->value_width + 2 * SIDE * is->width + 2 * room * SIDE;
     return fits_tiles(is) ? halves / 2 + room * SIDE + VALUE_TILES * SIDE * SIDE : 0;
 }
@@ -174,7 +174,7 @@ TILED static size_t attend_tiles(const Group *g, float *work, size_t left)
     const Attention *is = g->is;
     const TileWork at = tile_work_at(is, work);
     const size_t queries = left < SIDE ? left : SIDE, tokens = seen_by(g, queries - 1);
-    const size_t room = (tokens + DEEP - 1) / DEEP * DEEP;
+    const size_t room = rounded_up(tokens, DEEP);
     TileShapes shapes = {.palette = 1};
     float totals[SIDE];
     for (size_t tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = DEEP * sizeof(uint16_t), shapes.rows[tile] = SIDE;

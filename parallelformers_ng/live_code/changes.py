@@ -17,7 +17,7 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.live_code.content import digest, original
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
-from parallelformers_ng.live_code.reach import Slot, package_of, scopes_of
+from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, package_of, scopes_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""
@@ -150,11 +150,6 @@ class AppliedChanges:
             del holder[key]
 
 
-def module_of(place: str) -> str:
-    """Return the name of the module of a place."""
-    return place.partition(":")[0]
-
-
 def is_local(place: str) -> bool:
     """Return whether a place is in a class made by a function; such a class is pickled by value."""
     return "<locals>" in place
@@ -162,7 +157,7 @@ def is_local(place: str) -> bool:
 
 def may_be_copied(place: str) -> bool:
     """Return whether code that was pickled by value may have a copy of a place: the place is in a program's module."""
-    return not place.endswith("]") and module_of(place).partition(".")[0] not in ("torch", "transformers")
+    return not place.endswith("]") and package_named_in(place) not in ("torch", "transformers")
 
 
 def is_by_value(name: str) -> bool:

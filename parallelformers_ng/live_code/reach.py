@@ -240,6 +240,16 @@ class _Walk:
         self.slots.setdefault(place, Slot(place, holder, key, value, self._of_step))
 
 
+def module_of(place: str) -> str:
+    """Return the name of the module of a place."""
+    return place.partition(":")[0]
+
+
+def package_named_in(place: str) -> str:
+    """Return the top-level package of a place."""
+    return module_of(place).partition(".")[0]
+
+
 def package_of(part: Any) -> str:
     """Return the top-level package of a module, a class or a function; "" if `part` has no module name."""
     name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)

@@ -18,6 +18,7 @@ from parallelformers_ng.live_code.reach import (
     Slot,
     functions_in,
     names_in,
+    package_named_in,
     package_of,
     reach,
 )
@@ -117,7 +118,7 @@ def is_stock(slot: Slot) -> bool:
 
 def is_of_program(place: str) -> bool:
     """Return whether a place is in a module of the program."""
-    return place.partition(":")[0].partition(".")[0] not in LIBRARIES
+    return package_named_in(place) not in LIBRARIES
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

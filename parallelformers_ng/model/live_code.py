@@ -18,11 +18,10 @@ from parallelformers_ng.live_code.changes import (
     is_by_value,
     is_filled_in,
     is_local,
-    module_of,
 )
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
-from parallelformers_ng.live_code.reach import Slot, reach
+from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.live_code.stock import is_of_program, is_stock
 from parallelformers_ng.live_code.watch import CodeWatch
@@ -187,7 +186,7 @@ class LiveCode:
         if is_local(slot.place) or module_of(slot.place) in self.by_value:
             return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
         is_plain = isinstance(slot.value, (bool, int, float, str, property))
-        return module_of(slot.place).partition(".")[0] in _FOLLOWED and not is_plain and is_stock(slot)
+        return package_named_in(slot.place) in _FOLLOWED and not is_plain and is_stock(slot)
 
     def _watch(self) -> None:
         edits = self.check.edits
