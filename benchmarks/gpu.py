@@ -1,15 +1,14 @@
-"""Compares this library (one worker) with transformers on one GPU, with random bf16 weights. Never run on a GPU.
+"""Compares this library (one worker) with transformers on one GPU, with random bf16 weights.
 
     python -m benchmarks.gpu speed   [--shape 8B] [--batches 1 8 32] [--seconds 190] [--json OUT]
     python -m benchmarks.gpu restart [--shape 1B] [--json OUT]
-    python -m benchmarks.gpu profile [--shape 1B] [--json OUT]
 
 `speed` measures prefill (the time to the first token), decode and memory of one contestant after another, the most
 important contestant first. If the remaining time is too short for a contestant, `speed` names and skips it. Each figure
 is written to OUT, and to the page beside OUT, as soon as it is measured.
 
 The program fails if a figure does not measure what its name says: steps were not captured or compiled, transformers
-would not have chosen the tokens, tokens differ after a restart, or a profile has no device time.
+would not have chosen the tokens, or tokens differ after a restart.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ from parallelformers_ng.model.parallelized import deployment_of
 SHAPES: dict[str, dict[str, int]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
            "num_attention_heads": 32, "num_key_value_heads": 8},
+    "8B-8-layers": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "vocab_size": 128256,
+                    "num_attention_heads": 32, "num_key_value_heads": 8},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
            "num_attention_heads": 32, "num_key_value_heads": 8},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,
@@ -151,8 +152,8 @@ class _FallbackReasons(logging.Handler):
 
 
 CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
-    "transformers, eager": whole,
     "parallelformers_ng, captured steps": lambda shape, device: cut(shape, device, "cuda_graphs"),
+    "transformers, eager": whole,
     "parallelformers_ng, eager": lambda shape, device: cut(shape, device, "eager"),
     "transformers, static + compile": compiled,
 }
@@ -285,29 +286,6 @@ def restart(options: argparse.Namespace) -> list[str]:
         return [] if right else ["restart: the tokens are others than before"]
 
 
-def profile(options: argparse.Namespace) -> list[str]:
-    """Profile 16 decode steps of transformers' own loop, and list operators by their time. Workers run the same loop.
-    Returns a list of complaints."""
-    generate = whole(options.shape, options.device).generate
-    ids = torch.arange(3, 19)[None]
-    generate(ids, 4)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if options.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as seen:
-        generate(ids, 17)
-    order = "self_device_time_total" if options.device == "cuda" else "self_cpu_time_total"
-    print(seen.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
-    if options.device == "cuda" and not device_time(seen):
-        return ["profile: the profiler saw no time of the device"]
-    return []
-
-
-def device_time(seen: torch.profiler.profile) -> float:
-    """Return the microseconds of device time in a profile."""
-    return sum(event.self_device_time_total for event in seen.key_averages())
-
-
 def save(options: argparse.Namespace, name: str, figures: Any) -> None:
     """Add figures to the file, write the page again, and print the figures."""
     print(f"{options.shape}: {name}: {figures}", flush=True)
@@ -351,7 +329,7 @@ def end_with(run: Callable[[argparse.Namespace], list[str]], options: argparse.N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["speed", "restart", "profile"])
+    parser.add_argument("what", choices=["speed", "restart"])
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
@@ -359,7 +337,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json")
     options = parser.parse_args()
-    end_with({"speed": speed, "restart": restart, "profile": profile}[options.what], options)
+    end_with({"speed": speed, "restart": restart}[options.what], options)
 
 
 if __name__ == "__main__":

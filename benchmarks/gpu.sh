@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # All that needs a CUDA device, in one sitting of nine minutes: tests, each kernel, models, steps with and without
-# kernels, callers of a batch, small sums (with two devices), a restart, a profile. Leaves a report of what was said, gpu.txt, and the
-# figures as they come, gpu.json and gpu.md. Each step has a time limit of its own. Installs nothing but what lies in
+# kernels, callers of a batch, a profile, small sums (with two devices), a restart. Leaves a report of what was said,
+# gpu.txt, and the figures as they come, gpu.json and gpu.md. Each step has a time limit of its own; a step that reaches
+# it is interrupted, so that its traceback tells what it waited for. Installs nothing but what lies in
 # $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the package needs, and pytest.
 # It fails if a step does, if a step was not begun, or if torch cannot use the device.
-#   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 SHAPES="8B 1B" bash benchmarks/gpu.sh [OUT]
+#   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 SHAPES="8B 8B-8-layers" bash benchmarks/gpu.sh [OUT]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 python="${PYTHON:-python3}"
@@ -12,10 +13,14 @@ out="${1:-benchmarks/results/gpu.txt}"
 results="${out%.txt}.json"
 end=$((SECONDS + ${SECONDS_IN_ALL:-540}))
 status=0
-read -ra shapes <<<"${SHAPES:-8B 1B}"
-small="${shapes[-1]}"
+read -ra shapes <<<"${SHAPES:-8B 8B-8-layers}"
+large="${shapes[0]}" small="${shapes[-1]}"
 mkdir -p "$(dirname "$out")"
 rm -f "$results" "${results%.json}.md" # figures of another run, perhaps of another card
+# Packages of some GPU images have no bytecode beside them, and compiling it takes each process ten seconds.
+bytecode="$(mktemp -d)"
+trap 'rm -rf "$bytecode"' EXIT
+export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$bytecode}"
 export PARALLELFORMERS_TESTS_NEED_GPU=1 # a test that finds no device fails, and is not skipped
 
 step() { # NAME SECONDS COMMAND…
@@ -28,7 +33,7 @@ step() { # NAME SECONDS COMMAND…
     return
   fi
   echo "== $name"
-  timeout --kill-after=5 "$limit" "$@"
+  timeout --signal=INT --kill-after=5 "$limit" "$@"
   code=$?
   case "$code" in
     0) ;;
@@ -53,20 +58,22 @@ print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", tr
 torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver is too old for it, or it is a build for CPU")'
   # Those with the mark, and no others: what they import is less than what all import.
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-  step "tests" 110 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
+  step "tests" 90 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
   part() { # NAME SECONDS SHAPE, stops by itself before its limit
     step "$1" "$2" "$python" -m benchmarks.gpu_parts "$1" --shape "$3" --seconds "$(($2 * 2 / 3))" --json "$results"
   }
-  part kernels 50 "${shapes[0]}"
-  seconds=90
-  for shape in "${shapes[@]}"; do
-    step "$shape" "$seconds" "$python" -m benchmarks.gpu speed --shape "$shape" --seconds "$((seconds * 2 / 3))" --json "$results"
-    seconds=50
-  done
-  part steps 120 "$small"
+  speed() { # SECONDS SHAPE ARGUMENTS…
+    local seconds="$1" shape="$2"
+    shift 2
+    step "$shape" "$seconds" "$python" -m benchmarks.gpu speed --shape "$shape" --seconds "$((seconds / 2))" --json "$results" "$@"
+  }
+  part kernels 40 "$large"
+  speed 100 "$large" --batches 1 8 --contestants "parallelformers_ng, captured steps" "transformers, eager"
+  part steps 100 "$small"
   part callers 40 "$small"
+  part profile 30 "$small"
+  speed 65 "$small" --batches 1
   part sums 30 "$small"
   step "restart" 30 "$python" -m benchmarks.gpu restart --shape "$small" --json "$results"
-  step "a step" 30 "$python" -m benchmarks.gpu profile --shape "$small" --json "$results"
   exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"

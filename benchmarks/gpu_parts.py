@@ -1,14 +1,15 @@
-"""Measures the parts of a decode step on GPUs, with random weights. Never run on a GPU.
+"""Measures the parts of a decode step on GPUs, with random weights.
 
     python -m benchmarks.gpu_parts kernels [--shape 8B] [--seconds 60] [--json OUT]
     python -m benchmarks.gpu_parts steps   [--shape 1B] [--seconds 100] [--json OUT]
     python -m benchmarks.gpu_parts callers [--shape 1B] [--seconds 60] [--json OUT]
+    python -m benchmarks.gpu_parts profile [--shape 1B] [--json OUT]
     python -m benchmarks.gpu_parts sums    [--json OUT]
 
 `kernels` compares each Triton kernel with its torch twin and with the bandwidth of a copy; `steps` compares decode
-steps with and without the kernels; `callers` measures batched calls of `generate`; `sums` compares small sums of two
-devices with NCCL's. Each figure is written to OUT, and to the page beside OUT, as soon as it is measured. A measurement
-that does not begin for lack of time is named.
+steps with and without the kernels; `callers` measures batched calls of `generate`; `profile` lists the kernels of
+recorded decode steps by their time; `sums` compares small sums of two devices with NCCL's. Each figure is written to
+OUT, and to the page beside OUT, as soon as it is measured. A measurement that does not begin for lack of time is named.
 
 The program fails if a kernel's result differs from its twin's, if a trial left steps "with kernels" to the modules, or
 if a measurement raises an error. The other measurements run all the same.
@@ -31,13 +32,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import gpu, measure
 from benchmarks.gpu_cases import Case, cases
-from parallelformers_ng import parallelize
+from parallelformers_ng import parallelize, warm_up
 from parallelformers_ng.model import groups
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 
 ROWS, CONTEXTS = (1, 8, 32), (512, 8192, 32768)
-CALLERS, PROMPT, TOKENS = (1, 8, 32), 512, 48
+CALLERS, PROMPT, TOKENS = (1, 16, 32), 512, 48
 WEIGHTS = ("bf16", "int8", "int4")
 MOST_TOKENS = 1 << 18
 """Most tokens of all prompts of a step: more do not fit on a device of 80 GB while they are read."""
@@ -48,6 +49,7 @@ MOST_DIFFERENCE = 0.02
 """Largest difference of a kernel's result from its twin's, as a share of the twin's largest number."""
 RANKS = {"with kernels": "benchmarks.gpu_ranks:WithKernels", "without": "benchmarks.gpu_ranks:WithoutKernels"}
 SUM_RANK = "benchmarks.gpu_ranks:SumRank"
+PROFILED_RANK = "benchmarks.gpu_ranks:Profiled"
 
 
 def kernels(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -139,15 +141,17 @@ def deployed(options: argparse.Namespace, weights: str = "bf16", runner: str = "
 
 def steps(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the measurements of decode steps: for each kind of weights with and without kernels, the sizes with the
-    fewest tokens first. Each model gets an equal share of the time that is left."""
+    fewest tokens first. Each model gets an equal share of the time that is left, its start included."""
     every = sorted(((rows, context) for rows in ROWS for context in CONTEXTS), key=lambda size: size[0] * size[1])
     sizes = [(rows, context) for rows, context in every if rows * context <= MOST_TOKENS]
     print(f"left out, more than {MOST_TOKENS} tokens: {every[len(sizes) :]}", flush=True)
-    decode = "cuda_graphs" if options.device == "cuda" else "eager"
-    ways = [(weights, name) for weights in WEIGHTS for name in RANKS]
-    end = time.monotonic() + options.seconds
+    ways = [(weights, name) for name in RANKS for weights in WEIGHTS]
+    end, models = time.monotonic() + options.seconds, gpu.Clock(options.seconds)
     for place, (weights, name) in enumerate(ways):
-        share = gpu.Clock((end - time.monotonic()) / (len(ways) - place))
+        if not models.has_time_for(f"steps {name}, {weights}"):
+            continue
+        begun = time.monotonic()
+        share = gpu.Clock((end - begun) / (len(ways) - place))
         runner = RANKS[name] if options.device == "cuda" else ""
 
         def measured(model: Any, rows: int, context: int, name: str = name, runner: str = runner) -> dict[str, float]:
@@ -156,11 +160,35 @@ def steps(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]
                 check_kernels(model, name == "with kernels")
             return figures
 
-        with deployed(options, weights, runner, decode=decode) as model:
-            for rows, context in sizes:
+        with deployed(options, weights, runner, decode=_decode(options)) as model:
+            for number, (rows, context) in enumerate(sizes):
                 what = f"step {name}, {weights}, {rows} rows, {context} tokens"
-                if share.has_time_for(what):
+                if not number or share.has_time_for(what):
                     yield what, partial(measured, model, rows, context)
+        models.note(time.monotonic() - begun)
+
+
+def _decode(options: argparse.Namespace) -> str:
+    return "cuda_graphs" if options.device == "cuda" else "eager"
+
+
+def profile(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the measurement of the device's time in recorded decode steps; it prints the kernels."""
+    with deployed(options, runner=PROFILED_RANK, decode=_decode(options)) as model:
+
+        def measured() -> dict[str, float]:
+            group, ids = deployment_of(model).replicas[0].group, torch.arange(PROMPT)[None].remainder(200) + 3
+            how = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, **gpu.HOW}
+            model.generate(ids, **how)  # captures
+            group.call("begin_profile")
+            model.generate(ids, **how)
+            table, microseconds = group.call("end_profile")
+            print(table, flush=True)
+            if options.device == "cuda" and not microseconds:
+                raise ValueError("the profiler saw no time of the device")
+            return {"device time of prefill and steps, µs": microseconds, "steps": TOKENS - 1}
+
+        yield "profile", measured
 
 
 def check_kernels(model: Any, are_due: bool) -> None:
@@ -216,6 +244,7 @@ def sums(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]
 
 def run(options: argparse.Namespace) -> list[str]:
     """Run the measurements of a part until the time is up, and return the complaints."""
+    warm_up()
     clock, wrong = gpu.Clock(options.seconds), []
     try:
         with torch.inference_mode():
@@ -236,7 +265,7 @@ def run(options: argparse.Namespace) -> list[str]:
     return wrong
 
 
-PARTS = {"kernels": kernels, "steps": steps, "callers": callers, "sums": sums}
+PARTS = {"kernels": kernels, "steps": steps, "callers": callers, "profile": profile, "sums": sums}
 
 
 def main() -> None:

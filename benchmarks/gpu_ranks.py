@@ -35,6 +35,33 @@ class WithoutKernels(TellsKernels, ModelRunner):
         super().__init__(*arguments)
 
 
+class ProfilesSteps:
+    """Methods of a rank that profiles its requests; for a class with a ModelRunner."""
+
+    _profile: torch.profiler.profile | None = None
+
+    def begin_profile(self) -> None:
+        """Start to profile this rank, its device included if it has one."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def end_profile(self) -> tuple[str, float]:
+        """End the profile; return (table of operators and kernels, the longest first; microseconds of all kernels)."""
+        assert self._profile is not None, "begin_profile was not called"
+        self._profile.stop()
+        events = self._profile.key_averages()
+        on_device = sum(event.self_device_time_total for event in events)
+        order = "self_device_time_total" if on_device else "self_cpu_time_total"
+        return events.table(sort_by=order, row_limit=30, max_name_column_width=70), on_device
+
+
+class Profiled(ProfilesSteps, ModelRunner):
+    """A rank that profiles its requests."""
+
+
 class TimesSums:
     """Methods of a rank that times recorded sums; for a class with a ModelRunner."""
 

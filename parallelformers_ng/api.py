@@ -106,14 +106,13 @@ def parallelize(
         decode: mode of the decode steps of `generate`. "eager": no compiler, no CUDA graphs. "compile":
             `torch.compile` over a cache of a fixed size; the first call waits for the compiler. A transformers
             `CompileConfig`: "compile" with other settings. "cuda_graphs": CUDA graphs over a cache of a fixed size.
-            If a step cannot be captured, the step runs eagerly, and one warning gives the reason. CUDA graphs are
-            unmeasured, never run on a GPU. "auto": "eager" on CPU ranks; on CUDA, "cuda_graphs" for calls whose output
-            type stays the same, until a capture fails.
+            If a step cannot be captured, the step runs eagerly, and one warning gives the reason. "auto": "eager" on
+            CPU ranks; on CUDA, "cuda_graphs" for calls whose output type stays the same, until a capture fails.
         batching: decode concurrent calls of `generate` together: True, False, "auto", `BatchingOptions`, or a dict of
             its fields (`{"rows": 8}`). A call that cannot share a batch (beams, several prompts, a given cache, a
             model whose tokens would change) runs alone, in its turn. Concurrent sampling calls without `seed=` draw
             seeds. "auto": True from the first two concurrent calls on; on CUDA ranks, only if the decode steps become
-            CUDA graphs. Batches on CUDA ranks are unmeasured, never run on a GPU.
+            CUDA graphs.
         seed: 64-bit seed of the model's own random stream; by default sampling uses the caller's torch generator.
         prove: accept custom policies only if sharded and whole outputs of a tiny random copy of the model match. The
             check takes seconds of one core, once for each policy, configuration and number of ranks. False: no check.

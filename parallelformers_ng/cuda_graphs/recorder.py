@@ -16,7 +16,7 @@ _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_ty
 
 
 class CudaRecorder:
-    """A recorder of CUDA graphs that share one memory pool. Never run on a GPU: unmeasured.
+    """A recorder of CUDA graphs that share one memory pool.
 
     A graph has fixed addresses and control flow, so a replay uses the same memory and runs no Python.
 

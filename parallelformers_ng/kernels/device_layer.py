@@ -12,7 +12,7 @@ and the products of the layer's own modules.
 9. The down projection.
 
 The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
-them: see `step_kernels.py`. Never run on a GPU: unmeasured.
+them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ computes the layers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -57,13 +58,29 @@ def install(model: nn.Module, left: Collection[str] = ()) -> None:
 def compare_before_forks() -> None:
     """Compare the kernels with transformers once, for all ranks that this process will fork.
 
-    The comparison starts no thread, because a forked process would not have that thread.
+    The comparison starts no thread, because a forked process would not have that thread. It does not initialize CUDA,
+    because a forked process could not use devices then.
     """
     if _decode is not None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        layers_agree()
+        with _no_question_to_the_driver():
+            layers_agree()
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _no_question_to_the_driver() -> Iterator[None]:
+    """Let transformers' functions for masks run without the question whether a stream is captured.
+
+    The question initializes the CUDA driver (`cuInit`), also of a model on the CPU.
+    """
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 def forget(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import errno
 import gc
 import importlib
@@ -19,13 +20,24 @@ import socket
 import struct
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from parallelformers_ng.runtime import titles, worker
 
 NUMBER = struct.Struct("<i")
 """Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code."""
+
+_NEEDLESS_THREADS = {"jemalloc_bg_thd"}
+"""Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
+(`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c)."""
+_OF_THE_DRIVER = "cuda"
+"""Beginning of the names of threads of the CUDA driver."""
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED: result of `cuInit` in a fork of a process that has initialized the driver
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html)."""
 
 _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports
 
@@ -56,17 +68,41 @@ def main() -> None:
 
 
 def _why_no_forks() -> str | None:
-    import torch
-
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"an import has started {threads - 1} threads, which a fork would lack"
-    pid = os.fork()
-    if pid == 0:  # torch knows this only in a forked process
-        os._exit(torch.cuda._is_in_bad_fork())
+    threads = [name for name in _other_threads() if name not in _NEEDLESS_THREADS]
+    if needed := [name for name in threads if not name.startswith(_OF_THE_DRIVER)]:
+        return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
+    pid = _fork_quietly()
+    if pid == 0:
+        os._exit(_cannot_use_devices(asks_driver=bool(threads)))
     if os.waitpid(pid, 0)[1]:
         return "an import has initialized CUDA, so a fork could not use devices"
     return None
+
+
+def _other_threads() -> list[str]:
+    """Return the names of all threads of this process except the main thread."""
+    numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
+    return sorted(Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in numbers)
+
+
+def _cannot_use_devices(asks_driver: bool) -> bool:
+    """Return whether this forked process cannot use CUDA because the forking process has initialized CUDA.
+
+    Args:
+        asks_driver: whether to ask the driver also; torch knows only of what torch has initialized.
+    """
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        return True
+    return asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED
+
+
+def _fork_quietly() -> int:
+    """Fork without Python's warning about threads; `_why_no_forks` has judged the threads of this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 class _Server:
@@ -111,7 +147,7 @@ class _Server:
 
     def _fork(self, descriptors: Sequence[int], report: socket.socket) -> None:
         try:
-            pid = os.fork()
+            pid = _fork_quietly()
             if pid == 0:
                 self._become_rank(descriptors, report)
             pidfd = os.pidfd_open(pid)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling
 from torch.nn import functional
 
@@ -54,7 +55,8 @@ def guard_look_ups() -> None:
 
 @functools.wraps(_look_up)  # so that checks for foreign code find torch's own function
 def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if not is_compiling() and input.device.type != "cpu":
+    # The compiler's later passes run the function on fake tensors, when torch is no longer "compiling".
+    if input.device.type != "cpu" and not is_compiling() and not is_fake(input):
         input = in_range(input, weight.shape[0])
     return _look_up(input, weight, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
 from parallelformers_ng import parallelize
@@ -219,3 +220,11 @@ def test_memory_stays_from_call_to_call() -> None:
     kept.cache.update(torch.ones(5, 2, 2, 8), torch.ones(5, 2, 2, 8), 0)
     assert not kept.steps, "the recording used other memory"
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+
+
+def test_compilers_tensors_are_not_checked() -> None:
+    """The compiler runs look-ups on fake tensors after it has stopped to say that it compiles."""
+    with FakeTensorMode():
+        table, ids = torch.empty(4, 2, device="cuda"), torch.zeros(3, dtype=torch.long, device="cuda")
+        assert look_ups._guarded(ids, table).shape == (3, 2)
+    assert not look_ups._seen

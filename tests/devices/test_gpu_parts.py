@@ -81,6 +81,15 @@ def test_steps_computed_otherwise_fail(are_due: bool, said: str, monkeypatch: py
         gpu_parts.check_kernels(None, are_due)
 
 
+def test_profile_lists_operators_of_steps(
+    measured: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measured("profile")["profile"]["steps"] == 5
+    table = capsys.readouterr().out
+    assert "aten::embedding" in table
+    assert "Self CPU time total" in table
+
+
 def test_callers_are_measured(measured: Callable[..., dict[str, Any]]) -> None:
     assert all(each["tokens/s"] > 0 for each in measured("callers").values())
 

@@ -288,8 +288,8 @@ def test_import_with_threads_makes_ranks_fresh_processes(tmp_path):
     path = f"{environment()['PYTHONPATH']}{os.pathsep}{tmp_path}"
     done = run("print(group.call('sum_of_ranks', 1.0), forks.running())", PYTHONPATH=path)
     assert done.stdout.strip() == "3.0 None", done.stderr
-    why = "an import has started 1 threads, which a fork would lack"
-    assert f"rank 0 is started as a fresh process; the fork server has ended: {why}" in done.stderr
+    why = r"an import has started 1 threads \(.+\), which a fork would lack"
+    assert re.search(f"rank 0 is started as a fresh process; the fork server has ended: {why}", done.stderr)
 
 
 def test_server_ends_with_its_caller_despite_children():
@@ -324,8 +324,9 @@ def test_imports_of_ranks_use_no_device():
     code = """
     import os, torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    def refuse(*_, **__): raise AssertionError("a device was asked for")
+    def refuse(*_, **__): raise SystemExit("a device was asked for")  # transformers catches exceptions
     torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse
+    torch.cuda.is_current_stream_capturing = refuse
     class Heavy(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             assert "mm" not in str(function) and "attention" not in str(function), function

@@ -9,6 +9,6 @@
 Each file has a kernel, its launch, an operator of torch that launches it, and a twin: the same function in plain torch.
 `launch.py` describes a launch. No program of a launch waits for another one of it.
 
-Tests run every kernel in Triton's interpreter and compile it for five kinds of cards. No GPU has run them: their speed
-is unmeasured.
+Tests run every kernel in Triton's interpreter and compile it for five kinds of cards. Figures of an H100:
+benchmarks/results/gpu.md.
 """

@@ -29,8 +29,8 @@ from torch import Tensor
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
-LEAST_QUERIES = 16
-"""Rows of the smallest product of a tensor core."""
+LEAST_SIDE = 16
+"""Least size of each side of a product that Triton compiles (`tl.dot`)."""
 _KEYS_AT_ONCE = 64
 _PROGRAMS = 512
 """Programs that keep the largest cards busy: about four for each multiprocessor."""
@@ -155,7 +155,7 @@ def attention_launches(
     splits = splits_of(power_of_two(rows) * kv_heads, room)
     parts = torch.empty((rows * heads, splits, width), dtype=torch.float32, device=q.device)
     largest, sums = (torch.empty((rows * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
-    block = power_of_two(width)
+    block = max(LEAST_SIDE, power_of_two(width))
     partial: dict[str, Any] = {"parts": parts, "largest": largest, "sums": sums, "splits": splits}
     arguments: dict[str, Any] = {
         "q": q,
@@ -169,7 +169,7 @@ def attention_launches(
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "scale": scale}
     arguments |= {"mask_row": 0 if mask is None else row_step(mask), "length_row": row_step(lengths)}
-    queries = max(LEAST_QUERIES, power_of_two(heads // kv_heads))
+    queries = max(LEAST_SIDE, power_of_two(heads // kv_heads))
     shape: dict[str, Any] = {"QUERIES": queries, "WIDTH": width, "BLOCK": block, "KEYS": _KEYS_AT_ONCE}
     first = Launch(split_kernel, (rows * kv_heads, splits), arguments | partial, shape, warps=4, stages=2)
     shape = {"WIDTH": width, "BLOCK": block, "SPLITS": power_of_two(splits)}

@@ -57,6 +57,10 @@ def test_kernels_compile_to_the_table(tmp_path: Path) -> None:
     assert_as_in_table(lines)
 
 
+def test_narrow_heads_compile(tmp_path: Path) -> None:
+    assert len(compiled(tmp_path, "90", "--shape", "narrow heads")) == 9
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_cards_and_shapes_compile_to_the_table(tmp_path: Path) -> None:
