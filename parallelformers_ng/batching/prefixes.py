@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,25 +49,24 @@ class Prefixes:
         """
         return self._best(ids)[0]
 
-    def fill(self, cache: Any, ids: torch.Tensor) -> int:
-        """Fill an empty cache with the longest kept prefix of a prompt, which becomes the most recently used sequence.
+    def fill(self, cache: Any, prompts: Sequence[torch.Tensor], length: int) -> None:
+        """Fill an empty cache with the first tokens of prompts. Their sequences become the most recently used ones.
 
         Args:
-            cache: empty cache of one row.
-            ids: prompt, int64 `[1, tokens]`.
-
-        Returns:
-            Length of the prefix in tokens; 0 if no prefix is kept, or if `row_caches.keeps_all(cache)` is False.
+            cache: empty cache, with a row for each prompt, for which `row_caches.keeps_all` is True.
+            prompts: prompts, int64 `[1, tokens]`.
+            length: number of tokens, at least 1 and at most `self.length` of each prompt.
         """
-        length, sequence = self._best(ids)
-        if sequence is None or not keeps_all(cache):
-            return 0
-        self._sequences.remove(sequence)
-        self._sequences.append(sequence)
-        for layer, (keys, values) in zip(layers_of(cache), sequence.layers, strict=True):
+        found = [self._best(ids)[1] for ids in prompts]
+        sequences = [sequence for sequence in found if sequence is not None]
+        used = dict.fromkeys(sequences)
+        self._sequences = [*(each for each in self._sequences if each not in used), *used]
+        for index, layer in enumerate(layers_of(cache)):
+            keys, values = (
+                torch.cat([sequence.layers[index][part][:, :, :length] for sequence in sequences]) for part in (0, 1)
+            )
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]  # an update of the layer copies them
-        return length
+            layer.keys, layer.values = keys, values
 
     def keep(self, ids: torch.Tensor, cache: Cache, row: int) -> None:
         """Keep a sequence; drop kept sequences that are prefixes of the new sequence.

@@ -18,7 +18,8 @@ from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
 
 _WORTH_A_PASS = 128
-"""Kept tokens of a prompt that save more time than a forward pass of the prompt's own costs."""
+"""Kept tokens of a prompt that save more time than a forward pass of the prompt's own costs. A prompt runs beside
+others if fewer of its kept tokens run again for it."""
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
 """XLNet and Reformer: their caches depend on the length of the sequence."""
@@ -77,6 +78,8 @@ class Prompts:
     def run(self, piece: int) -> Ran | None:
         """Run one piece of the first prompt, or several whole prompts that fit in one piece with their padding.
 
+        Tokens whose keys and values are kept from earlier sequences do not run again.
+
         Args:
             piece: most tokens to run; 0 runs the whole first prompt.
 
@@ -86,13 +89,14 @@ class Prompts:
         Raises:
             BatchingError: the model keeps a cache that rows cannot be added to.
         """
-        rows = self._side_by_side(piece)
+        rows, kept = self._side_by_side(piece)
+        if kept:
+            self._prefixes.fill(rows[0].cache, [row.ids for row in rows], kept)
         if len(rows) > 1:
-            return self._run_whole(rows)
+            return self._run_together(rows, kept)
         row = rows[0]
-        length, cache = row.ids.shape[1], row.cache
-        if cache is not None and not self._done and row.prompt_is_plain:
-            self._done = self._prefixes.fill(cache, row.ids)
+        length = row.ids.shape[1]
+        self._done = self._done or kept
         begin, end = self._done, min(self._done + (piece or length), length)
         if end == length - 1 or row.call.config.use_cache is False:
             end = length  # a single last token would run as a decode step, which some models round in another way
@@ -110,35 +114,44 @@ class Prompts:
             self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits[:, -1], cache, mask)
 
-    def _side_by_side(self, piece: int) -> list[BatchRow]:
-        """Return the row of the first prompt, and the rows of next prompts that may run together with the first."""
+    def _side_by_side(self, piece: int) -> tuple[list[BatchRow], int]:
+        """Return the row of the first prompt with the rows of next prompts that may run together with the first, and
+        the number of kept tokens of each of these prompts that need not run again."""
+        first = self._waiting[0]
         if self._done:
-            return [self._waiting[0]]
-        rows, longest = list[BatchRow](), 0
+            return [first], 0
+        rows, known, longest, kept = list[BatchRow](), list[int](), 0, 0
         for row in self._waiting:
-            longest = max(longest, row.ids.shape[1])
-            alone = not _fits_beside(row, longest) or self._prefixes.length(row.ids) >= _WORTH_A_PASS
-            if rows and (alone or longest * (len(rows) + 1) > piece):
+            length, tokens = max(longest, row.ids.shape[1]), self._kept(row)
+            common = min([*known, tokens])
+            fits = _fits_beside(row, length) and max([*known, tokens]) - common < _WORTH_A_PASS
+            if rows and (not fits or (length - common) * (len(rows) + 1) > piece):
                 break
-            rows.append(row)
-            if alone:
+            rows, known, longest, kept = [*rows, row], [*known, tokens], length, common
+            if not fits:
                 break
-        return rows
+        return rows, kept
 
-    def _run_whole(self, rows: list[BatchRow]) -> Ran:
-        """Run whole prompts together, with padding after the shorter prompts; no token attends to the padding."""
+    def _kept(self, row: BatchRow) -> int:
+        """Return the number of a prompt's first tokens whose keys and values are kept."""
+        reuses = row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
+        return self._prefixes.length(row.ids) if reuses else 0
+
+    def _run_together(self, rows: list[BatchRow], begin: int) -> Ran:
+        """Run prompts from column `begin` on, with padding after the shorter prompts; no token attends to the
+        padding."""
         for _ in rows:
             self._waiting.popleft()
         lengths = [row.ids.shape[1] for row in rows]
         longest = max(lengths)
         empty = [longest - length for length in lengths]
         ids = torch.cat([pad(row.ids, (0, behind)) for row, behind in zip(rows, empty, strict=True)])
-        last, cache = list(range(longest)), rows[0].cache
+        last, cache = list(range(begin, longest)), rows[0].cache
         more: dict[str, Any] = {}
         if "logits_to_keep" in rows[0].call.model_kwargs:
             last = sorted({length - 1 for length in lengths})
-            more = {"logits_to_keep": ids.new_tensor(last)}
-        logits = self._forward(rows[0], ids, None, 0, **more)
+            more = {"logits_to_keep": ids.new_tensor(last) - begin}
+        logits = self._forward(rows[0], ids, None, begin, **more)
         ends = [last.index(length - 1) for length in lengths]
         row_caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)

@@ -26,6 +26,7 @@ from parallelformers_ng import (
     parallelize,
 )
 from parallelformers_ng.batching import batch_proof as proof
+from parallelformers_ng.batching import prompts as prompts_of_a_batch
 from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
@@ -431,6 +432,39 @@ def test_common_prefix_runs_once(monkeypatch):
     for first in (1, 2):  # two later prompts remove the first from the cache
         prefixes.keep(torch.full((1, 80), first), DynamicCache([(torch.zeros(1, 2, 80, 4),) * 2] * 2), 0)
     assert not prefixes.length(base)
+
+
+@pytest.mark.parametrize(("worth", "forwards"), [(128, [(3, 12)]), (8, [(2, 2), (1, 12)])])
+@torch.inference_mode()
+def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
+    """Two prompts continue 30 kept tokens and one continues 20. All run from token 20 on, unless more than `worth` kept
+    tokens would run again."""
+    monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_PASS", worth)
+    for model in (gpt2(), decoder("Llama")):
+        prefixes, numbers = Prefixes(200), torch.Generator().manual_seed(0)
+        base, other = (torch.randint(5, 95, (1, 40), generator=numbers) for _ in range(2))
+        requests = [
+            torch.cat((base[:, :30], other[:, :1]), -1),
+            torch.cat((base[:, :30], other[:, :2]), -1),
+            torch.cat((base[:, :20], other[:, :12]), -1),
+        ]
+        want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in requests]
+        earlier, prompts = Prompts(model, prefixes), Prompts(model, prefixes)
+        earlier.add(BatchRow(9, prepare(model, {"input_ids": base, "max_new_tokens": 2, "do_sample": False})))
+        assert earlier.run(64) is not None
+        for number, ids in enumerate(requests):
+            prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False})))
+        rows, seen = Rows(model, None, prefixes), list[tuple[int, int]]()
+        everyone = [*prompts]
+        while len(prompts):
+            ran = prompts.run(64)
+            assert ran is not None
+            seen.append((len(ran.rows), prompts.latest // len(ran.rows)))
+            rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+        while len(rows):
+            rows.step()
+        assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
+        assert seen == forwards
 
 
 def test_prompts_that_begin_alike_share_on_the_ranks(groups):
