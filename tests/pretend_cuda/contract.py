@@ -185,6 +185,10 @@ GRAPHS = {
         frees="the graph, what NCCL keeps for its collectives (src/enqueue.cc: persistentDestructor, reclaimPlan),"
         " and, if it was the last of its pool, the pool's unused memory for empty_cache (releasePool)",
     ),
+    "torch.cuda.is_current_stream_capturing": Entry(
+        "whether the current stream is captured. It asks for the current device, which initializes the driver (cuInit)",
+        "torch/csrc/cuda/Graph.cpp: _cuda_isCurrentStreamCapturing; c10/cuda/CUDAFunctions.cpp: current_device",
+    ),
     "torch.cuda.graph": Entry(
         "context manager that captures what is queued within it: nothing runs. A call that waits for the device, and"
         " a copy from pageable memory, fail; capture_error_mode='thread_local' binds the calling thread alone. If it"
@@ -365,6 +369,9 @@ ENVIRONMENT = {
         "numbers, or UUIDs (`GPU-…`, `MIG-…`); a wrong one ends the list", f"{_CUDA}: _parse_visible_devices"
     ),
     "PYTORCH_NVML_BASED_CUDA_CHECK": Entry("1: is_available asks NVML", f"{_CUDA}: _nvml_based_avail"),
+    "TORCH_CUDNN_SDPA_DEPRIORITIZED": Entry(
+        "1: flash attention is tried before cuDNN's", "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
+    ),
     "NCCL_DEBUG": Entry("INFO: NCCL tells what it does", "NCCL src/debug.cc"),
     "NCCL_SOCKET_IFNAME": Entry(
         "interface of its sockets; `=lo` is that one exactly", "NCCL src/misc/socket.cc: ncclFindInterfaces"

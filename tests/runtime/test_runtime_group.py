@@ -17,6 +17,7 @@ import torch
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.spawn import environment_of_worker
 from parallelformers_ng.wire.frame import FileDescriptor
 from tests.helpers.patience import PROMPTLY
 from tests.helpers.runtime_target import Reading
@@ -215,6 +216,13 @@ def test_workers_have_equal_threads_and_users_environment(group):
     assert group.call_each("threads", [(), ()]) == [(1, "1"), (1, "1")]
     assert group.device_names == ["cpu:0", "cpu:1"]
     assert len(set(group.pids)) == 2
+
+
+def test_ranks_prefer_flash_attention_unless_told(monkeypatch):
+    name = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+    assert environment_of_worker(1)[name] == "1"
+    monkeypatch.setenv(name, "0")
+    assert environment_of_worker(1)[name] == "0"
 
 
 def test_groups_leave_nothing_behind():
