@@ -36,7 +36,7 @@ _NEEDLESS_THREADS = {"jemalloc_bg_thd"}
 _OF_THE_DRIVER = "cuda"
 """Beginning of the names of threads of the CUDA driver."""
 _NOT_INITIALIZED = 3
-"""CUDA_ERROR_NOT_INITIALIZED: result of `cuInit` in a fork of a process that has initialized the driver
+"""Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html)."""
 
 _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports

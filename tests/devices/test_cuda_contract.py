@@ -124,7 +124,7 @@ def test_torch_has_names_without_cuda() -> None:
 
 
 def test_stand_in_has_all_called_names() -> None:
-    """Only the caller calls `is_initialized` of `torch.cuda`, and only the fork server the two others."""
+    """Only the caller calls `is_initialized` of `torch.cuda`, and only the fork server `_is_in_bad_fork`."""
     called = [name.split(".")[2] for name in contract.NAMES if name.startswith("torch.cuda.")]
-    assert {name for name in called if name not in stubs.STUBS} == {"_is_in_bad_fork", "is_current_stream_capturing"}
+    assert {name for name in called if name not in stubs.STUBS} == {"_is_in_bad_fork"}
     assert all(entry.returns and entry.source for entry in [*contract.NAMES.values(), *contract.ENVIRONMENT.values()])
