@@ -11,6 +11,8 @@ and the products of the layer's own modules.
 8. act(gate) ⊙ up.
 9. The down projection.
 
+A product of 8-bit weights with few outputs needs a second kernel: see `triton/byte_product.py`. A layer has up to 14.
+
 The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
 them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
 """

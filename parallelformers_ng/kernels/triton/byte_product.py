@@ -2,14 +2,23 @@
 
     y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
 
-Up to three weights that read the same x are one launch (q | k | v, gate | up). Each keeps its own tensors.
+Up to three weights that read the same x are one product (q | k | v, gate | up). Each keeps its own tensors.
 
 Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
 fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
 
-Launches: 1, with a program for every 32 outputs. Each program sums over all inputs by itself.
+Launches: 1 for many outputs, with a program for every 32 outputs. Each program sums over all inputs by itself.
+For few outputs these programs would not keep a large card busy, and there are 2 launches. In the first one, programs
+for every 32 outputs and split of the inputs write partial results, in fp32:
+
+    p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
+
+The second launch adds the partial results in the order of the splits, so the same call gives the same bits. The splits
+depend on the weights, not on the rows. Products with splits have never run on a GPU: unmeasured.
+
 Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
-the card: 2 · rows / 32 bytes for each number of Q.
+the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written once and read
+once: 8 · rows · splits / inputs bytes for each number of Q, at most about rows / 64.
 """
 
 from __future__ import annotations
@@ -31,6 +40,10 @@ OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
 WARPS = 2
 """One for every 16 outputs: with more, two warps would widen the same numbers."""
+_PROGRAMS = 512
+"""Programs that keep the largest cards busy: about four for each multiprocessor."""
+_MOST_SPLITS = 16
+_SUMS_AT_ONCE = 256
 
 
 @triton.jit
@@ -46,14 +59,15 @@ def _fp8_as_float32(bits):
 @triton.jit(do_not_specialize=["rows"])  # a recording has more rows than the step before it
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
-    rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
+    rows, inputs, splits, outputs0, outputs1, outputs2, x_row, y_row,
     FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute up to OUTPUTS outputs of one weight for all rows. `byte_product_launch` describes the arguments.
+    """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
-    `x_row` and `y_row` are distances between rows, in elements.
+    `byte_product_launches` describes the arguments. With more than one split, y is the partial results, `[splits, rows,
+    outputs]`. `x_row` and `y_row` are distances between rows, in elements.
     """
-    tile = tl.program_id(0)
+    tile, split = tl.program_id(0), tl.program_id(1)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
     if tile >= tl.cdiv(outputs0, OUTPUTS):
         tile -= tl.cdiv(outputs0, OUTPUTS)
@@ -67,7 +81,8 @@ def byte_product_kernel(
     numbers_at = q + output.to(tl.int64)[:, None] * inputs
     states_at = x + row[None, :] * x_row
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, inputs, INPUTS):
+    steps = tl.cdiv(inputs, INPUTS)  # a split begins at a multiple of INPUTS, so that its loads are 16 bytes wide
+    for start in range(split * steps // splits * INPUTS, (split + 1) * steps // splits * INPUTS, INPUTS):
         input = start + tl.arange(0, INPUTS)
         is_input = input < inputs
         numbers = tl.load(numbers_at + input[None, :], mask=is_output[:, None] & is_input[None, :], other=0)
@@ -76,16 +91,29 @@ def byte_product_kernel(
         sums = tl.dot(wide.to(x.dtype.element_ty), states, sums)
     scales = tl.load(s + output, mask=is_output, other=0.0)
     sums *= scales[:, None]
-    if b is not None:
+    if b is not None and split == 0:
         sums += tl.load(b + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    place = y + row[None, :] * y_row + left + output[:, None]
+    place = y + (split * rows + row)[None, :] * y_row + left + output[:, None]
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def byte_product_launch(
+@triton.jit(do_not_specialize=["rows"])
+def sum_kernel(parts, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up to BLOCK partial results of each split, the first split first. `sum_launch` describes the arguments."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows * outputs
+    sums = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        sums += tl.load(parts + split * rows * outputs + at, mask=inside, other=0.0)
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=inside)
+
+
+def byte_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
-) -> Launch:
-    """Return the launch that writes y = (x Qᵀ) ⊙ s + b, side by side for all weights Q.
+) -> list[Launch]:
+    """Return one or two launches, to run in order, that write y = (x Qᵀ) ⊙ s + b, side by side for all weights Q.
+
+    With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
 
     Args:
         x: `[rows, inputs]`, dense along the inputs, bf16 or fp16; at most 16 rows.
@@ -103,8 +131,39 @@ def byte_product_launch(
         "OUTPUTS": OUTPUTS_OF_PROGRAM,
         "INPUTS": _INPUTS_AT_ONCE,
     }
-    arguments = joint_arguments(x, weights, scales, biases, y)
-    return Launch(byte_product_kernel, (programs(weights),), arguments, constants, warps=WARPS, stages=4)
+    tiles = programs(weights)
+    splits = splits_of(tiles, x.shape[1])
+    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
+    arguments = joint_arguments(x, weights, scales, biases, y) | {"y": sums, "splits": splits}
+    product = Launch(byte_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=4)
+    return [product] if splits == 1 else [product, sum_launch(sums, y)]
+
+
+def sum_launch(parts: Tensor, y: Tensor) -> Launch:
+    """Return the launch that adds the partial results of a product's splits.
+
+    Args:
+        parts: partial results, `[splits, rows, outputs]`, fp32, contiguous.
+        y: output, `[rows, outputs]`, contiguous.
+    """
+    splits, rows, outputs = parts.shape
+    arguments: dict[str, Any] = {"parts": parts, "y": y, "rows": rows, "outputs": outputs}
+    constants: dict[str, Any] = {"SPLITS": splits, "BLOCK": _SUMS_AT_ONCE}
+    return Launch(sum_kernel, (-(-rows * outputs // _SUMS_AT_ONCE),), arguments, constants, warps=2)
+
+
+def splits_of(tiles: int, inputs: int) -> int:
+    """Return the number of splits of the inputs, 1 to 16.
+
+    The number does not depend on the rows: a recording has more rows than the step before it. Each split has at least
+    two iterations of the kernel's loop.
+
+    Args:
+        tiles: number of programs that cover the outputs.
+        inputs: number of inputs.
+    """
+    steps = -(-inputs // _INPUTS_AT_ONCE)
+    return max(1, min(_MOST_SPLITS, steps // 2, _PROGRAMS // max(1, tiles)))
 
 
 def joint_arguments(
@@ -160,7 +219,8 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
     """
     outputs = sum(weight.shape[0] for weight in weights)
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
-    byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases, y.view(-1, outputs)).run()
+    for launch in byte_product_launches(x.reshape(-1, x.shape[-1]), weights, scales, biases, y.view(-1, outputs)):
+        launch.run()
     return y
 
 

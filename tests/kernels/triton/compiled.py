@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from parallelformers_ng.kernels.triton.byte_product import byte_product_launch
+from parallelformers_ng.kernels.triton.byte_product import byte_product_launches
 from parallelformers_ng.kernels.triton.gate_kernel import gate_launch
 from parallelformers_ng.kernels.triton.launch import Launch
 from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launch
@@ -90,7 +90,13 @@ def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
     scales = [empty(outputs, 1, dtype=torch.float32) for outputs in pair]
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         weights = [empty(outputs, shape.hidden, dtype=dtype) for outputs in pair]
-        yield f"product, {name}", byte_product_launch(states, weights, scales, [], both)
+        (whole,) = byte_product_launches(states, weights, scales, [], both)
+        yield f"product, {name}", whole
+        down, scale = empty(shape.hidden, shape.inner, dtype=dtype), empty(shape.hidden, 1, dtype=torch.float32)
+        first, *rest = byte_product_launches(inner, [down], [scale], [], states)
+        yield f"product, splits, {name}", first
+        for launch in rest if name == "int8" else ():  # fp8 has the same sum
+            yield "sum of splits", launch
     weights = [empty(outputs, shape.hidden // 2, dtype=torch.uint8) for outputs in pair]
     scales = [empty(outputs, shape.hidden // 32) for outputs in pair]
     yield "product, int4", nibble_product_launch(states, weights, scales, [], both)

@@ -37,6 +37,21 @@ def test_weights_are_read_once_for_all_rows(kind: str) -> None:
         assert traffic.bytes_of(tensor) == tensor.nbytes
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_bytes_of_splits(kind: str) -> None:
+    """A weight is read once. Partial results are written once and read once, in fp32."""
+    outputs, inputs, rows, splits = [64, 32], 1700, 2, 3
+    weights, scales = quantized(kind, outputs, inputs, torch.bfloat16)
+    x = randn(rows, inputs, dtype=torch.bfloat16)
+    with counted() as traffic:
+        y = byte_product(x, weights, scales, [])
+    for tensor in weights:
+        assert traffic.bytes_of(tensor) == tensor.nbytes
+    read_often = sum(outputs) // 32 * x.nbytes + splits * sum(scale.nbytes for scale in scales)
+    partial = 2 * splits * y.numel() * 4
+    assert traffic.total() == sum(weight.nbytes for weight in weights) + read_often + partial + y.nbytes
+
+
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("masked", [False, True], ids=["lengths", "mask"])
 def test_bytes_of_keys_and_values(window: int, masked: bool) -> None:

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product, byte_product_twin
+from parallelformers_ng.kernels.triton.byte_product import (
+    MOST_ROWS,
+    byte_product,
+    byte_product_launches,
+    byte_product_twin,
+    splits_of,
+)
 from parallelformers_ng.kernels.triton.nibble_product import nibble_product, nibble_product_twin
 from parallelformers_ng.sharding.encoding import Encoding
 from tests.kernels.triton.agreement import SIXTEEN_BITS, assert_agrees, randn
@@ -36,6 +42,42 @@ def test_products_of_bytes(
     biases = [randn(each, dtype=dtype, seed=7) for each in outputs] if bias else []
     arguments = (x, *quantized(kind, outputs, inputs, dtype), biases)
     assert_agrees(byte_product(*arguments), byte_product_twin, *arguments)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("rows", "inputs", "splits"), [(1, 768, 1), (1, 1024, 2), (3, 1700, 3), (MOST_ROWS, 2310, 5)])
+def test_products_of_bytes_in_splits(
+    rows: int, inputs: int, splits: int, kind: str, outputs: list[int], bias: bool
+) -> None:
+    x = randn(rows, inputs, dtype=torch.bfloat16)
+    biases = [randn(each, dtype=torch.bfloat16, seed=7) for each in outputs] if bias else []
+    arguments = (x, *quantized(kind, outputs, inputs, torch.bfloat16), biases)
+    launches = byte_product_launches(*arguments, x.new_empty(rows, sum(outputs)))
+    assert launches[0].grid[1] == splits
+    assert len(launches) == (1 if splits == 1 else 2)
+    output = byte_product(*arguments)
+    assert_agrees(output, byte_product_twin, *arguments)
+    assert torch.equal(output, byte_product(*arguments))
+
+
+def test_splits_do_not_depend_on_rows() -> None:
+    arguments = (*quantized("int8", [40], 1700, torch.bfloat16), [])
+    grids = {
+        byte_product_launches(x, *arguments, x.new_empty(rows, 40))[0].grid
+        for rows in range(1, MOST_ROWS + 1)
+        for x in [randn(rows, 1700, dtype=torch.bfloat16)]
+    }
+    assert grids == {(2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "inputs", "splits"),
+    [(448, 4096, 1), (128, 4096, 4), (128, 14336, 4), (192, 4096, 2), (28, 4864, 9), (4, 65536, 16), (1, 1, 1)],
+)
+def test_number_of_splits(tiles: int, inputs: int, splits: int) -> None:
+    assert splits_of(tiles, inputs) == splits
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
