@@ -55,9 +55,9 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16)
 
-    def quantized(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        encoding = Encoding(kind, -1, 32 if kind == "int4" else hidden)
-        numbers, scales = encoding.encode(randn(inner, hidden))
+    def quantized(kind: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        encoding = Encoding(kind, -1, 32 if kind == "int4" else inputs)
+        numbers, scales = encoding.encode(randn(outputs, inputs))
         return [numbers], [scales]
 
     def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -98,11 +98,14 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
             product, twin = (
                 (nibble_product, nibble_product_twin) if kind == "int4" else (byte_product, byte_product_twin)
             )
-            yield Case(
-                f"{kind} product, {rows} rows", int(inner * hidden * size) + rows * (hidden + inner) * 2,
-                lambda rows=rows, kind=kind: (randn(rows, hidden), *quantized(kind)),
-                lambda x, q, s, by=product: by(x, q, s, []), lambda x, q, s, by=twin: by(x, q, s, []),
-            )  # fmt: skip
+            for what, outputs, inputs in (("up", inner, hidden), ("down", hidden, inner)):
+                yield Case(
+                    f"{kind} product {what}, {rows} rows", int(inner * hidden * size) + rows * (hidden + inner) * 2,
+                    lambda rows=rows, kind=kind, outputs=outputs, inputs=inputs: (
+                        randn(rows, inputs), *quantized(kind, outputs, inputs),
+                    ),
+                    lambda x, q, s, by=product: by(x, q, s, []), lambda x, q, s, by=twin: by(x, q, s, []),
+                )  # fmt: skip
         for context in contexts:
             cache = (rows, kv_heads, context, width)
             yield Case(
