@@ -1,11 +1,12 @@
-"""Keeps the state that a call sends besides its arguments: the random state, and changes of configurations and module
-attributes that the workers do not have yet."""
+"""Keeps the state that a call sends besides its arguments: the random state, and changes of configurations, module
+attributes and environment variables that the workers do not have yet."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
+import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -103,6 +104,30 @@ class Snapshot:
         }
 
 
+class Variables:
+    """A copy of this process's environment variables.
+
+    Attributes:
+        values: name → value.
+    """
+
+    def __init__(self) -> None:
+        self.values = dict(os.environ)
+        self._encoded = {**_ENCODED}
+
+    def still_hold(self) -> bool:
+        """Return whether the environment is unchanged. The comparison takes less than a microsecond."""
+        return self._encoded == _ENCODED
+
+    def changed_since(self, before: Variables) -> dict[str, str | None]:
+        """Return the variables that differ from an earlier copy: name → value; None for deleted variables."""
+        deleted = dict.fromkeys(before.values.keys() - self.values.keys())
+        return {**deleted, **{name: value for name, value in self.values.items() if before.values.get(name) != value}}
+
+
+_ENCODED: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]  # reading os.environ decodes each variable
+
+
 class Edits:
     """The caller's changes since the model was parallelized, and which changes the workers do not have yet.
 
@@ -119,8 +144,10 @@ class Edits:
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
         self._lock = threading.Lock()
-        # State of the workers: incarnation, configurations, number of attribute changes, number of code changes.
-        self._known = (0, self._built, 0, 0)
+        # State of the workers: incarnation, configurations, number of attribute changes, number of code changes,
+        # environment variables.
+        self._began = Variables()
+        self._known = (0, self._built, 0, 0, self._began)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Record a new value of an attribute of the module at `path`, for the next call."""
@@ -158,15 +185,16 @@ class Edits:
             ParallelError: the plan of the model is not valid for the changed code.
             NotPortableError: a change of the code cannot be sent.
         """
-        known_incarnation, known_configs, time, code_count = self._known
+        known_incarnation, known_configs, time, code_count, variables = self._known
         if known_incarnation != incarnation:
-            known_configs, time, code_count = self._built, 0, 0
+            known_configs, time, code_count, variables = self._built, 0, 0, self._began
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(model), self._count
-        if time == count and code_count == codes and known_configs.still_holds(configs):
+        if time == count and code_count == codes and variables.still_hold() and known_configs.still_holds(configs):
             return _nothing
-        current = Snapshot(configs)
+        current, variables_now = Snapshot(configs), Variables()
+        call.environment = variables_now.changed_since(variables)
         before, now = known_configs.values(), current.values()
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
@@ -179,7 +207,7 @@ class Edits:
                 call.code = self._code.changes
 
         def arrived() -> None:
-            self._known = incarnation, current, count, codes
+            self._known = incarnation, current, count, codes, variables_now
 
         return arrived
 

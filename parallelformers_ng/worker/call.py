@@ -26,6 +26,8 @@ class Call:
         autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
         configs: attributes of configurations, also of `generation_config`, that changed since the last call: dotted
             name → value.
+        environment: environment variables that the caller changed since the last call: name → value, or None if the
+            caller deleted the variable.
         cache_block: number of this call's block of cache numbers; the first new cache has the next number.
         freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
@@ -46,6 +48,7 @@ class Call:
     rng: bytes | None = None
     autocast: torch.dtype | None = None
     configs: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str | None] = field(default_factory=dict)
     cache_block: int = 0
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False

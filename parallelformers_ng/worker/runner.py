@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -334,8 +335,8 @@ class ModelRunner(RankWeights):
             self._latest_hooks = self.hooks if call.hooks is not None else self._latest_hooks
             self.hooks = None if call.hooks is None else self.hooks
             self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
-        if call.attributes or call.configs:
-            self._take_changes(call.attributes, call.configs)
+        if call.attributes or call.configs or call.environment:
+            self._take_changes(call)
         if call.adapters is not None and call.adapters != self.adapters:
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
@@ -367,13 +368,19 @@ class ModelRunner(RankWeights):
         """Return the handle that the caller gets for a cache; see `CacheTable.handle`."""
         return self.caches.handle(handed_out(cache), known)
 
-    def _take_changes(self, attributes: dict[tuple[str, str], Any], configs: dict[str, Any]) -> None:
-        """Set attributes of modules, then attributes of configurations, to the caller's changed values."""
-        for (path, name), value in attributes.items():
+    def _take_changes(self, call: Call) -> None:
+        """Set attributes of modules, attributes of configurations and environment variables to the caller's changed
+        values."""
+        for (path, name), value in call.attributes.items():
             setattr(self.model.get_submodule(path), name, value)
-        for name, value in configs.items():
+        for name, value in call.configs.items():
             set_config(self.model, name, value)
-        names = [*(name for _, name in attributes), *configs]
+        for name, text in call.environment.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
+        names = [*(name for _, name in call.attributes), *call.configs, *call.environment]
         if not all("generation_config" in name for name in names):
             self.kept.let_go(self.model)
 

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.strangers.changed_code import (
     followed_by,
     largest_only,
 )
+from tests.zoo.build import largest_difference
 from tests.zoo.decoders import EXPERTS, decoder, gpt2
 
 
@@ -99,6 +101,27 @@ def test_attributes_of_replicated_layers_may_change(groups, monkeypatch) -> None
         for limit in (0.1, 0.02):
             monkeypatch.setitem(globals(), "LIMIT", limit)
             assert_agree(cut, whole, prompt())
+
+
+def test_ranks_read_later_environment_variables(groups, monkeypatch) -> None:
+    """A model's code reads a variable that the program sets, changes and deletes after `parallelize`."""
+    usual = modeling_llama.LlamaMLP.forward
+
+    def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return usual(self, x) * float(os.environ.get("SCALE_OF_A_TEST", "1"))
+
+    whole, cut, prompts = decoder("Llama"), decoder("Llama"), [prompt(seed=seed) for seed in (1, 2, 3)]
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled)
+    with parallelize(cut, workers=groups(2), batching=True):
+        plain = whole(prompts[0]).logits
+        for scale in ("0.5", "0.25"):
+            monkeypatch.setenv("SCALE_OF_A_TEST", scale)
+            assert largest_difference(whole(prompts[0]).logits, plain) > 0.01
+            assert_agree(cut, whole, prompts[0])
+            assert_agree_in_a_batch(cut, whole, prompts)
+        monkeypatch.delenv("SCALE_OF_A_TEST")
+        assert_agree_in_a_batch(cut, whole, prompts)
+        assert_agree(cut, whole, prompts[0])
 
 
 def causal_alone(
