@@ -96,18 +96,26 @@ class Trials:
     def prompt(self) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Return inputs for `generate` and the outputs of the whole twin; None if the twin cannot generate.
 
-        The outputs are the tokens, six of them new, and for some models speech. If `generate` raises an
-        exception, the result is None, and `failure` has the reason.
+        The outputs are the tokens, six of them new, and for some models speech. If `generate` raises an exception, or
+        if two runs give different outputs because the model draws random numbers, the result is None, and `failure` has
+        the reason.
         """
         if not self.twin.runs_whole or not self.twin.model.can_generate():
             return None
         probe = self.twin.probes[0]
         inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
+        before = torch.get_rng_state()
         try:
-            return inputs, _generate(sharing_copy(self.twin.model), inputs)
+            outputs = _generate(sharing_copy(self.twin.model), inputs)
+            if not torch.equal(torch.get_rng_state(), before):  # ranks that are threads share the generator
+                again = _generate(sharing_copy(self.twin.model), inputs)
+                if not equal(again, outputs, self.twin.tolerance):
+                    self.failure = "its greedy tokens are random"
+                    return None
         except Exception as error:  # `generate` may need more inputs than the forward
             self.failure = _in_short(error)
             return None
+        return inputs, outputs
 
     def same_tokens(
         self, choices: Sequence[Choice], vocabulary: bool, inputs: dict[str, Any], wanted: list[torch.Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformers as tf
 from torch import nn
 
 from parallelformers_ng import plan
+from parallelformers_ng.autopolicy import trials
 from parallelformers_ng.autopolicy.proposal import Proposal
 from parallelformers_ng.autopolicy.select import select
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
@@ -268,3 +270,20 @@ def test_every_model_type_has_a_source() -> None:
     assert sources["cwm"] == "inferred"
     assert sources["codegen"] == "inferred"
     assert set(sources) >= {"bert", "t5", "vit"}
+
+
+@pytest.mark.parametrize(
+    ("generate", "failure"),
+    [(torch.rand, "its greedy tokens are random"), (torch.ones, ""), (lambda n: torch.rand(n) * 0, "")],
+)
+def test_random_greedy_tokens_prove_nothing(generate: Any, failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of block diffusion draw numbers in `generate`, whatever it was told; ranks that are threads share them."""
+    monkeypatch.setattr(trials, "sharing_copy", lambda model: model)
+    monkeypatch.setattr(trials, "_generate", lambda model, inputs: [generate(3)])
+    twin: Any = SimpleNamespace(
+        runs_whole=True, model=SimpleNamespace(can_generate=lambda: True), probes=[SimpleNamespace(inputs={})],
+        tolerance=1e-4,
+    )  # fmt: skip
+    attempt = trials.Trials(twin, None, 2)  # type: ignore[arg-type]
+    assert (attempt.prompt() is None) == bool(failure)
+    assert attempt.failure == failure
