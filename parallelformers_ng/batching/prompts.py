@@ -115,8 +115,10 @@ class Prompts:
         return Ran([row], logits[:, -1], cache, mask)
 
     def _side_by_side(self, piece: int) -> tuple[list[BatchRow], int]:
-        """Return the row of the first prompt with the rows of next prompts that may run together with the first, and
-        the number of kept tokens of each of these prompts that need not run again."""
+        """Return (rows, tokens): the rows of the first prompt and of next prompts that may run together with it.
+
+        `tokens` is the number of kept tokens of each of these prompts. They need not run again.
+        """
         first = self._waiting[0]
         if self._done:
             return [first], 0
