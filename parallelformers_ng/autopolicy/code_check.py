@@ -24,9 +24,6 @@ from parallelformers_ng.sharding.units import and_above, sees_part
 ATTENTION_SETTING = "_attn_implementation_internal"
 """Attribute of configurations with the name of the attention function."""
 
-ATTENTION_SETTING = "_attn_implementation_internal"
-"""Attribute of configurations with the name of the attention function."""
-
 
 class CodeCheck:
     """A check of a plan against code that has changed since the plan was made.

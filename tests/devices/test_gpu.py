@@ -25,8 +25,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ABSENT, reason="needs a CUDA d
 
 
 def _without_ties(whole: PreTrainedModel, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return inputs, and the greedy tokens of a model on the CPU, none of which was a close decision: a device rounds
-    sums otherwise than the CPU does."""
+    """Return inputs, and the greedy tokens of a model on the CPU.
+
+    No token was a close decision, because a device rounds sums otherwise than the CPU does.
+    """
     mask = text_inputs()["attention_mask"]
     for seed in range(100):
         ids = torch.randint(3, 128, mask.shape, generator=torch.Generator().manual_seed(seed))

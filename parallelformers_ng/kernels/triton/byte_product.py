@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator
+from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 
 MOST_ROWS = 16
 MOST_WEIGHTS = 3
@@ -40,8 +40,6 @@ OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
 WARPS = 2
 """One for every 16 outputs: with more, two warps would widen the same numbers."""
-_PROGRAMS = 512
-"""Programs that keep the largest cards busy: about four for each multiprocessor."""
 _MOST_SPLITS = 16
 _SUMS_AT_ONCE = 256
 
@@ -163,7 +161,7 @@ def splits_of(tiles: int, inputs: int) -> int:
         inputs: number of inputs.
     """
     steps = -(-inputs // _INPUTS_AT_ONCE)
-    return max(1, min(_MOST_SPLITS, steps // 2, _PROGRAMS // max(1, tiles)))
+    return splits_for(tiles, min(_MOST_SPLITS, steps // 2))
 
 
 def joint_arguments(

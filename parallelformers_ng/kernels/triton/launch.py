@@ -61,3 +61,17 @@ def operator(schema: str) -> Callable[[Any], Any]:
 def power_of_two(number: int) -> int:
     """Return the least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+_PROGRAMS = 512
+"""Programs that keep the largest cards busy: about four for each multiprocessor."""
+
+
+def splits_for(programs: int, most: int) -> int:
+    """Return the number of splits of each program's work with which a launch keeps the largest cards busy, 1 to `most`.
+
+    Args:
+        programs: number of programs without splits.
+        most: largest number of splits.
+    """
+    return max(1, min(most, _PROGRAMS // max(1, programs)))

@@ -26,14 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two, splits_for
 from parallelformers_ng.kernels.triton.rotary_kernel import row_step
 
 LEAST_SIDE = 16
 """Least size of each side of a product that Triton compiles (`tl.dot`)."""
 _KEYS_AT_ONCE = 64
-_PROGRAMS = 512
-"""Programs that keep the largest cards busy: about four for each multiprocessor."""
 _MOST_SPLITS = 64
 
 
@@ -187,7 +185,7 @@ def splits_of(pairs: int, room: int) -> int:
         room: number of positions of the cache.
     """
     of_keys = -(-room // (2 * _KEYS_AT_ONCE))
-    return max(1, min(_MOST_SPLITS, of_keys, _PROGRAMS // max(1, pairs)))
+    return splits_for(pairs, min(_MOST_SPLITS, of_keys))
 
 
 @operator(
