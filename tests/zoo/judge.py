@@ -77,8 +77,7 @@ def judge(model_type: str, world_sizes: tuple[int, ...] = (2,), varied: bool = F
     for size in world_sizes:
         start = time.monotonic()
         verdict = Verdict(model_type, type(twin.model).__name__, size, "equal")
-        with draws_of_each_thread():
-            _compare(twin, verdict)
+        _compare(twin, verdict)
         verdict.seconds = round(time.monotonic() - start, 2)
         verdicts.append(asdict(verdict))
     return verdicts
@@ -106,7 +105,13 @@ def _compare(twin: Twin, verdict: Verdict) -> None:
         verdict.status, verdict.reason = "refused", str(error)[:400]
         return
     verdict.source, verdict.share = plan.source, round(share, 4)
+    with draws_of_each_thread():  # not around the proofs in `select`, whose ranks draw from torch's generator
+        _compare_by(plan, twin, verdict)
 
+
+def _compare_by(plan: ShardPlan, twin: Twin, verdict: Verdict) -> None:
+    """Compare the outputs of the whole model with those of its shards under `plan`."""
+    size = verdict.world_size
     twin = replace(twin, probes=comparable_probes(twin, plan))
     if not twin.probes:
         verdict.status, verdict.reason = "skipped", f"no known inputs reach what is cut: {twin.unreached[:300]}"
