@@ -46,6 +46,8 @@ def original(value: Any) -> Any:
 
 def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     """Add a value to a hash; `seen` has the ids of the values that contain this value."""
+    if type(value) in _PLAIN:  # most values are; the other checks take time
+        return hasher.update(f"{type(value).__name__}{value!r}".encode())
     value = original(value)
     if id(value) in seen:
         return hasher.update(b"again")
@@ -73,7 +75,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
         hasher.update(f"{value.__module__}.{value.__qualname__}".encode())
     elif isinstance(value, types.ModuleType):
         hasher.update(value.__name__.encode())
-    elif isinstance(value, _PLAIN):
+    elif isinstance(value, _PLAIN):  # an enumeration, for example
         hasher.update(repr(value).encode())
     elif type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
         hasher.update(f"{value.shape}{value.dtype}".encode())

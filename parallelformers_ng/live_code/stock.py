@@ -25,8 +25,9 @@ from parallelformers_ng.live_code.reach import (
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 
 _FAMILIES = "transformers.models."
-_SKIPPED = ("_old_forward", "_hf_hook", "_parallelformers_ng")
-"""Attributes that accelerate and this package add to modules."""
+_OF_ALL_MODULES = {*vars(nn.Module()), "_old_forward", "_hf_hook", "_parallelformers_ng"}
+"""Attributes that torch, accelerate and this package add to modules."""
+_DATA = (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)
 
 
 def foreign_modules(model: nn.Module) -> dict[str, str]:
@@ -129,7 +130,7 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
     """Return name → value of the attributes of a module object that are, or contain, functions of the program."""
     program_functions = {}
     for name, value in vars(module).items():
-        if name in _SKIPPED or isinstance(value, (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)):
+        if name in _OF_ALL_MODULES or isinstance(value, _DATA):
             continue
         if name == "forward":
             value = _without_accelerate(module, value)

@@ -37,10 +37,9 @@ def get_tensor(model: nn.Module, name: str, is_buffer: bool) -> torch.Tensor:
     """Return the parameter or buffer `name` as the model stores it; on a rank, this is the rank's shard.
 
     Raises:
-        AttributeError, KeyError: the model has no such parameter or buffer.
+        KeyError: the model has no such parameter or buffer.
     """
-    path, _, short = name.rpartition(".")
-    owner = model.get_submodule(path)
+    owner, short = _owner(model, name)
     tensor = (owner._buffers if is_buffer else owner._parameters)[short]
     assert tensor is not None, f"{name} is None"
     return tensor
@@ -52,11 +51,22 @@ def set_tensor(model: nn.Module, name: str, tensor: torch.Tensor, is_buffer: boo
     A new value of a parameter that is no `nn.Parameter` becomes one without gradient.
 
     Raises:
-        AttributeError: the model has no module for that name.
+        KeyError: the model has no module for that name.
     """
-    path, _, short = name.rpartition(".")
-    owner = model.get_submodule(path)
+    owner, short = _owner(model, name)
     if not is_buffer and not isinstance(tensor, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
     table: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
     table[short] = tensor
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has the tensor `name`, and the tensor's name in that module.
+
+    `get_submodule` would take several times as long, and a start asks for each tensor seven times.
+    """
+    *path, short = name.split(".")
+    owner: Any = model
+    for part in path:
+        owner = owner._modules[part]
+    return owner, short
