@@ -47,11 +47,15 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that was requested from a fork server; the class implements `Process`.
+    """A rank that was requested from a fork server.
 
     Args:
         server: the fork server.
         link: link between this process and the rank.
+
+    Attributes:
+        pid: process id; None before `await_start`.
+        pidfd: descriptor that refers to the process; -1 before `await_start`.
 
     Raises:
         OSError: this process cannot open more files.
@@ -103,9 +107,9 @@ class Fork:
         return True
 
     def exit_code(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the exit code, see `Process.exit_code`.
+        """Wait up to `seconds` for the end of the rank and return its exit code, or minus the signal that killed it.
 
-        If the server has ended, the code is unknown, and the result is None.
+        None if the rank does not end in time, or if the server has ended, so that the code is unknown.
         """
         if self._code is None and is_readable(self._report.fileno(), seconds):
             message = self._report.recv(fork_server.NUMBER.size)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Protocol
 
 from parallelformers_ng.errors import StartupError
 
@@ -71,41 +70,8 @@ class ChildLink:
             self.log = self.lifeline = -1
 
 
-class Process(Protocol):
-    """Interface of a process that was started or requested."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None before `await_start`."""
-
-    @property
-    def pidfd(self) -> int:
-        """Descriptor that refers to the process; -1 before `await_start`."""
-
-    def await_start(self, deadline: float) -> bool:
-        """Wait for the start of the process, and return whether the process exists.
-
-        Args:
-            deadline: latest time of the answer, in seconds of `time.monotonic`.
-
-        Raises:
-            RequestTimeoutError: the fork server has not answered before the deadline.
-            OSError: the system cannot start more processes, or this process cannot open more files.
-        """
-
-    def exit_code(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the end of the process and return its exit code, or minus the signal that killed it.
-
-        Returns:
-            Exit code; None if the process does not end in time, or if the exit code is unknown.
-        """
-
-    def close(self) -> None:
-        """Close the descriptors that refer to the process. Idempotent."""
-
-
 class Spawned:
-    """A fresh Python interpreter; the class implements `Process`, and the process exists at once.
+    """A process of a fresh Python interpreter, with the interface of `forks.Fork`. The process exists at once.
 
     The command is `python -m module SOCKET LIFELINE PARENT ARGUMENTS`: SOCKET and LIFELINE are descriptors of the link,
     and PARENT is the id of this process.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.runtime.forks import Fork, ForkServer
-from parallelformers_ng.runtime.spawn import REAP_SECONDS, ChildLink, Process, Spawned, is_readable, send_signal
+from parallelformers_ng.runtime.spawn import REAP_SECONDS, ChildLink, Spawned, is_readable, send_signal
 from parallelformers_ng.wire.transport import Channel
 
 log = logging.getLogger("parallelformers_ng")
@@ -52,13 +52,13 @@ class WorkerProcess:
         with self._start_errors():
             self.link = ChildLink(f"rank-{rank}")
             try:
-                self._process: Process = Fork(server, self.link) if server else self._spawn()
+                self._process: Fork | Spawned = Fork(server, self.link) if server else self._spawn()
             except BaseException:
                 self.link.close()
                 raise
         self.channel = Channel(self.link.connection)
 
-    def _spawn(self) -> Process:
+    def _spawn(self) -> Spawned:
         return Spawned("parallelformers_ng.runtime.worker", self.link, self._environment)
 
     @contextlib.contextmanager
