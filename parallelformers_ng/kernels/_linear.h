@@ -68,11 +68,10 @@ enum { PASSING = 0, SECOND_LEVEL = 2 }; /* cache levels of a prefetch */
             LOAD_FIRST(float, LOAD_F32, b, x + r * in + i, in - i);                                           \
             for (size_t o = 0; o < outs; o++) sum[o * ROWS + r] += a[o] * b;                                  \
         }                                                                                                     \
+        sum_lanes_of_all(sum);                                                                                \
         for (size_t o = 0; o < outs; o++)                                                                     \
-            for (size_t r = 0; r < rows; r++) {                                                               \
-                const float total = sum_lanes(&sum[o * ROWS + r]);                                            \
-                y[r * out + o] = store_##NAME(total + (bias ? load_##NAME(bias[o]) : 0.0f));                  \
-            }                                                                                                 \
+            for (size_t r = 0; r < rows; r++)                                                                 \
+                y[r * out + o] = store_##NAME(sum[0][o * ROWS + r] + (bias ? load_##NAME(bias[o]) : 0.0f));   \
     }                                                                                                         \
     INLINE void tiles_##NAME(const float *x, const TYPE *w, const TYPE *bias, TYPE *y, size_t rows, size_t in,\
                              size_t stride, size_t out, size_t outs)                                          \

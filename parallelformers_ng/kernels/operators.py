@@ -34,7 +34,7 @@ _HAS_TILES, _HAS_PAIRS = (getattr(_decode, name, False) for name in ("HAS_TILES"
 # True if the processor multiplies bfloat16 but the kernel was built without that: torch is then twice as fast.
 _ONE_BY_ONE = torch.cpu._is_avx512_bf16_supported() and not (_HAS_TILES or _HAS_PAIRS)
 MOST_ROWS = {
-    torch.float32: 16,
+    torch.float32: 64 if torch.cpu._is_avx512_supported() else 16,
     torch.bfloat16: 4 if _ONE_BY_ONE else 1024 if _HAS_TILES else 2048 if _HAS_PAIRS else 32,
 }
 """Largest number of rows that the kernel multiplies. With more rows, torch is as fast or faster. If the processor

@@ -26,6 +26,7 @@ from tests.helpers.step_models import (
     check_generations,
     distance,
     generate,
+    in_c,
     models,
     prompt,
     step,
@@ -65,21 +66,21 @@ def test_layer_with_experts_computes_attention_in_c(calls: Counter[str]) -> None
     got, wanted = generate(fused), generate(stock)
     assert torch.equal(got[0], wanted[0])
     assert distance(got[1], wanted[1]) < 1e-5
-    assert calls == {"attention_half": LAYERS * 11}
+    assert calls == {"attention_half": LAYERS * (11 + in_c(3, 7))}
 
 
 def test_sliding_window_layer_computes_feed_forward_in_c(calls: Counter[str]) -> None:
     stock, fused = models("mistral", sliding_window=5)
     got, wanted = generate(fused), generate(stock)
     assert torch.equal(got[0], wanted[0])
-    assert calls == {"feed_half": LAYERS * 11}
+    assert calls == {"feed_half": LAYERS * (11 + in_c(3, 7))}
 
 
 def test_other_activations_are_left_to_torch(calls: Counter[str]) -> None:
     stock, fused = models("llama", hidden_act="gelu")
     got, wanted = generate(fused), generate(stock)
     assert torch.equal(got[0], wanted[0])
-    assert calls == {"attention_half": LAYERS * 11}
+    assert calls == {"attention_half": LAYERS * (11 + in_c(3, 7))}
 
 
 HOOKED: dict[str, tuple[Callable[[Any], nn.Module], set[str]]] = {
