@@ -276,7 +276,6 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
 
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten._to_copy.default": _kept,
-    "aten.clone.default": _kept,
     "aten.t.default": _swapped,
     "aten.transpose.int": _swapped,
     "aten.cat.default": _across,

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from parallelformers_ng.checkpoint.nodes import Node, Operation
-from parallelformers_ng.sharding.partition import Range
+from parallelformers_ng.sharding.partition import Range, width_of
 
 Cut = dict[int, tuple[Range, ...]]
 """A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted
 whole."""
 
-Place = dict[int, Range]
-"""Where to write in a tensor: dimension → range along it."""
-
 View = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns another view of a tensor."""
 
 
-def at(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return a view of the part of a tensor at `place`."""
-    for dim, (start, stop) in place.items():
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
+@functools.cache
+def _operation(name: str) -> Any:
+    """Return the torch operation of a name, for example "aten.cat.default"."""
+    return functools.reduce(getattr, name.split("."), torch.ops)
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
+    """Run an operation on whole operands, and return the whole result.
+
+    Args:
+        operand: function that returns the tensor of an operand.
+    """
+    args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
+    result = _operation(node.name)(*args, **kwargs)
+    return result if node.output is None else result[node.output]
+
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -44,103 +53,59 @@ class OperandPart(NamedTuple):
 
     source: Node
     cut: Cut
-    then: View = _unchanged
+    then: View = unchanged
 
 
 # -- operations with one operand, for cuts with one range per dimension --------------------------------------------
-
-
-def _same(node: Operation, cut: Cut) -> OperandPart:
-    return OperandPart(node.args[0], cut)
 
 
 def _cast(node: Operation, cut: Cut) -> OperandPart:
     return OperandPart(node.args[0], cut, lambda part: part.to(node.dtype))
 
 
-def _transpose(node: Operation, cut: Cut) -> OperandPart:
-    source, *dims = node.args
-    first, second = (dim % len(node.shape) for dim in (dims or (0, 1)))
-    swap = {first: second, second: first}
-    below = {swap.get(dim, dim): ranges for dim, ranges in cut.items()}
-    return OperandPart(source, below, lambda part: part.transpose(first, second))
+def _view(node: Operation, cut: Cut) -> OperandPart | None:
+    """Return the part of the operand of a view that selects, cuts or reorders dimensions; None for an empty part.
 
-
-def _permute(node: Operation, cut: Cut) -> OperandPart:
-    source, dims = node.args
-    return OperandPart(source, {dims[dim] % len(dims): cut[dim] for dim in cut}, lambda part: part.permute(dims))
-
-
-def _stretch(source: Node, dim: int, start: int, stop: int, cut: Cut) -> OperandPart:
-    """Return the part of `source` that is the part `cut` of `source[start:stop]`, sliced along `dim`."""
-    ((first, last),) = cut.get(dim, ((0, stop - start),))
-    return OperandPart(source, {**cut, dim: ((start + first, start + last),)})
-
-
-def _slice(node: Operation, cut: Cut) -> OperandPart | None:
-    source, dim, start, _, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])  # type: ignore[misc]
-    if step != 1:
+    The operation runs on an operand without memory whose dimensions have unlike strides. So the strides and the offset
+    of the result say which dimensions of the operand the result shows, and from where on. None is also returned for a
+    view that leaves out indices at regular distances.
+    """
+    source = node.args[0]
+    widths = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(node.shape)]
+    if 0 in widths:
         return None
-    dim %= len(node.shape)
-    start = start or 0
-    start = min(start if start >= 0 else start + source.shape[dim], source.shape[dim])
-    return _stretch(source, dim, start, start + node.shape[dim], cut)
-
-
-def _split(node: Operation, cut: Cut) -> OperandPart:
-    source, sizes, dim = (*node.args, *(None, None, 0)[len(node.args) :])  # type: ignore[misc]
-    assert node.output is not None
-    dim %= len(node.shape)
-    start = sizes * node.output if isinstance(sizes, int) else sum(sizes[: node.output])
-    return _stretch(source, dim, start, start + node.shape[dim], cut)
-
-
-def _select(node: Operation, cut: Cut) -> OperandPart:
-    source, dim, index = node.args
-    return _pick(source, dim % len(source.shape), index, cut)
-
-
-def _unbind(node: Operation, cut: Cut) -> OperandPart:
-    source, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
-    assert node.output is not None
-    return _pick(source, dim % len(source.shape), node.output, cut)
-
-
-def _pick(source: Node, dim: int, index: int, cut: Cut) -> OperandPart:
-    """Return the part of `source` that is the part `cut` of `source[…, index, …]`, selected along `dim`."""
-    index %= source.shape[dim]
-    above = {other + (other >= dim): ranges for other, ranges in cut.items()}
-    return OperandPart(source, {**above, dim: ((index, index + 1),)}, lambda part: part.squeeze(dim))
-
-
-def _squeeze(node: Operation, cut: Cut) -> OperandPart:
-    source, dim = node.args
-    dim %= len(source.shape)
-    return _pick(source, dim, 0, cut) if source.shape[dim] == 1 else OperandPart(source, cut)
-
-
-def _unsqueeze(node: Operation, cut: Cut) -> OperandPart:
-    source, dim = node.args
-    dim %= len(node.shape)
-    below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
-    return OperandPart(source, below, lambda part: part.unsqueeze(dim))
+    strides = [math.prod(size + 1 for size in source.shape[dim + 1 :]) for dim in range(len(source.shape))]
+    result = run(node, lambda _: torch.empty_strided(source.shape, strides, device="meta"))
+    starts, offset = [], result.storage_offset()
+    for stride in strides:
+        starts.append(offset // stride)
+        offset %= stride
+    below = {dim: ((start, start + 1),) for dim, start in enumerate(starts)}
+    shown = []
+    for dim, size in enumerate(result.shape):
+        if size > 1:
+            if result.stride(dim) not in strides:
+                return None
+            of_source = strides.index(result.stride(dim))
+            ((first, last),) = cut.get(dim, ((0, size),))
+            below[of_source] = ((starts[of_source] + first, starts[of_source] + last),)
+            shown.append(of_source)
+    order = [*shown, *(dim for dim in below if dim not in shown)]
+    return OperandPart(source, below, lambda part: part.permute(order).reshape(widths))
 
 
 TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
-    "aten.alias.default": _same,
-    "aten.detach.default": _same,
-    "aten.clone.default": _same,
     "aten._to_copy.default": _cast,
-    "aten.t.default": _transpose,
-    "aten.transpose.int": _transpose,
-    "aten.permute.default": _permute,
-    "aten.slice.Tensor": _slice,
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.select.int": _select,
-    "aten.unbind.int": _unbind,
-    "aten.squeeze.dim": _squeeze,
-    "aten.unsqueeze.default": _unsqueeze,
+    "aten.t.default": _view,
+    "aten.transpose.int": _view,
+    "aten.permute.default": _view,
+    "aten.slice.Tensor": _view,
+    "aten.split.Tensor": _view,
+    "aten.split_with_sizes.default": _view,
+    "aten.select.int": _view,
+    "aten.unbind.int": _view,
+    "aten.squeeze.dim": _view,
+    "aten.unsqueeze.default": _view,
 }
 """Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has
 one range per dimension. The function returns None if the operation must run on the whole operand."""
@@ -162,8 +127,8 @@ def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:
             last = first + source.shape[dim]
             low, high = max(start, first), min(stop, last)
             if low < high:
-                place = {dim: (offset, offset + high - low)}
-                yield source, functools.partial(at, place=place), {**rest, dim: ((low - first, high - first),)}
+                view = functools.partial(torch.narrow, dim=dim, start=offset, length=high - low)
+                yield source, view, {**rest, dim: ((low - first, high - first),)}
                 offset += high - low
             first = last
 

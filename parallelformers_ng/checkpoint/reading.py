@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, leaves, release
-from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Place, at
+from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Piece, run, unchanged
 from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
@@ -88,7 +87,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
         return _narrow(node.tensor(), cut)
     if isinstance(node, ShardedNode):
         pieces = _pieces(node, cut, rank)
-        if len(pieces) == 1 and not pieces[0][1]:
+        if len(pieces) == 1:
             source, _, source_cut = pieces[0]
             return read(source, source_cut, rank)
         return read_copy(node, cut, rank)
@@ -139,63 +138,51 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
         CheckpointError, OSError: see `read`.
     """
     cut = _without_whole(cut, node.shape)
-    if isinstance(node, ShardedNode):
-        for source, place, source_cut in _pieces(node, cut, rank):
-            write(source, source_cut, at(out, place), rank)
-    elif isinstance(node, Operation) and node.name in JOINS:
-        for source, view, source_cut in JOINS[node.name](node, cut):
+    if isinstance(node, ShardedNode) or (isinstance(node, Operation) and node.name in JOINS):
+        pieces = _pieces(node, cut, rank) if isinstance(node, ShardedNode) else JOINS[node.name](node, cut)
+        for source, view, source_cut in pieces:
             write(source, source_cut, view(out), rank)
-    else:
-        if isinstance(node, Computed):
-            out.copy_(read(node, cut, rank))
-        elif isinstance(node, Operation) and node.name not in TRANSPARENT:
-            out.copy_(_narrow(_run(node, rank), cut))
-        else:
-            for place, single in _single_cuts(cut):
-                at(out, place).copy_(read(node, single, rank))
-        release(node)
-
-
-@functools.cache
-def _operation(name: str) -> Any:
-    """Return the torch operation of a name, for example "aten.cat.default"."""
-    return functools.reduce(getattr, name.split("."), torch.ops)
+        return
+    several = next((dim for dim, ranges in cut.items() if len(ranges) > 1), None)
+    if several is not None and (isinstance(node, Leaf) or (isinstance(node, Operation) and node.name in TRANSPARENT)):
+        offset = 0
+        for start, stop in cut[several]:
+            write(node, {**cut, several: ((start, stop),)}, out.narrow(several, offset, stop - start), rank)
+            offset += stop - start
+        return
+    out.copy_(read(node, cut, rank))
+    release(node)
 
 
 def _run(node: Operation, rank: int | None) -> torch.Tensor:
     """Run an operation on its whole operands, and return the whole result."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
-    args, kwargs = tree_map_only(Node, lambda operand: read(operand, {}, rank), (node.args, node.kwargs))
-    result = _operation(node.name)(*args, **kwargs)
-    return result if node.output is None else result[node.output]
+    return run(node, lambda operand: read(operand, {}, rank))
 
 
-def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[tuple[Node, Place, Cut]]:
-    """Return the stored shards that a cut needs, in order.
-
-    Returns:
-        (node of a shard, place in the result, part of the shard to read), for each shard.
-    """
+def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:
+    """Return the parts of stored shards that a cut needs, in order."""
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
-        return [(whole, {}, cut)]
-    dim = parts[0][0].dim
+        return [(whole, unchanged, cut)]
+    shard, source = parts[0]
+    dim = shard.dim
     assert dim is not None
     wanted = cut.get(dim, ((0, node.shape[dim]),))
     rest = {other: ranges for other, ranges in cut.items() if other != dim}
-    shard, source = parts[0]
     if shard.ranges == wanted:
-        return [(source, {}, rest)]
-    pieces: list[tuple[Node, Place, Cut]] = []
+        return [(source, unchanged, rest)]
+    pieces: list[Piece] = []
     offset = 0
     for start, stop in wanted:
         while start < stop:
             source, first, count = _find(parts, start, stop)
-            pieces.append((source, {dim: (offset, offset + count)}, {dim: ((first, first + count),), **rest}))
+            view = functools.partial(torch.narrow, dim=dim, start=offset, length=count)
+            pieces.append((source, view, {dim: ((first, first + count),), **rest}))
             start, offset = start + count, offset + count
-    return [(source, {}, source_cut) for source, _, source_cut in pieces] if len(pieces) == 1 else pieces
+    return pieces
 
 
 def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[Node, int, int]:
@@ -219,17 +206,3 @@ def _narrow(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
     for dim, ranges in cut.items():
         tensor = Shard(dim, ranges).of(tensor)
     return tensor
-
-
-def _single_cuts(cut: Cut) -> Iterator[tuple[Place, Cut]]:
-    """Split a cut into cuts with one range per dimension; yield (place in the result, cut) for each."""
-    if not cut:
-        yield {}, {}
-        return
-    dim, *_ = cut
-    rest = {other: ranges for other, ranges in cut.items() if other != dim}
-    offset = 0
-    for start, stop in cut[dim]:
-        for place, single in _single_cuts(rest):
-            yield {dim: (offset, offset + stop - start), **place}, {dim: ((start, stop),), **single}
-        offset += stop - start
