@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from parallelformers_ng.checkpoint.nodes import Computed, FetchedLeaf, Node, Operation
+from parallelformers_ng.checkpoint.nodes import ByLines, Computed, FetchedLeaf, Node, Operation
 from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
-from parallelformers_ng.sharding.encoding import Encoding, divided
-from parallelformers_ng.sharding.partition import Range, width_of
+from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
-
-_NUMBERS = 1 << 21
-"""Largest number of elements of a weight that are in high precision at the same time."""
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 
 @dataclass(eq=False)
@@ -44,91 +41,24 @@ class Decoded(Computed):
         return self.parts
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        dim, per_byte = self.encoding.dim % len(self.shape), self.encoding.per_byte
-        wanted = cut.get(dim)
-        if wanted is None or all(end % per_byte == 0 for span in wanted for end in span):
-            return self._bytes(cut, dim, rank)
-        pieces = []
-        for start, stop in wanted:  # read whole bytes, then drop the elements outside of the range
-            first, last = start // per_byte * per_byte, -(-stop // per_byte) * per_byte
-            piece = self._bytes({**cut, dim: ((first, last),)}, dim, rank)
-            pieces.append(piece.narrow(dim, start - first, stop - start))
-        return torch.cat(pieces, dim)
-
-    def _bytes(self, cut: Mapping[int, tuple[Range, ...]], dim: int, rank: int | None) -> Tensor:
-        """Return a part whose ranges along `dim` start and end at whole bytes."""
         numbers, scales = self.parts
+        dim, per_byte, block = self.encoding.dim % len(self.shape), self.encoding.per_byte, self.encoding.block
         rest = {other: ranges for other, ranges in cut.items() if other != dim}
         scale = read(scales, rest, rank)
         if dim not in cut:
             return self.encoding.decode(read(numbers, rest, rank), scale, self.dtype)
-        if scale.shape[dim] > 1:
-            blocks = [number // self.encoding.block for start, stop in cut[dim] for number in range(start, stop)]
-            scale = scale.index_select(dim, torch.tensor(blocks))
-        bytes_cut = {**rest, dim: divided(cut[dim], self.encoding.per_byte)}
-        return self.encoding.decode(read(numbers, bytes_cut, rank), scale, self.dtype)
-
-
-Taken = Callable[[Tensor], Tensor]
-"""Function that takes the wanted part out of computed whole lines."""
-
-
-class InLines(Computed):
-    """A tensor that is computed some lines at a time, each line as a whole.
-
-    The tensor has at least two dimensions. At most about 2²¹ elements are in high precision at the same time, but at
-    least one line.
-
-    Attributes:
-        along: dimension along which a line runs, negative: -1 is the last dimension.
-    """
-
-    along: int = -1
-
-    @property
-    def numbers(self) -> int:
-        """Number of elements in high precision if all lines are computed together."""
-        return math.prod(self.shape)
-
-    @abstractmethod
-    def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
-        """Return a function that computes the lines of a cut and takes the wanted part of each line.
-
-        The function returns a tensor that can be cast to `dtype`.
-
-        Args:
-            rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
-
-        Raises:
-            CheckpointError, OSError: see `reading.read`. The returned function raises the same errors.
-        """
-
-    def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        """Return the part of each line to read, and the function that takes `wanted` out of the computed lines.
-
-        Args:
-            dim: the dimension `self.along`, as an index from the first dimension: 0, 1, ….
-            wanted: ranges of this tensor along `dim`.
-        """
-        return {}, Shard(dim, wanted).of
-
-    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        dim = self.along % len(self.shape)
-        other = next(index for index in range(len(self.shape)) if index != dim)
-        shape = [width_of(cut.get(index, ((0, size),))) for index, size in enumerate(self.shape)]
-        out = torch.empty(shape, dtype=self.dtype)
-        lines, compute = max(1, _NUMBERS * self.shape[other] // max(1, self.numbers)), self.computing(rank)
-        rest = {index: ranges for index, ranges in cut.items() if index not in (dim, other)}
-        within, taken = self.along_lines(dim, cut[dim]) if dim in cut else ({}, _all)
-        offset = 0
-        for start, stop in _pieces(cut.get(other, ((0, self.shape[other]),)), lines):
-            out.narrow(other, offset, stop - start).copy_(compute({**rest, **within, other: ((start, stop),)}, taken))
-            offset += stop - start
-        return out
+        pieces = []
+        for start, stop in cut[dim]:  # read whole bytes, then drop the elements outside of the range
+            first, last = _widened(start, stop, per_byte)
+            stored = read(numbers, {**rest, dim: ((first // per_byte, last // per_byte),)}, rank)
+            own = scale if scale.shape[dim] == 1 else scale.index_select(dim, torch.arange(first, last) // block)
+            piece = self.encoding.decode(stored, own, self.dtype)
+            pieces.append(piece.narrow(dim, start - first, stop - start))
+        return torch.cat(pieces, dim)
 
 
 @dataclass(eq=False)
-class _Encoding(InLines):
+class _Encoding(ByLines):
     """The quantized numbers or the scales of a weight, computed from the weight in high precision."""
 
     encoding: Encoding
@@ -139,31 +69,34 @@ class _Encoding(InLines):
         return (self.weight,)
 
     @property
-    def along(self) -> int:  # type: ignore[override]
-        return self.encoding.dim
+    def across(self) -> int:
+        return 1 if self.encoding.dim % len(self.shape) == 0 else 0
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         return math.prod(self.weight.shape)
 
-    def computing(self, rank: int | None) -> Callable[[Cut, Taken], Tensor]:
-        weight = self.weight
-        if not is_read_in_parts(weight):
-            whole = read(weight, {}, rank)
-            weight = FetchedLeaf(weight.shape, weight.dtype, lambda: whole)
-        return lambda cut, taken: self._of(read_copy(weight, cut, rank), taken)
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
+        if is_read_in_parts(self.weight):
+            return super().part(cut, rank)
+        whole = read(self.weight, {}, rank)
+        return replace(self, weight=FetchedLeaf(whole.shape, whole.dtype, lambda: whole)).part(cut, rank)
 
-    def along_lines(self, dim: int, wanted: tuple[Range, ...]) -> tuple[Cut, Taken]:
-        size, block = self.weight.shape[dim], self.encoding.block
-        each = size // self.shape[dim]
-        numbers = tuple((start * each, stop * each) for start, stop in wanted)
-        if block < size and all(end % block == 0 for span in numbers for end in span):
-            return {dim: numbers}, _all
-        return super().along_lines(dim, wanted)
+    def lines(self, cut: Cut, rank: int | None) -> Tensor:
+        dim = self.encoding.dim % len(self.shape)
+        if dim not in cut:
+            return self._of(read_copy(self.weight, cut, rank))
+        each = self.weight.shape[dim] // self.shape[dim]
+        pieces = []
+        for start, stop in cut[dim]:  # read whole blocks, then drop the results outside of the range
+            first, last = _widened(start * each, stop * each, self.encoding.block)
+            piece = self._of(read_copy(self.weight, {**cut, dim: ((first, last),)}, rank))
+            pieces.append(piece.narrow(dim, start - first // each, stop - start))
+        return torch.cat(pieces, dim)
 
     @abstractmethod
-    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        """Quantize some lines of the weight, and return the wanted part of the numbers or of the scales."""
+    def _of(self, weight: Tensor) -> Tensor:
+        """Return the numbers or the scales of a part of the weight with whole blocks."""
 
 
 class Numbers(_Encoding):
@@ -174,11 +107,9 @@ class Numbers(_Encoding):
         weight: node of the weight in high precision.
     """
 
-    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        encoding, scales = self.encoding, self.encoding.scales(weight)
-        if encoding.per_byte == 1 and scales.shape[encoding.dim] == 1:  # any part of a line has the line's scale
-            return encoding.numbers(taken(weight), scales)
-        return taken(encoding.numbers(weight, scales))
+    def _of(self, weight: Tensor) -> Tensor:
+        numbers, _ = self.encoding.encode(weight)
+        return numbers
 
 
 class Scales(_Encoding):
@@ -189,8 +120,13 @@ class Scales(_Encoding):
         weight: node of the weight in high precision.
     """
 
-    def _of(self, weight: Tensor, taken: Taken) -> Tensor:
-        return taken(self.encoding.scales(weight))
+    def _of(self, weight: Tensor) -> Tensor:
+        return self.encoding.scales(weight)
+
+
+def _widened(start: int, stop: int, block: int) -> Range:
+    """Return the smallest range of whole blocks that contains a range."""
+    return start // block * block, -(-stop // block) * block
 
 
 def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
@@ -301,14 +237,3 @@ def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPla
         return node_of(parts[0])
     numbers, scales = map(node_of, parts)
     return Decoded(tensor.shape, tensor.dtype, plan.quantized[tensor.name], (numbers, scales))
-
-
-def _pieces(ranges: Sequence[Range], most: int) -> Iterator[Range]:
-    """Split ranges into ranges of at most `most` positions."""
-    for start, stop in ranges:
-        for first in range(start, stop, most):
-            yield first, min(stop, first + most)
-
-
-def _all(tensor: Tensor) -> Tensor:
-    return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from parallelformers_ng.sharding.partition import Range
+from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
+
+_ELEMENTS = 1 << 21
+"""Largest number of elements of a weight that are in high precision at the same time."""
 
 
 @dataclass(eq=False)
@@ -114,6 +118,48 @@ class Computed(Node, ABC):
         Raises:
             CheckpointError, OSError: see `reading.read`.
         """
+
+
+class ByLines(Computed):
+    """A tensor that is computed some lines at a time; a line is an index of one dimension.
+
+    At most about 2²¹ elements are computed at the same time, but at least one line.
+    """
+
+    @property
+    def across(self) -> int:
+        """Dimension whose indices are the lines."""
+        return 0
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in high precision if all lines are computed together."""
+        return math.prod(self.shape)
+
+    @abstractmethod
+    def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
+        """Return a part with one range of lines, in any data type that is exact for its values.
+
+        Args:
+            cut: the part, see `part`; the dimension `across` is always in `cut`.
+            rank: rank whose shards are preferred if several ranks stored the same part.
+
+        Raises:
+            CheckpointError, OSError: see `reading.read`.
+        """
+
+    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
+        dim = self.across
+        shape = [width_of(cut.get(index, ((0, size),))) for index, size in enumerate(self.shape)]
+        out = torch.empty(shape, dtype=self.dtype)
+        most = max(1, _ELEMENTS * self.shape[dim] // max(1, self.elements))
+        offset = 0
+        for first, last in cut.get(dim, ((0, self.shape[dim]),)):
+            for start in range(first, last, most):
+                stop = min(last, start + most)
+                out.narrow(dim, offset, stop - start).copy_(self.lines({**cut, dim: ((start, stop),)}, rank))
+                offset += stop - start
+        return out
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:

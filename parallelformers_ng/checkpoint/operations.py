@@ -53,7 +53,7 @@ class OperandPart(NamedTuple):
 
     source: Node
     cut: Cut
-    then: View = unchanged
+    then: View
 
 
 # -- operations with one operand, for cuts with one range per dimension --------------------------------------------

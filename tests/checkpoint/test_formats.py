@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from parallelformers_ng import CheckpointError, ParallelError, UnsupportedModelError, parallelize, save_sharded
 from parallelformers_ng.autopolicy.planning import make_plan
+from parallelformers_ng.checkpoint import nodes
 from parallelformers_ng.checkpoint.formats import numbers
 from parallelformers_ng.checkpoint.loading import load_skeleton
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
@@ -209,7 +210,7 @@ def leaf(tensor: Tensor) -> FetchedLeaf:
 
 def test_slices_equal_slices_of_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases are blocks that end beyond the weight, groups in another order, and rows that end within a byte."""
-    monkeypatch.setattr(numbers, "_NUMBERS", 40)
+    monkeypatch.setattr(nodes, "_ELEMENTS", 40)
     draw = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (2, 20, 14), generator=draw, dtype=torch.int8)
     blocks = numbers.Scaled(values.shape, torch.float32, leaf(values), leaf(torch.rand(2, 3, 4)), (1, 8, 4))

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks import quantized_memory
 from parallelformers_ng import ParallelError, QuantizeOptions, parallelize, plan, save_sharded
-from parallelformers_ng.checkpoint import encoded
+from parallelformers_ng.checkpoint import encoded, nodes
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.reading import read_shard
@@ -184,7 +184,7 @@ def test_slice_of_numbers_equals_that_of_whole(
     dim: int, scheme: str, group: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slices are equal for every source of the weight, and for any number of values in memory at once."""
-    monkeypatch.setattr(encoded, "_NUMBERS", 40)
+    monkeypatch.setattr(nodes, "_ELEMENTS", 40)
     stored = torch.randn(3, 20, 14, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     lazy = LazyTensor(FetchedLeaf((3, 20, 14), torch.bfloat16, lambda: stored))
     for source, weight in ((lazy, stored), (lazy.mul(3), stored * 3), (lazy.transpose(1, 2), stored.transpose(1, 2))):

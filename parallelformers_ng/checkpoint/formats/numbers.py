@@ -5,55 +5,20 @@ w = (q − z) · s + c        q: numbers of a few bits, z and s: zero point and 
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parallelformers_ng.checkpoint.nodes import Computed, Node
+from parallelformers_ng.checkpoint.nodes import ByLines, Computed, Node
 from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
-_NUMBERS = 1 << 21
-"""Largest number of elements of a weight that are computed at the same time."""
-
 Blocks = int | Tensor
 """Blocks along one dimension: the size of each block, or a tensor with the block number of each index."""
-
-
-@dataclass(eq=False)
-class ByLines(Computed):
-    """A tensor that is computed a few rows (indices of its first dimension) at a time.
-
-    At most about 2²¹ elements are computed at the same time, but at least one row.
-    """
-
-    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        shape = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(self.shape)]
-        out = torch.empty(shape, dtype=self.dtype)
-        lines = max(1, _NUMBERS * shape[0] // max(1, math.prod(shape)))
-        offset = 0
-        for start, stop in _pieces(cut.get(0, ((0, self.shape[0]),)), lines):
-            out.narrow(0, offset, stop - start).copy_(self.lines({**cut, 0: ((start, stop),)}, rank))
-            offset += stop - start
-        return out
-
-    @abstractmethod
-    def lines(self, cut: Cut, rank: int | None) -> Tensor:
-        """Return a part with one range along the first dimension, in any data type that is exact for its values.
-
-        Args:
-            cut: the part, see `Computed.part`; the first dimension is always in `cut`.
-            rank: rank whose shards are preferred if several ranks stored the same part.
-
-        Raises:
-            CheckpointError, OSError: see `reading.read`.
-        """
 
 
 @dataclass(eq=False)
@@ -225,9 +190,3 @@ class Repeated(Computed):
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
     """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))
-
-
-def _pieces(ranges: Sequence[Range], most: int) -> Iterator[Range]:
-    for start, stop in ranges:
-        for first in range(start, stop, most):
-            yield first, min(stop, first + most)
