@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 T = TypeVar("T")
 
@@ -66,27 +67,32 @@ def _packed(value: Any, device: torch.device) -> Tensor:
 
     The result is a uint8 tensor of at least `FIRST_BYTES`.
     """
-    tensors: list[Tensor] = []
     buffer = io.BytesIO()
-    _TensorPickler(buffer, tensors).dump(value)
+    pickler = _TensorPickler(buffer)
+    pickler.dump(value)
     text = buffer.getvalue()
-    places = [_aligned(2 * _WORD + len(text))]
-    for tensor in tensors:
-        places.append(_aligned(places[-1] + tensor.nbytes))
-    data = torch.empty(max(places[-1], FIRST_BYTES), dtype=torch.uint8)
-    data[: 2 * _WORD].view(torch.int64).copy_(torch.tensor([places[-1], len(text)]))
+    begin = _aligned(2 * _WORD + len(text))
+    data = torch.empty(max(begin + pickler.end, FIRST_BYTES), dtype=torch.uint8)
+    data[: 2 * _WORD].view(torch.int64).copy_(torch.tensor([begin + pickler.end, len(text)]))
     data[2 * _WORD : 2 * _WORD + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     data = data.to(device)
-    for tensor, place in zip(tensors, places, strict=False):
+    for place, tensor in pickler.tensors:
         if tensor.numel():
-            data[place : place + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+            start = begin + place
+            data[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.detach().reshape(-1))
     return data
 
 
 def _unpacked(data: Tensor) -> Any:
     length = int(data[_WORD : 2 * _WORD].view(torch.int64))
-    text = data[2 * _WORD : 2 * _WORD + length].cpu().numpy().tobytes()
-    return _Unpickler(io.BytesIO(text), data, _aligned(2 * _WORD + length)).load()
+    begin = _aligned(2 * _WORD + length)
+
+    def tensor(reference: Any) -> Tensor:
+        place, shape, dtype = reference
+        start = begin + place
+        return data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    return ReferenceUnpickler(data[2 * _WORD : 2 * _WORD + length].cpu().numpy().tobytes(), tensor).load()
 
 
 def _aligned(place: int) -> int:
@@ -94,28 +100,21 @@ def _aligned(place: int) -> int:
 
 
 class _TensorPickler(pickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, tensors: list[Tensor]) -> None:
+    """A pickler that writes the place, the shape and the data type of a tensor instead of the tensor.
+
+    Attributes:
+        tensors: (place in bytes, tensor) of each tensor.
+        end: place after the last tensor.
+    """
+
+    def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)
-        self._tensors = tensors
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.end = 0
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        self._tensors.append(value)
-        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
-
-
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that reads tensors from `data`, one after another, from byte `place` on."""
-
-    def __init__(self, buffer: io.BytesIO, data: Tensor, place: int) -> None:
-        super().__init__(buffer)
-        self._data = data
-        self._place = place
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        shape, name = pid
-        dtype: torch.dtype = getattr(torch, name)
-        start, size = self._place, math.prod(shape) * dtype.itemsize
-        self._place = _aligned(start + size)
-        return self._data[start : start + size].view(dtype).view(shape)
+        place, self.end = self.end, _aligned(self.end + value.nbytes)
+        self.tensors.append((place, value))
+        return place, tuple(value.shape), value.dtype
