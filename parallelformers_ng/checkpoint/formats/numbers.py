@@ -162,31 +162,6 @@ class Pairs(ByLines):
         return (first & 15 | second << 4).view(torch.uint8)
 
 
-@dataclass(eq=False)
-class Repeated(Computed):
-    """A tensor that repeats each index of another tensor along one dimension.
-
-    Attributes:
-        each: the other tensor.
-        dim: dimension along which indices are repeated.
-        times: number of repetitions of an index; the last index has fewer if `shape` ends earlier.
-    """
-
-    each: Node
-    dim: int
-    times: int
-
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.each,)
-
-    def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        ranges = cut.get(self.dim, ((0, self.shape[self.dim]),))
-        indices = torch.cat([torch.arange(start, stop) for start, stop in ranges]) // self.times
-        rest = {dim: taken for dim, taken in cut.items() if dim != self.dim}
-        return read(self.each, rest, rank).index_select(self.dim, indices)
-
-
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
     """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))

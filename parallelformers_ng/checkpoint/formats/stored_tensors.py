@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf
-from parallelformers_ng.checkpoint.formats.numbers import Blocks, Pairs, Repeated, Scaled
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Pairs, Scaled
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node, leaves
 from parallelformers_ng.checkpoint.reading import read
@@ -190,7 +190,8 @@ class StoredTensors:
                 f"the shape of the zero points of {name} is {list(zeros.shape)}; its scales need {list(scales.shape)}"
             )
         sizes = tuple(min(b, size) if isinstance(b, int) else b for size, b in zip(shape, blocks, strict=True))
-        zeros = self._without_zeros(zeros)
+        if zeros is not None and not bool(read(zeros, {}).float().any()):
+            zeros = None
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
         why = _why_not(kind, values, scales, sizes, zeros, inputs, self.dtype)
         if not why:
@@ -209,17 +210,14 @@ class StoredTensors:
         shape, dim = values.shape, encoding.dim % len(values.shape)
         # the cast is exact: the new data type contains all values of the stored one
         wide: Any = LazyTensor(scales).to(self.dtype if encoding.kind == "int4" else torch.float32)
-        scales = wide.node
         for other, block in enumerate(blocks):
             if other != dim and block != 1:
                 assert isinstance(block, int)
-                counts = list(scales.shape)
-                counts[other] = shape[other]
-                scales = Repeated(tuple(counts), scales.dtype, scales, other, block)
+                wide = wide.repeat_interleave(block, other).narrow(other, 0, shape[other])
         if encoding.per_byte > 1:
             packed = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
             values = Pairs(packed, torch.uint8, values, dim, f"{name} of {self.where}")
-        return Decoded(shape, self.dtype, encoding, (values, scales))
+        return Decoded(shape, self.dtype, encoding, (values, wide.node))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
         """Read the group of each input, int64 `[inputs]`.
@@ -239,10 +237,6 @@ class StoredTensors:
                 f"{name} has group numbers {int(groups.min())} to {int(groups.max())}; they must be 0 to {count - 1}"
             )
         return groups
-
-    def _without_zeros(self, zeros: Node | None) -> Node | None:
-        """Return the zero points; None if all zero points are 0."""
-        return None if zeros is None or not bool(read(zeros, {}).float().any()) else zeros
 
     def header(self) -> dict[str, str]:
         """Return name → text, for all text in the headers of the files of the tensors in `state`."""
