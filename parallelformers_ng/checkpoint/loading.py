@@ -26,7 +26,6 @@ from parallelformers_ng.checkpoint.location import (
     Location,
     Source,
     open_weights,
-    read_generation_config,
     read_source,
     stored_quantization,
 )
@@ -158,7 +157,8 @@ def open_source(
     built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():
-        built.generation_config = read_generation_config(location)
+        download = {**location.download, "force_download": False, "proxies": None}
+        built.adjust_generation_fn(None, None, None, location.path, trust_remote_code=False, **download)
     return built
 
 

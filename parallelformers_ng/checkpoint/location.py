@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -201,20 +201,6 @@ def _refuse_by_name(name: str) -> None:
         raise ParallelError(f"parallelize takes no {name}: pass workers={{{name!r}: …}}")
     if name in _INSTEAD:
         raise ParallelError(f"parallelize takes no {name}: {_INSTEAD[name]}")
-
-
-def read_generation_config(location: Location) -> GenerationConfig:
-    """Read the generation configuration as `from_pretrained` does: from its own file, or else from `config.json`.
-
-    Raises:
-        OSError: the checkpoint has neither file, or the file cannot be read or downloaded.
-    """
-    try:
-        return GenerationConfig.from_pretrained(location.path, **location.download)
-    except OSError:
-        return GenerationConfig.from_pretrained(
-            location.path, config_file_name="config.json", _from_model_config=True, **location.download
-        )
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
