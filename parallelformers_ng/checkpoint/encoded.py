@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallelformers_ng.checkpoint.nodes import ByLines, Computed, FetchedLeaf, Node, Operation
+from parallelformers_ng.checkpoint.nodes import ByLines, Computed, Node, Operation, leaf_of
 from parallelformers_ng.checkpoint.operations import Cut
 from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
 from parallelformers_ng.sharding.encoding import Encoding
@@ -79,8 +79,7 @@ class _Encoding(ByLines):
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         if is_read_in_parts(self.weight):
             return super().part(cut, rank)
-        whole = read(self.weight, {}, rank)
-        return replace(self, weight=FetchedLeaf(whole.shape, whole.dtype, lambda: whole)).part(cut, rank)
+        return replace(self, weight=leaf_of(read(self.weight, {}, rank))).part(cut, rank)
 
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
         dim = self.encoding.dim % len(self.shape)

@@ -101,7 +101,7 @@ class Checkpoint:
         """
         for name in self.copied:
             node = self.nodes[name]
-            store.take(store.plan.tensors[name], node)
+            store.write(store.plan.tensors[name], node)
             release(node)
 
 

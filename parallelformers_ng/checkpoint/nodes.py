@@ -162,6 +162,11 @@ class ByLines(Computed):
         return out
 
 
+def leaf_of(tensor: torch.Tensor) -> FetchedLeaf:
+    """Return a node for a tensor in memory."""
+    return FetchedLeaf(tuple(tensor.shape), tensor.dtype, tensor.detach)
+
+
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
     """Return a node for a tensor whose shards are on the ranks.
 

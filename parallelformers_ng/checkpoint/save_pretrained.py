@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
 from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node
+from parallelformers_ng.checkpoint.nodes import Node, leaf_of
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.checkpoint.sharded_directory import (
@@ -110,10 +109,6 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
     return read_copy(tensor.node, {}) if isinstance(tensor, LazyTensor) else tensor
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _shape_of(tensor: Any) -> Any:
     """Return a `meta` tensor for a tensor on workers, so that transformers finds ties without reading weights."""
     return torch.empty_like(tensor, device="meta") if isinstance(tensor, RemoteTensor) else tensor
@@ -146,8 +141,7 @@ def shard_checkpoint(
     nodes = Checkpoint.take(model, plan).nodes
     for tensor in plan.stored():
         if tensor.name not in nodes:
-            whole = get_tensor(model, tensor.name, tensor.is_buffer).detach()
-            nodes[tensor.name] = FetchedLeaf(tensor.shape, tensor.dtype, functools.partial(_itself, whole))
+            nodes[tensor.name] = leaf_of(get_tensor(model, tensor.name, tensor.is_buffer))
     nodes, stored = Checkpoint(nodes).as_stored(plan).nodes, plan.as_stored
     total = sum(stored.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (

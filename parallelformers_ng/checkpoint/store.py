@@ -23,7 +23,7 @@ from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
 from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import map_file
-from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, of_ranks
+from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
 from parallelformers_ng.collectives.arena import available_memory
@@ -88,33 +88,16 @@ class ShardStore:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Quantize and shard a tensor as the plan says, and write each rank's shard.
-
-        Args:
-            tensor: plan of a tensor of the model.
-            whole: the whole tensor, on any device; may be a `LazyTensor`.
-
-        Raises:
-            OSError: not enough memory or disk space.
-            CheckpointError: a checkpoint file with a `LazyTensor` is damaged, or has changed.
-        """
-        node = (
-            whole.node
-            if isinstance(whole, LazyTensor)
-            else FetchedLeaf(tuple(whole.shape), whole.dtype, whole.detach, tensor.name)
-        )
-        self.take(tensor, node)
-
-    def take(self, tensor: TensorPlan, node: Node) -> None:
-        """Write each rank's shard of a tensor from a node. Numbers that are stored quantized are copied.
+    def write(self, tensor: TensorPlan, node: Node) -> None:
+        """Quantize and shard a tensor as the plan says, and write each rank's shard. Stored numbers are copied.
 
         Args:
             tensor: plan of a tensor of the model.
             node: node that reads the whole tensor.
 
         Raises:
-            OSError, CheckpointError: see `write`.
+            OSError: not enough memory or disk space.
+            CheckpointError: a checkpoint file that the node reads is damaged, or has changed.
         """
         for part, shard in zip(
             self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
@@ -262,12 +245,13 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
         for names in names_of_each(model, store.plan, which):
             plans = [store.plan.tensors[name] for name in names]
             whole = get_tensor(model, names[0], plans[0].is_buffer)
+            node = whole.node if isinstance(whole, LazyTensor) else leaf_of(whole)
             for plan in plans:
                 if plan.storage == plan.name:
-                    store.write(plan, whole)
+                    store.write(plan, node)
             place(model, names, store.plan, torch.empty(whole.shape, dtype=plans[0].dtype, device="meta"))
             moved_names += names
-            del whole
+            del whole, node
             pending += plans[0].bytes_whole
             if pending >= TRIM_EVERY:
                 give_back_freed()
