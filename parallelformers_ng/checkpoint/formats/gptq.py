@@ -42,25 +42,8 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
     if settings.get("dynamic"):
         raise stored.unread("has different settings for some layers (dynamic)")
     bits = _bits(stored, (2, 4, 8))
-    table, points_of = _levels(bits), _levels(bits).roll(-1 if kind == "gptq" else 0)
-    places, weights = in_order(torch.int32, bits), {}
-    for path in stored.ending_with(".qweight"):
-        name, words, zeros, scales = _parts(stored, path)
-        shape = (words.shape[0] * len(places), words.shape[1])
-        stored.check(f"{path}.qzeros", zeros, (scales.shape[0], -(-shape[1] // len(places))))
-        order = stored.maybe(f"{path}.g_idx", INTEGERS, shape[:1])
-        size = _group(stored, shape[0])
-        blocks: Blocks = size
-        stored.check(f"{path}.scales", scales, (-(-shape[0] // size), shape[1]))
-        if order is not None:
-            groups = stored.groups_of(f"{path}.g_idx", order, scales.shape[0])
-            if not torch.equal(groups, torch.arange(shape[0]) // size):
-                blocks = groups
-        numbers = Unpacked(shape, torch.int8, words, bits, 0, places, table)
-        points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
-        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits))
-    stored.refuse_left([".qzeros", ".scales", ".g_idx"])
-    return weights
+    points_of = _levels(bits).roll(-1 if kind == "gptq" else 0)
+    return _weights(stored, bits, 0, in_order(torch.int32, bits), points_of)
 
 
 def awq(stored: StoredTensors) -> dict[str, Node]:
@@ -76,18 +59,38 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":
         raise stored.unread(f"has AWQ's format {kind}; only gemm can be read")
-    bits, weights = _bits(stored, (4,)), {}
-    table = _levels(bits)
+    bits = _bits(stored, (4,))
+    return _weights(stored, bits, 1, _TURNS, _levels(bits))
+
+
+def _weights(
+    stored: StoredTensors, bits: int, dim: int, places: tuple[int, ...], points_of: torch.Tensor
+) -> dict[str, Node]:
+    """Return name → node of the weights, and remove the tensors of the weights from `stored`.
+
+    Args:
+        dim: dimension of consecutive integers in a word: 0 for the inputs, 1 for the outputs. Zero points are packed
+            along the outputs.
+        places: position in a word of each consecutive integer.
+        points_of: zero point of each code.
+    """
+    weights = {}
     for path in stored.ending_with(".qweight"):
         name, words, zeros, scales = _parts(stored, path)
-        shape = (words.shape[0], words.shape[1] * len(_TURNS))
-        stored.check(f"{path}.scales", scales, (None, shape[1]))
-        stored.check(f"{path}.qzeros", zeros, (scales.shape[0], words.shape[1]))
-        numbers = Unpacked(shape, torch.int8, words, bits, 1, _TURNS, table)
-        points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, _TURNS, table)
-        blocks = (_group(stored, shape[0]), 1)
-        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, blocks, points, -2, bits))
-    stored.refuse_left([".qzeros", ".scales"])
+        shape = tuple(size * len(places) if at == dim else size for at, size in enumerate(words.shape))
+        size = _group(stored, shape[0])
+        blocks: Blocks = size
+        stored.check(f"{path}.scales", scales, (-(-shape[0] // size), shape[1]))
+        stored.check(f"{path}.qzeros", zeros, (scales.shape[0], -(-shape[1] // len(places))))
+        order = stored.maybe(f"{path}.g_idx", INTEGERS, shape[:1])
+        if order is not None:
+            groups = stored.groups_of(f"{path}.g_idx", order, scales.shape[0])
+            if not torch.equal(groups, torch.arange(shape[0]) // size):
+                blocks = groups
+        numbers = Unpacked(shape, torch.int8, words, bits, dim, places, _levels(bits))
+        points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
+        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits))
+    stored.refuse_left([".qzeros", ".scales", ".g_idx"])
     return weights
 
 
