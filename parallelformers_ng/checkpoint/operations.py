@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -42,28 +42,19 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class OperandPart(NamedTuple):
-    """The part of an operand that a part of the result is computed from.
-
-    Attributes:
-        source: the operand.
-        cut: part of the operand to read.
-        then: function that turns the part of the operand into the part of the result.
-    """
-
-    source: Node
-    cut: Cut
-    then: View
-
+Piece = tuple[Node, View, Cut]
+"""An operand, a function on views, and the part of the operand to read. For an operation with one operand, the function
+turns the part of the operand into the part of the result. For an operation that joins tensors, the function returns the
+operand's place in the result."""
 
 # -- operations with one operand, for cuts with one range per dimension --------------------------------------------
 
 
-def _cast(node: Operation, cut: Cut) -> OperandPart:
-    return OperandPart(node.args[0], cut, lambda part: part.to(node.dtype))
+def _cast(node: Operation, cut: Cut) -> Piece:
+    return node.args[0], lambda part: part.to(node.dtype), cut
 
 
-def _view(node: Operation, cut: Cut) -> OperandPart | None:
+def _view(node: Operation, cut: Cut) -> Piece | None:
     """Return the part of the operand of a view that selects, cuts or reorders dimensions; None for an empty part.
 
     The operation runs on an operand without memory whose dimensions have unlike strides. So the strides and the offset
@@ -91,10 +82,10 @@ def _view(node: Operation, cut: Cut) -> OperandPart | None:
             below[of_source] = ((starts[of_source] + first, starts[of_source] + last),)
             shown.append(of_source)
     order = [*shown, *(dim for dim in below if dim not in shown)]
-    return OperandPart(source, below, lambda part: part.permute(order).reshape(widths))
+    return source, lambda part: part.permute(order).reshape(widths), below
 
 
-TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
+TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten._to_copy.default": _cast,
     "aten.t.default": _view,
     "aten.transpose.int": _view,
@@ -111,9 +102,6 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], OperandPart | None]] = {
 one range per dimension. The function returns None if the operation must run on the whole operand."""
 
 # -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
-
-Piece = tuple[Node, View, Cut]
-"""An operand, a function that returns its place in the result, and the part of the operand to read."""
 
 
 def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:

@@ -95,8 +95,9 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
         return node.part(cut, rank)
     assert isinstance(node, Operation)
     is_single = all(len(ranges) == 1 for ranges in cut.values())
-    if node.name in TRANSPARENT and is_single and (below := TRANSPARENT[node.name](node, cut)) is not None:
-        return below.then(read(below.source, below.cut, rank))
+    if node.name in TRANSPARENT and is_single and (piece := TRANSPARENT[node.name](node, cut)) is not None:
+        source, view, source_cut = piece
+        return view(read(source, source_cut, rank))
     if node.name in JOINS:
         return read_copy(node, cut, rank)
     return _narrow(_run(node, rank), cut)
