@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from parallelformers_ng.checkpoint.model_class import class_of
+from parallelformers_ng.checkpoint.model_class import class_of, on_meta
 from parallelformers_ng.errors import ParallelError, PlacementError
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.runtime.placement import check_count
@@ -57,7 +56,9 @@ def balanced_device_map(
         raise PlacementError(f"num_devices is {num_devices}, but device_ids has {len(devices)} devices: {devices}")
     if batch < 1 or length < 0:
         raise ParallelError(f"batch is {batch} and length is {length}; batch must be at least 1, length at least 0")
-    model = _on_meta(model_or_config) if isinstance(model_or_config, PreTrainedConfig) else model_or_config
+    model = model_or_config
+    if isinstance(model, PreTrainedConfig):
+        model = on_meta(class_of(model), model)
     unit_tensors: dict[str, Sizes] = {
         unit: {id(t): t.nbytes for t in tensors_of(model, unit).values()} for unit in units(model)
     }
@@ -88,11 +89,6 @@ def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
         homes = {each: first if home in tied else home for each, home in homes.items()} | {unit: first}
         owners = dict.fromkeys(tensors, unit) | owners
     return homes
-
-
-def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return class_of(config)._from_config(copy.deepcopy(config))
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:

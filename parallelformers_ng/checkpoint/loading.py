@@ -6,7 +6,6 @@ conversions, ties, missing and unexpected keys, casts and reports.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,7 +28,7 @@ from parallelformers_ng.checkpoint.location import (
     read_source,
     stored_quantization,
 )
-from parallelformers_ng.checkpoint.model_class import class_of
+from parallelformers_ng.checkpoint.model_class import class_of, on_meta
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.reading import lies_in_file
 from parallelformers_ng.checkpoint.sharded_directory import is_sharded_directory, open_sharded
@@ -151,7 +150,7 @@ def open_source(
         fill_skeleton(model, location, dtype, dequantize)
         return model.eval()  # like `from_pretrained`: otherwise dropout would change the outputs
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
-    plain = functools.partial(_on_meta, cls, config)
+    plain = functools.partial(on_meta, cls, config)
     state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
     vars(config).pop("quantization_config", None)  # the unread weights are plain from here on
     built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
@@ -223,11 +222,6 @@ def _plain_state(
         if quantization is None
         else unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
     )
-
-
-def _on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return cls._from_config(copy.deepcopy(config))
 
 
 def model_of(

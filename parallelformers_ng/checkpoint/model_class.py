@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 
@@ -102,6 +103,12 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     with torch.device("meta"):
         model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
     return model.eval()
+
+
+def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model on `meta`, without weights."""
+    with torch.device("meta"):
+        return cls._from_config(copy.deepcopy(config))
 
 
 def is_model_type(name: str) -> bool:
