@@ -71,7 +71,7 @@ def _view(node: Operation, cut: Cut) -> Piece | None:
     for stride in strides:
         starts.append(offset // stride)
         offset %= stride
-    below = {dim: ((start, start + 1),) for dim, start in enumerate(starts)}
+    below: Cut = {dim: ((start, start + 1),) for dim, start in enumerate(starts)}
     shown = []
     for dim, size in enumerate(result.shape):
         if size > 1:
