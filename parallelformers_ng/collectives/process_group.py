@@ -84,9 +84,12 @@ class ProcessGroupCommunicator(ArenaCommunicator):
     def _abort_group(self) -> None:
         self._group.abort()
 
+    def _new_store(self) -> dist.Store:
+        """Return a store for the connections since the last reset."""
+        return dist.PrefixStore(str(self._generation), self._store)
+
     def _connect(self) -> Any:
-        """Return a new process group; its store has only what ranks have written since the last reset."""
-        return self._new_group(dist.PrefixStore(str(self._generation), self._store))
+        return self._new_group(self._new_store())
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors as `[world_size, *shape]`; shape and dtype must be equal on all ranks.
