@@ -2,12 +2,6 @@ from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Column, Experts, Policy, Reduce, Row
 
 
-class HunYuanPolicy(LlamaPolicy):
-    """Llama's block with a norm per head on q and k."""
-
-    block = "HunYuanDenseV1DecoderLayer"
-
-
 class HunYuanMoEAttentionPolicy(LlamaPolicy):
     """HunYuan's attention in blocks with experts."""
 

@@ -13,7 +13,17 @@ MLP = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(
 
 
 class LlamaPolicy(Policy):
-    """A block with grouped-query attention and a gated MLP, the layout of most later decoders."""
+    """A block with grouped-query attention and a gated MLP, the layout of most later decoders.
 
-    block: ClassVar[str | tuple[str, ...]] = "LlamaDecoderLayer"
+    The blocks differ in what needs no rule: biases of q, k and v, places of norms, one norm for all heads of q or of k
+    (each rank applies it to its own heads), wider heads, multipliers, capped scores, positions, and windows in the mask.
+    """
+
+    block: ClassVar[str | tuple[str, ...]] = (
+        "LlamaDecoderLayer", "Cohere2DecoderLayer", "Exaone4DecoderLayer", "GemmaDecoderLayer", "Gemma2DecoderLayer",
+        "Gemma3DecoderLayer", "GraniteDecoderLayer", "HeliumDecoderLayer", "HunYuanDenseV1DecoderLayer",
+        "MinistralDecoderLayer", "Ministral3DecoderLayer", "MistralDecoderLayer", "OlmoDecoderLayer",
+        "Qwen2DecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3DecoderLayer",
+        "Qwen3VLTextDecoderLayer", "SeedOssDecoderLayer", "SmolLM3DecoderLayer",
+    )  # fmt: skip
     plan = {**ATTENTION, **MLP}

@@ -1,14 +1,7 @@
 from typing import ClassVar
 
-from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.policies.qwen3_moe import Qwen3MoePolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
-
-
-class Qwen3VLPolicy(LlamaPolicy):
-    """Qwen3's block with positions of time, height and width."""
-
-    block = "Qwen3VLTextDecoderLayer"
 
 
 class Qwen3VLMoePolicy(Qwen3MoePolicy):
