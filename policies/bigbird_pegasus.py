@@ -24,10 +24,3 @@ class BigBirdPegasusDecoderPolicy(BartPolicy):
     """Pegasus' decoder layer."""
 
     block = "BigBirdPegasusDecoderLayer"
-
-
-class BigBirdPegasusHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "BigBirdPegasusClassificationHead"
-    plan = {"dense": Column(gather=True)}

@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
 from parallelformers_ng.policies.clip import CLIPProjectionPolicy
 from parallelformers_ng.sharding.rules import Column, Policy, Row
 
@@ -19,18 +18,6 @@ class BlipVisionPolicy(Policy):
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }
-
-
-class BlipTextPolicy(BertPolicy):
-    """BERT's block with cross-attention to the image."""
-
-    block = "BlipTextLayer"
-
-
-class BlipTextHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of BLIP's text model."""
-
-    block = ("BlipTextPredictionHeadTransform", "BlipTextPooler")
 
 
 class BlipProjectionPolicy(CLIPProjectionPolicy):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.policies.electra import ElectraProjectionPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
@@ -23,15 +21,3 @@ class ConvBertPolicy(Policy):
         "intermediate.dense": Column(),
         "output.dense": Row(),
     }
-
-
-class ConvBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of ConvBERT."""
-
-    block = ("ConvBertGeneratorPredictions", "ConvBertClassificationHead", "ConvBertPredictionHeadTransform")
-
-
-class ConvBertProjectionPolicy(ElectraProjectionPolicy):
-    """The projection from the width of the embeddings to that of the blocks, if these widths differ."""
-
-    block = "ConvBertModel"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.policies.vit import ViTPolicy
 
 
@@ -8,9 +7,3 @@ class DeiTPolicy(ViTPolicy):
     """ViT's layer. A distilled model has one more token."""
 
     block = "DeiTLayer"
-
-
-class DeiTPoolerPolicy(BertHeadPolicy):
-    """The pooler of the first token."""
-
-    block = "DeiTPooler"

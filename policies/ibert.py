@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, Vocabulary
 
 
@@ -38,9 +37,3 @@ class IBertVocabularyPolicy(Policy):
         "decoder": Column(gather=True),
     }
     optional = ("word_embeddings", "dense", "decoder")
-
-
-class IBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before all other output heads."""
-
-    block = ("IBertPooler", "IBertClassificationHead")

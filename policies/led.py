@@ -31,10 +31,3 @@ class LEDDecoderPolicy(BartPolicy):
         "self_attn": Heads("num_heads", input_width=True),
         "encoder_attn": Heads("num_heads", input_width=True),
     }
-
-
-class LEDHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "LEDClassificationHead"
-    plan = {"dense": Column(gather=True)}

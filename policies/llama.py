@@ -15,8 +15,8 @@ MLP = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(
 class LlamaPolicy(Policy):
     """A block with grouped-query attention and a gated MLP, the layout of most later decoders.
 
-    The blocks differ in what needs no rule: biases of q, k and v, places of norms, one norm for all heads of q or of k
-    (each rank applies it to its own heads), wider heads, multipliers, capped scores, positions, and windows in the mask.
+    The blocks differ in what needs no rule: biases of q, k and v, places of norms, a norm that all heads of q or of k
+    share, wider heads, multipliers, capped scores, positions, and windows in the mask.
     """
 
     block: ClassVar[str | tuple[str, ...]] = (

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary
 
 
@@ -43,12 +42,6 @@ class LxmertFeedForwardPolicy(Policy):
         "visn_output.dense": Row(),
     }
     optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")
-
-
-class LxmertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads: the pooler and the masked-language transform."""
-
-    block = ("LxmertPredictionHeadTransform", "LxmertPooler")
 
 
 class LxmertVisualPolicy(Policy):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
 from parallelformers_ng.sharding.rules import Column, Gather, Policy, Row, Slice
 
 
@@ -33,12 +33,6 @@ class MobileBertEmbeddingPolicy(Policy):
 
     block = "MobileBertEmbeddings"
     plan = {"embedding_transformation": Column(gather=True)}
-
-
-class MobileBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of MobileBERT."""
-
-    block = ("MobileBertPredictionHeadTransform", "MobileBertPooler")
 
 
 class MobileBertLMHeadPolicy(Policy):

@@ -24,10 +24,3 @@ class ReformerPolicy(Policy):
     optional = (
         "attention.self_attention.query_key", "attention.self_attention.query", "attention.self_attention.key",
     )  # fmt: skip
-
-
-class ReformerHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "ReformerClassificationHead"
-    plan = {"dense": Column(gather=True)}
