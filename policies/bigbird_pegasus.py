@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Renewed, Row
 
 
@@ -18,9 +17,3 @@ class BigBirdPegasusEncoderPolicy(Policy):
         "fc1": Column(),
         "fc2": Row(),
     }
-
-
-class BigBirdPegasusDecoderPolicy(BartPolicy):
-    """Pegasus' decoder layer."""
-
-    block = "BigBirdPegasusDecoderLayer"

@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.clip import CLIPProjectionPolicy
 from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
@@ -18,9 +17,3 @@ class BlipVisionPolicy(Policy):
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }
-
-
-class BlipProjectionPolicy(CLIPProjectionPolicy):
-    """The projections from the text tower and the vision tower into their shared space."""
-
-    block = "BlipModel"

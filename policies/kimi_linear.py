@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, DeepseekV2Policy
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2Policy
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
@@ -43,9 +43,3 @@ class KimiDeltaAttentionPolicy(Policy):
         "g_b_proj": Column(),
         "o_proj": Row(),
     }
-
-
-class KimiLinearMoEPolicy(DeepseekV2MoEPolicy):
-    """DeepSeek's experts in Kimi Linear."""
-
-    block = "KimiLinearMoE"

@@ -27,3 +27,13 @@ class LlamaPolicy(Policy):
         "Qwen3VLTextDecoderLayer", "SeedOssDecoderLayer", "SmolLM3DecoderLayer",
     )  # fmt: skip
     plan = {**ATTENTION, **MLP}
+
+
+class LlamaMoEPolicy(LlamaPolicy):
+    """Llama's block in models whose later layers have experts, with a policy of their own, instead of the MLP."""
+
+    block = (
+        "DeepseekOcr2VisionEncoderLayer", "DeepseekOcr2TextDecoderLayer", "Ernie4_5DecoderLayer",
+        "Ernie4_5_MoeDecoderLayer", "Glm4MoeDecoderLayer", "Glm4vMoeTextDecoderLayer", "UnlimitedOcrTextDecoderLayer",
+    )  # fmt: skip
+    optional = ("mlp",)

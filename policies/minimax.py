@@ -1,5 +1,4 @@
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.olmoe import OlmoePolicy
 from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
 
 
@@ -32,9 +31,3 @@ class MiniMaxPolicy(Policy):
 
     block = "MiniMaxDecoderLayer"
     plan = {"mlp.experts": Experts()}
-
-
-class MiniMaxM2Policy(OlmoePolicy):
-    """OLMoE's block in MiniMax M2."""
-
-    block = "MiniMaxM2DecoderLayer"

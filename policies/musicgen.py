@@ -1,11 +1,4 @@
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Policy
-
-
-class MusicgenPolicy(BartPolicy):
-    """BART's layers without biases, over several codebooks at the same time. The text encoder has its own policy."""
-
-    block = ("MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer")
 
 
 class MusicgenEmbeddingPolicy(Policy):

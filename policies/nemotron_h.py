@@ -1,12 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
 from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row, moved
-
-
-class NemotronHMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Nemotron-H."""
-
-    block = "NemotronHMamba2Mixer"
 
 
 class NemotronHAttentionPolicy(Policy):

@@ -16,7 +16,7 @@ class Qwen2VLVisionPolicy(Policy):
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
     """Qwen2-VL's vision layer with Llama's MLP. Most layers attend to a window of the image."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen2_5_VLVisionBlock"
+    block = ("Qwen2_5_VLVisionBlock", "Glm4vVisionBlock", "Glm4vMoeVisionBlock")
     plan = {**_VISION_ATTENTION, **MLP}
 
 

@@ -1,12 +1,5 @@
-from parallelformers_ng.policies.qwen3_next import DELTA_NET, KEY, VALUE, Qwen3NextMoEPolicy, Qwen3NextPolicy
-from parallelformers_ng.policies.qwen3_vl import Qwen3VLMergerPolicy, Qwen3VLVisionPolicy
+from parallelformers_ng.policies.qwen3_next import DELTA_NET, KEY, VALUE
 from parallelformers_ng.sharding.rules import Column, Policy
-
-
-class Qwen35Policy(Qwen3NextPolicy):
-    """Qwen3-Next's block in Qwen3.5."""
-
-    block = ("Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer")
 
 
 class Qwen35DeltaNetPolicy(Policy):
@@ -20,21 +13,3 @@ class Qwen35DeltaNetPolicy(Policy):
         "in_proj_b": Column(),
         "in_proj_a": Column(),
     }
-
-
-class Qwen35MoEPolicy(Qwen3NextMoEPolicy):
-    """Qwen3-Next's experts in Qwen3.5."""
-
-    block = "Qwen3_5MoeSparseMoeBlock"
-
-
-class Qwen35VisionPolicy(Qwen3VLVisionPolicy):
-    """The layer of Qwen3-VL's vision tower."""
-
-    block = ("Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock")
-
-
-class Qwen35MergerPolicy(Qwen3VLMergerPolicy):
-    """The merger of Qwen3-VL's vision tower."""
-
-    block = ("Qwen3_5VisionPatchMerger", "Qwen3_5MoeVisionPatchMerger")

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.sharding.rules import Column, Experts, Heads, Part, Policy, Reduce, Row, Slice
 
@@ -18,7 +16,7 @@ class Qwen3NextPolicy(Policy):
     """Llama's attention in every fourth layer, and a delta net in all other layers. `q_proj` packs q and a gate for
     each head. Some layers have a plain MLP."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen3NextDecoderLayer"
+    block = ("Qwen3NextDecoderLayer", "Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer")
     plan = {**ATTENTION, **MLP}
     optional = ("self_attn", "mlp")
 
@@ -36,9 +34,10 @@ class Qwen3NextDeltaNetPolicy(Policy):
 
 
 class Qwen3NextMoEPolicy(Policy):
-    """Routed experts and a gated expert for all tokens; the ranks sum the outputs of all experts in one exchange."""
+    """Routed experts and an expert for all tokens, which may be gated; the ranks sum all outputs in one
+    exchange."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen3NextSparseMoeBlock"
+    block = ("Qwen3NextSparseMoeBlock", "Llama4TextMoe", "Qwen3_5MoeSparseMoeBlock")
     plan = {
         "": Reduce(),
         "experts": Experts(reduce=False),

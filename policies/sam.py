@@ -1,12 +1,13 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
 class SamVisionPolicy(Policy):
-    """The layer of SAM's vision tower. Relative positions are the same for all heads."""
+    """The layer of SAM's vision tower, which also reads the image first in DeepSeek-OCR 2. Relative
+    positions are the same for all heads."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("SamVisionLayer", "SamHQVisionLayer")
+    block = (
+        "SamVisionLayer", "SamHQVisionLayer", "DeepseekOcr2SamVisionLayer", "UnlimitedOcrSamVisionLayer",
+    )  # fmt: skip
     plan = {
         "attn": Heads("num_attention_heads"),
         "attn.qkv": Column(fused=3),
@@ -30,7 +31,9 @@ class SamDecoderAttentionPolicy(Policy):
 class SamMLPPolicy(Policy):
     """The MLP of SAM's vision tower and mask decoder."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("SamMLPBlock", "SamHQMLPBlock")
+    block = (
+        "SamMLPBlock", "SamHQMLPBlock", "DeepseekOcr2SamMLPBlock", "UnlimitedOcrSamMLPBlock",
+    )  # fmt: skip
     plan = {"lin1": Column(), "lin2": Row()}
 
 

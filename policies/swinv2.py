@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.swin import SwinMergingPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
@@ -18,9 +17,3 @@ class Swinv2Policy(Policy):
         "intermediate.dense": Column(),
         "output.dense": Row(),
     }
-
-
-class Swinv2MergingPolicy(SwinMergingPolicy):
-    """The layer that merges four patches into one between two stages of Swin V2."""
-
-    block = "Swinv2PatchMerging"

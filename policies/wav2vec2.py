@@ -34,9 +34,10 @@ class Wav2Vec2Policy(Policy):
 class Wav2Vec2ProjectionPolicy(Policy):
     """The projection from the width of the convolutions to that of the encoder."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
-        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection",
+        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection", "WavLMFeatureProjection",
+        "SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection",
     )  # fmt: skip
     plan = {"projection": Column(gather=True)}
 
@@ -44,8 +45,9 @@ class Wav2Vec2ProjectionPolicy(Policy):
 class CTCHeadPolicy(Policy):
     """The output head over characters, which the models do not name as their output embeddings."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "Wav2Vec2ForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC", "Data2VecAudioForCTC", "SEWForCTC",
+        "WavLMForCTC",
     )  # fmt: skip
     plan = {"lm_head": Column(gather=True)}
 

@@ -1,12 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
 from parallelformers_ng.sharding.rules import Column, Policy, Row
-
-
-class Zamba2MixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Zamba2."""
-
-    block = "Zamba2MambaMixer"
 
 
 class Zamba2AttentionPolicy(Policy):
