@@ -55,13 +55,6 @@ class DiffusionGemmaPolicy(Policy):
     optional = ("self_attn.v_proj",)
 
 
-class DiffusionGemmaSelfConditioningPolicy(Policy):
-    """The MLP over the predictions of the previous denoising step."""
-
-    block = "DiffusionGemmaSelfConditioning"
-    plan = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}
-
-
 class DiffusionGemmaDecoderPolicy(Policy):
     """The decoder's embeddings, gathered at every read: the decoder multiplies the previous step's probabilities by the
     whole table."""

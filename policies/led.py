@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -19,15 +16,4 @@ class LEDEncoderPolicy(Policy):
         "self_attn.output": Row(heads="self_attn.longformer_self_attn"),
         "fc1": Column(),
         "fc2": Row(),
-    }
-
-
-class LEDDecoderPolicy(BartPolicy):
-    """BART's decoder layer in LED."""
-
-    block = "LEDDecoderLayer"
-    plan = {
-        **BartPolicy.plan,
-        "self_attn": Heads("num_heads", input_width=True),
-        "encoder_attn": Heads("num_heads", input_width=True),
     }

@@ -1,6 +1,6 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
     "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
@@ -37,3 +37,18 @@ class LlamaMoEPolicy(LlamaPolicy):
         "Ernie4_5_MoeDecoderLayer", "Glm4MoeDecoderLayer", "Glm4vMoeTextDecoderLayer", "UnlimitedOcrTextDecoderLayer",
     )  # fmt: skip
     optional = ("mlp",)
+
+
+class LlamaAttentionPolicy(Policy):
+    """Llama's attention as a block of its own, in models that mix it with other layers."""
+
+    block = ("MiniMaxAttention", "NemotronHAttention")
+    plan = moved(ATTENTION, "self_attn", "")
+
+
+class LlamaMLPPolicy(Policy):
+    """Llama's MLP as a block of its own: in RecurrentGemma and DEIMv2, and in DiffusionGemma over the predictions of
+    the previous denoising step."""
+
+    block = ("RecurrentGemmaMlp", "Deimv2SwiGLUFFN", "DiffusionGemmaSelfConditioning")
+    plan = moved(MLP, "mlp", "")

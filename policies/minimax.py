@@ -1,5 +1,4 @@
-from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice
 
 
 class MiniMaxLightningPolicy(Policy):
@@ -17,13 +16,6 @@ class MiniMaxLightningPolicy(Policy):
         "norm": Norm(),
         "out_proj": Row(),
     }
-
-
-class MiniMaxAttentionPolicy(Policy):
-    """Llama's attention, in the layers without linear attention."""
-
-    block = "MiniMaxAttention"
-    plan = moved(ATTENTION, "self_attn", "")
 
 
 class MiniMaxPolicy(Policy):

@@ -1,12 +1,4 @@
-from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row, moved
-
-
-class NemotronHAttentionPolicy(Policy):
-    """Llama's attention without rotary positions, as a separate layer."""
-
-    block = "NemotronHAttention"
-    plan = moved(ATTENTION, "self_attn", "")
+from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row
 
 
 class NemotronHMLPPolicy(Policy):
