@@ -54,11 +54,6 @@ class Column(Rule):
     gather_inputs: bool = False
     widths: tuple[str, ...] = ()
 
-    def mistake(self) -> str:
-        if self.gather and self.widths:
-            return "gather and widths are both set; widths counts outputs that stay cut, so leave one of them out"
-        return ""
-
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         module: Any = draft.modules[path]
         if hasattr(module, "group_out_dim"):

@@ -27,10 +27,6 @@ from parallelformers_ng.sharding.policy_words import Word
 class Rule(Word):
     """The treatment of a layer that a policy names. A rule's class is defined beside the parallel layer it creates."""
 
-    def mistake(self) -> str:
-        """Return why the rule's arguments contradict each other; "" if the arguments are consistent."""
-        return ""
-
     def finds(self, draft: Draft, path: str) -> bool:
         """Return whether the model has a layer or tensor at `path` that the rule can cut."""
         return path in draft.modules and not isinstance(draft.modules[path], nn.Identity)
