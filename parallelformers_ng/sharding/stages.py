@@ -11,7 +11,7 @@ from torch import nn
 
 from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.sharding.partition import Range
-from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.sharding.tensors import all_tensors, dotted, owned_tensors
 
 Sizes = Mapping[Hashable, float]
 """Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once."""
@@ -30,14 +30,14 @@ def units(model: nn.Module) -> list[str]:
     seen: set[int] = set()
 
     def visit(module: nn.Module, path: str, is_repeated: bool) -> Iterator[str]:
-        if id(module) in seen or next(_tensors(module), None) is None:
+        if id(module) in seen or not all_tensors(module):
             return
         seen.add(id(module))
         children = list(module.named_children())
         if not children or (path and (is_repeated or type(module).__name__ in atomic)):
             yield path
             return
-        yield from (dotted(path, name) for name, _ in _own(module))
+        yield from (dotted(path, name) for name, _, _ in owned_tensors(module))
         for name, child in children:
             yield from visit(child, dotted(path, name), isinstance(module, nn.ModuleList))
 
@@ -51,11 +51,10 @@ def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
         AttributeError: the model has no such unit.
     """
     path, _, name = unit.rpartition(".")
-    own = dict(_own(model.get_submodule(path)))
+    own = {short: tensor for short, tensor, _ in owned_tensors(model.get_submodule(path))}
     if name in own:
         return {unit: own[name]}
-    module = model.get_submodule(unit)
-    return {dotted(unit, name): tensor for name, tensor in _tensors(module)}
+    return {dotted(unit, short): tensor for short, tensor in all_tensors(model.get_submodule(unit)).items()}
 
 
 def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: float = 0) -> list[Range]:
@@ -123,13 +122,3 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     for ends in reversed(best[1:]):
         bounds.append(ends[bounds[-1]][1])
     return list(pairwise(bounds))
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
