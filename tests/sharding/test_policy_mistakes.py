@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def test_wrong_arguments_of_rules_are_named(write: Callable[[], object], words: 
 def test_no_written_policy_has_a_mistake() -> None:
     for written in written_policies():
         check_policy(written)
+    claims = Counter((block, written.holds) for written in written_policies() for block in written.blocks())
+    assert set(claims.values()) == {1}, claims.most_common(1)
 
 
 class Mine(Policy):
