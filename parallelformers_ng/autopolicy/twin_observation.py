@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.single_layers import single_layers
-from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, run, sharing_copy
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
 from parallelformers_ng.sharding.structure import Trace, dotted
 
 DRAWS = "its forward draws random numbers: two runs differ"
@@ -113,7 +113,7 @@ class _Observer:
             with torch.no_grad():
                 again = run(part, inputs)
         except Exception as error:  # modelling code may raise any exception on inputs that it refuses
-            return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            return in_short(error)
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
