@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
-from parallelformers_ng.sharding.structure import Trace, dotted
+from parallelformers_ng.sharding.structure import dotted, traced_calls
 
 DRAWS = "its forward draws random numbers: two runs differ"
 _SECONDS = 4.0
@@ -107,7 +107,7 @@ class _Observer:
     def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
         """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
-            with torch.random.fork_rng(devices=[]), Trace(part) as trace:
+            with torch.random.fork_rng(devices=[]), traced_calls(part) as traced:
                 torch.manual_seed(0)
                 outputs = run(part, inputs)
             with torch.no_grad():
@@ -123,7 +123,7 @@ class _Observer:
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)
-        for name, order in trace.calls.items():
+        for name, order in traced.items():
             calls.setdefault(dotted(path, name), start + order)
         self.twin.probes.append(TwinProbe(path, inputs, [o.detach().clone() for o in outputs]))
         return ""
