@@ -20,11 +20,10 @@ from torch import nn
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.partition import HeadShare
-from parallelformers_ng.sharding.policy_words import Word
 
 
 @dataclass(frozen=True)
-class Rule(Word):
+class Rule:
     """The treatment of a layer that a policy names. A rule's class is defined beside the parallel layer it creates."""
 
     def finds(self, draft: Draft, path: str) -> bool:

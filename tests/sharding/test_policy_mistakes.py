@@ -87,21 +87,6 @@ def test_a_mistake_is_an_error_in_words(attributes: dict[str, Any], words: str) 
         plan(gpt2(), custom_policies=policy(**attributes))
 
 
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (lambda: Column(unitt="key"), r"Column: .*'unitt' \(did you mean 'unit'\?\); it takes unit, fused"),
-        (lambda: Row("key", 1, None, True, 5), r"Row: too many positional arguments; it takes unit"),
-        (lambda: Heads(key="num_heads"), r"Heads: missing a required argument: 'query'"),
-        (lambda: Part("query"), r"Part: missing a required argument: 'width'"),
-        (lambda: Column("key", unit="key"), r"Column: multiple values for argument 'unit'"),
-    ],
-)
-def test_wrong_arguments_of_rules_are_named(write: Callable[[], object], words: str) -> None:
-    with pytest.raises(PolicyError, match=words):
-        write()
-
-
 def test_no_written_policy_has_a_mistake() -> None:
     for written in written_policies():
         check_policy(written)
