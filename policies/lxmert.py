@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary, moved
 
 
 class LxmertSelfAttentionPolicy(Policy):
@@ -18,13 +18,7 @@ class LxmertCrossAttentionPolicy(Policy):
     """Attention from words to regions, and with the same weights from regions to words."""
 
     block = "LxmertCrossAttentionLayer"
-    plan = {
-        "att": Heads("num_attention_heads", scaled=("head_size",)),
-        "att.query": Column(),
-        "att.key": Column(),
-        "att.value": Column(),
-        "output.dense": Row(heads="att"),
-    }
+    plan = moved(LxmertSelfAttentionPolicy.plan, "self", "att")
 
 
 class LxmertFeedForwardPolicy(Policy):

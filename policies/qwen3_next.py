@@ -1,5 +1,6 @@
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Part, Policy, Reduce, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Part, Policy, Row, Slice, moved
 
 KEY = Part("key", "head_k_dim")
 VALUE = Part("query", "head_v_dim")
@@ -38,10 +39,4 @@ class Qwen3NextMoEPolicy(Policy):
     exchange."""
 
     block = ("Qwen3NextSparseMoeBlock", "Llama4TextMoe", "Qwen3_5MoeSparseMoeBlock")
-    plan = {
-        "": Reduce(),
-        "experts": Experts(reduce=False),
-        "shared_expert.gate_proj": Column(),
-        "shared_expert.up_proj": Column(),
-        "shared_expert.down_proj": Row(reduce=False),
-    }
+    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_expert")

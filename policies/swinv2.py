@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.policies.bert import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Policy, Slice
 
 
 class Swinv2Policy(Policy):
@@ -7,13 +8,8 @@ class Swinv2Policy(Policy):
 
     block = "Swinv2Layer"
     plan = {
-        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.self.query": Column(),
-        "attention.self.key": Column(),
-        "attention.self.value": Column(),
+        **ATTENTION,
+        **MLP,
         "attention.self.logit_scale": Slice(0),
         "attention.self.continuous_position_bias_mlp.2": Column(),
-        "attention.output.dense": Row(heads="attention.self"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
     }

@@ -1,6 +1,7 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
 
 class Wav2Vec2Policy(Policy):
@@ -18,11 +19,7 @@ class Wav2Vec2Policy(Policy):
         "Data2VecAudioEncoderLayer", "SEWEncoderLayer",
     )  # fmt: skip
     plan = {
-        "attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attention.q_proj": Column(),
-        "attention.k_proj": Column(),
-        "attention.v_proj": Column(),
-        "attention.out_proj": Row(),
+        **moved(ATTENTION, "self_attn", "attention"),
         "feed_forward.intermediate_dense": Column(),
         "feed_forward.output_dense": Row(),
         "adapter_layer.linear_1": Column(),
