@@ -24,7 +24,6 @@ _ATTRIBUTES = {
     "block": "a class name, or a tuple of them",
     "plan": "a dictionary of rules by path: {'mlp.up_proj': Column(), …}",
     "optional": "a tuple of paths, for example ('crossattention',)",
-    "holds": "a tuple of paths, for example ('mlp.gate_proj',)",
     "requires": "a dictionary of values by attribute path: {'config.quantized': False}",
 }
 

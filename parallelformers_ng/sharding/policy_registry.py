@@ -52,7 +52,6 @@ def known_policies(
             )
     taken = {name for policy in customs for name in policy.blocks()}
     written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
-    written = [p for p in written if not p.holds or any(is_block(module, p) for module in model.modules())]
     misfits = {} if world_size is None else {p: why for p in written if (why := misfit(model, p, world_size))}
     for why in misfits.values():
         log.info("%s; its blocks are cut as the twin proof allows", why)
