@@ -50,7 +50,12 @@ def observe_single_layers(twin: Twin, seed: int) -> Twin:
         twin: the twin, changed in place.
         seed: seed of the inputs.
     """
-    return _Observer(twin.model, seed, twin).probe_single_layers()
+    observer = _Observer(twin.model, seed, twin)
+    reached = {name.rpartition(".")[0] for name in twin.gradients}
+    for path, inputs in single_layers(observer.copy, reached, seed):
+        if not observer.run(observer.copy.get_submodule(path), path, inputs):
+            twin.single_layers.append(path)
+    return twin
 
 
 class _Observer:
@@ -74,14 +79,6 @@ class _Observer:
         self.twin.unreached = "; ".join(refusal for refusal in refusals if refusal)
         return self.twin
 
-    def probe_single_layers(self) -> Twin:
-        """Add a probe of each single layer that no other probe reaches."""
-        reached = {name.rpartition(".")[0] for name in self.twin.gradients}
-        for path, inputs in single_layers(self.copy, reached, self.seed):
-            if not self._run(self.copy.get_submodule(path), path, inputs):
-                self.twin.single_layers.append(path)
-        return self.twin
-
     def _reached(self, part: nn.Module, path: str) -> bool:
         """Return whether at least 70 % of a part's matrices already influence an output of a probe."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
@@ -96,7 +93,7 @@ class _Observer:
             if not inputs or shapes in tried:
                 continue
             tried.append(shapes)
-            problem = self._run(part, path, inputs)
+            problem = self.run(part, path, inputs)
             if not problem:
                 return ""
             refusal = refusal or problem
@@ -104,7 +101,7 @@ class _Observer:
                 break
         return refusal or "its forward takes none of the known inputs"
 
-    def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
+    def run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
         """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
             with torch.random.fork_rng(devices=[]), traced_calls(part) as traced:
