@@ -1,23 +1,18 @@
 from parallelformers_ng.sharding.rules import Column, Policy
 
 
-class MusicgenEmbeddingPolicy(Policy):
-    """The embedding of each codebook."""
+class MusicgenPolicy(Policy):
+    """The embedding and the output head of each codebook, and the projections from the text encoder and from a melody.
+    BART's policy cuts the decoder's layers."""
 
-    block = ("MusicgenDecoder", "MusicgenMelodyDecoder")
-    plan = {"embed_tokens.*": Column(gather=True)}
-
-
-class MusicgenHeadPolicy(Policy):
-    """The output head of each codebook."""
-
-    block = ("MusicgenForCausalLM", "MusicgenMelodyForCausalLM")
-    plan = {"lm_heads.*": Column(gather=True)}
-
-
-class MusicgenProjectionPolicy(Policy):
-    """The projections from the text encoder, and from a melody, to the decoder."""
-
-    block = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
-    plan = {"enc_to_dec_proj": Column(gather=True), "audio_enc_to_dec_proj": Column(gather=True)}
-    optional = ("enc_to_dec_proj", "audio_enc_to_dec_proj")
+    block = (
+        "MusicgenDecoder", "MusicgenForCausalLM", "MusicgenForConditionalGeneration",
+        "MusicgenMelodyDecoder", "MusicgenMelodyForCausalLM", "MusicgenMelodyForConditionalGeneration",
+    )  # fmt: skip
+    plan = {
+        "embed_tokens.*": Column(gather=True),
+        "lm_heads.*": Column(gather=True),
+        "enc_to_dec_proj": Column(gather=True),
+        "audio_enc_to_dec_proj": Column(gather=True),
+    }
+    optional = ("lm_heads", "enc_to_dec_proj", "audio_enc_to_dec_proj")

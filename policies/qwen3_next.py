@@ -34,6 +34,19 @@ class Qwen3NextDeltaNetPolicy(Policy):
     }
 
 
+class Qwen35DeltaNetPolicy(Policy):
+    """Qwen3-Next's delta net with q, k and v packed side by side, and separate projections of gates."""
+
+    block = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+    plan = {
+        **DELTA_NET,
+        "in_proj_qkv": Column(fused=(KEY, KEY, VALUE)),
+        "in_proj_z": Column(),
+        "in_proj_b": Column(),
+        "in_proj_a": Column(),
+    }
+
+
 class Qwen3NextMoEPolicy(Policy):
     """Routed experts and an expert for all tokens, which may be gated; the ranks sum all outputs in one
     exchange."""
