@@ -50,3 +50,14 @@ class BertHeadPolicy(Policy):
         "VisualBertPredictionHeadTransform", "VisualBertPooler",
     )  # fmt: skip
     plan = {"dense": Column(gather=True)}
+
+
+class BertProjectionPolicy(Policy):
+    """The projections beside BERT's blocks: from embeddings or image features of another width to the blocks, from three
+    neighbouring embeddings (MobileBERT), and to the width in which DPR compares questions and passages."""
+
+    block = (
+        "ElectraModel", "ConvBertModel", "RoFormerModel", "VisualBertEmbeddings", "MobileBertEmbeddings", "DPREncoder",
+    )  # fmt: skip
+    optional = ("embeddings_project", "visual_projection", "embedding_transformation", "encode_proj")
+    plan = dict.fromkeys(optional, Column(gather=True))

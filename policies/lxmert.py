@@ -45,9 +45,7 @@ class LxmertVisualPolicy(Policy):
         "logit_fc.0": Column(gather=True),
         "logit_fc.3": Column(gather=True),
         "transform.dense": Column(gather=True),
-        "decoder_dict.obj": Column(gather=True),
-        "decoder_dict.attr": Column(gather=True),
-        "decoder_dict.feat": Column(gather=True),
+        "decoder_dict.*": Column(gather=True),
     }
     optional = ("visn_fc", "logit_fc", "transform", "decoder_dict")
 

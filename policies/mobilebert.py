@@ -26,13 +26,6 @@ class MobileBertFeedForwardPolicy(Policy):
     plan = {"intermediate.dense": Column(), "output.dense": Row()}
 
 
-class MobileBertEmbeddingPolicy(Policy):
-    """The projection from three neighbouring embeddings to the width of the blocks."""
-
-    block = "MobileBertEmbeddings"
-    plan = {"embedding_transformation": Column(gather=True)}
-
-
 class MobileBertLMHeadPolicy(Policy):
     """The output head, which multiplies by the weights of `dense` and `decoder` (the embeddings) without calling these
     layers. The weights of `dense` and `decoder` are cut by the vocabulary."""

@@ -9,10 +9,5 @@ class MusicgenPolicy(Policy):
         "MusicgenDecoder", "MusicgenForCausalLM", "MusicgenForConditionalGeneration",
         "MusicgenMelodyDecoder", "MusicgenMelodyForCausalLM", "MusicgenMelodyForConditionalGeneration",
     )  # fmt: skip
-    plan = {
-        "embed_tokens.*": Column(gather=True),
-        "lm_heads.*": Column(gather=True),
-        "enc_to_dec_proj": Column(gather=True),
-        "audio_enc_to_dec_proj": Column(gather=True),
-    }
-    optional = ("lm_heads", "enc_to_dec_proj", "audio_enc_to_dec_proj")
+    optional = ("lm_heads.*", "enc_to_dec_proj", "audio_enc_to_dec_proj")
+    plan = dict.fromkeys(("embed_tokens.*", *optional), Column(gather=True))

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class SamVisionPolicy(Policy):
@@ -19,13 +20,7 @@ class SamDecoderAttentionPolicy(Policy):
     """The attentions between the mask decoder's tokens and the image."""
 
     block = ("SamAttention", "SamHQAttention")
-    plan = {
-        "": Heads("num_attention_heads"),
-        "q_proj": Column(),
-        "k_proj": Column(),
-        "v_proj": Column(),
-        "out_proj": Row(),
-    }
+    plan = {**moved(ATTENTION, "self_attn", ""), "": Heads("num_attention_heads")}
 
 
 class SamMLPPolicy(Policy):
