@@ -53,7 +53,7 @@ class BertHeadPolicy(Policy):
 
 
 class BertProjectionPolicy(Policy):
-    """The projections beside BERT's blocks: from embeddings or image features of another width to the blocks, from three
+    """The projections beside BERT's blocks: from embeddings or image features of another width, from three
     neighbouring embeddings (MobileBERT), and to the width in which DPR compares questions and passages."""
 
     block = (
