@@ -1,12 +1,5 @@
 from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
 from parallelformers_ng.sharding.rules import moved
-
-
-class BambaMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Bamba."""
-
-    block = "BambaMixer"
 
 
 class BambaPolicy(LlamaPolicy):

@@ -12,9 +12,20 @@ ATTENTION = {
 
 
 class BartPolicy(Policy):
-    """Encoder and decoder layers. A decoder layer has cross-attention if the model has an encoder."""
+    """Encoder and decoder layers. A decoder layer has cross-attention if the model has an encoder.
 
-    block: ClassVar[str | tuple[str, ...]] = ("BartEncoderLayer", "BartDecoderLayer")
+    The blocks differ in what needs no rule: places of norms, positions, biases, and what the layers before them read.
+    """
+
+    block: ClassVar[str | tuple[str, ...]] = (
+        "BartEncoderLayer", "BartDecoderLayer", "MBartEncoderLayer", "MBartDecoderLayer", "PegasusEncoderLayer",
+        "PegasusDecoderLayer", "MarianEncoderLayer", "MarianDecoderLayer", "BlenderbotEncoderLayer",
+        "BlenderbotDecoderLayer", "BlenderbotSmallEncoderLayer", "BlenderbotSmallDecoderLayer", "M2M100EncoderLayer",
+        "M2M100DecoderLayer", "PLBartEncoderLayer", "PLBartDecoderLayer", "BigBirdPegasusDecoderLayer",
+        "MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer", "Speech2TextEncoderLayer", "Speech2TextDecoderLayer",
+        "TimeSeriesTransformerEncoderLayer", "TimeSeriesTransformerDecoderLayer", "WhisperEncoderLayer",
+        "WhisperDecoderLayer",
+    )  # fmt: skip
     plan = {
         **ATTENTION,
         **moved(ATTENTION, "self_attn", "encoder_attn"),
@@ -22,45 +33,3 @@ class BartPolicy(Policy):
         "fc2": Row(),
     }
     optional = ("encoder_attn",)
-
-
-class MBartPolicy(BartPolicy):
-    """BART's layers with norms before attention and feed-forward."""
-
-    block = ("MBartEncoderLayer", "MBartDecoderLayer")
-
-
-class PegasusPolicy(BartPolicy):
-    """BART's layers with norms before attention and feed-forward, and sinusoidal positions."""
-
-    block = ("PegasusEncoderLayer", "PegasusDecoderLayer")
-
-
-class MarianPolicy(BartPolicy):
-    """BART's layers with sinusoidal positions; encoder and decoder may have different vocabularies."""
-
-    block = ("MarianEncoderLayer", "MarianDecoderLayer")
-
-
-class BlenderbotPolicy(BartPolicy):
-    """BART's layers with norms before attention and feed-forward."""
-
-    block = ("BlenderbotEncoderLayer", "BlenderbotDecoderLayer")
-
-
-class BlenderbotSmallPolicy(BartPolicy):
-    """BART's layers."""
-
-    block = ("BlenderbotSmallEncoderLayer", "BlenderbotSmallDecoderLayer")
-
-
-class M2M100Policy(BartPolicy):
-    """BART's layers with norms before attention and feed-forward, and sinusoidal positions."""
-
-    block = ("M2M100EncoderLayer", "M2M100DecoderLayer")
-
-
-class PLBartPolicy(BartPolicy):
-    """BART's layers over programming languages."""
-
-    block = ("PLBartEncoderLayer", "PLBartDecoderLayer")

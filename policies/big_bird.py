@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import BertPolicy
 from parallelformers_ng.sharding.rules import Column, Policy, Renewed
 
 
@@ -10,12 +8,6 @@ class BigBirdPolicy(BertPolicy):
 
     block = "BigBirdLayer"
     plan = {**BertPolicy.plan, "attention": Renewed("self")}
-
-
-class BigBirdHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of BigBird."""
-
-    block = ("BigBirdPredictionHeadTransform", "BigBirdClassificationHead")
 
 
 class BigBirdPoolerPolicy(Policy):

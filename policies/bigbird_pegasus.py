@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Renewed, Row
 
 
@@ -18,16 +15,3 @@ class BigBirdPegasusEncoderPolicy(Policy):
         "fc1": Column(),
         "fc2": Row(),
     }
-
-
-class BigBirdPegasusDecoderPolicy(BartPolicy):
-    """Pegasus' decoder layer."""
-
-    block = "BigBirdPegasusDecoderLayer"
-
-
-class BigBirdPegasusHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "BigBirdPegasusClassificationHead"
-    plan = {"dense": Column(gather=True)}

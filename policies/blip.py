@@ -1,5 +1,3 @@
-from parallelformers_ng.policies.bert import BertHeadPolicy, BertPolicy
-from parallelformers_ng.policies.clip import CLIPProjectionPolicy
 from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
@@ -19,21 +17,3 @@ class BlipVisionPolicy(Policy):
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }
-
-
-class BlipTextPolicy(BertPolicy):
-    """BERT's block with cross-attention to the image."""
-
-    block = "BlipTextLayer"
-
-
-class BlipTextHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of BLIP's text model."""
-
-    block = ("BlipTextPredictionHeadTransform", "BlipTextPooler")
-
-
-class BlipProjectionPolicy(CLIPProjectionPolicy):
-    """The projections from the text tower and the vision tower into their shared space."""
-
-    block = "BlipModel"

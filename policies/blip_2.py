@@ -1,12 +1,7 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
+from parallelformers_ng.policies.bert import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
-_ATTENTION = {
-    "attention.attention": Heads("num_attention_heads", scaled=("all_head_size",)),
-    "attention.attention.query": Column(),
-    "attention.attention.key": Column(),
-    "attention.attention.value": Column(),
-    "attention.output.dense": Row(heads="attention.attention"),
-}
+_ATTENTION = moved(ATTENTION, "attention.self", "attention.attention")
 
 
 class Blip2QFormerPolicy(Policy):
@@ -16,8 +11,7 @@ class Blip2QFormerPolicy(Policy):
     plan = {
         **_ATTENTION,
         **moved(_ATTENTION, "attention", "crossattention"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
+        **MLP,
         "intermediate_query.dense": Column(),
         "output_query.dense": Row(),
     }

@@ -9,9 +9,3 @@ class CoherePolicy(LlamaPolicy):
     block = "CohereDecoderLayer"
     plan = {**LlamaPolicy.plan, "self_attn.q_norm.weight": Slice(0), "self_attn.k_norm.weight": Slice(0, "key")}
     optional = ("self_attn.q_norm", "self_attn.k_norm")
-
-
-class Cohere2Policy(LlamaPolicy):
-    """Cohere's block without norms of q and k. Most layers attend to a window, which the mask contains."""
-
-    block = "Cohere2DecoderLayer"

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.policies.electra import ElectraProjectionPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.policies.bert import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Policy, Row, Slice
 
 
 class ConvBertPolicy(Policy):
@@ -11,27 +8,11 @@ class ConvBertPolicy(Policy):
 
     block = "ConvBertLayer"
     plan = {
-        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.self.query": Column(),
-        "attention.self.key": Column(),
-        "attention.self.value": Column(),
+        **ATTENTION,
+        **MLP,
         "attention.self.key_conv_attn_layer.pointwise": Column(),
         "attention.self.key_conv_attn_layer.bias": Slice(0),
         "attention.self.conv_kernel_layer": Column(gather_inputs=True),
         "attention.self.conv_out_layer": Column(),
         "attention.output.dense": Row(heads="attention.self", fused=2),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
     }
-
-
-class ConvBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of ConvBERT."""
-
-    block = ("ConvBertGeneratorPredictions", "ConvBertClassificationHead", "ConvBertPredictionHeadTransform")
-
-
-class ConvBertProjectionPolicy(ElectraProjectionPolicy):
-    """The projection from the width of the embeddings to that of the blocks, if these widths differ."""
-
-    block = "ConvBertModel"

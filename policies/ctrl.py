@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 

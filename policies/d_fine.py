@@ -38,10 +38,3 @@ class DFineMLPPolicy(Policy):
     block = ("DFineMLP", "Deimv2MLP")
     plan = {"layers.0": Column(), "layers.1": Row(), "layers.2": Column(gather=True)}
     optional = ("layers.2",)
-
-
-class DFineGatedMLPPolicy(Policy):
-    """DEIMv2's gated feed-forward."""
-
-    block = "Deimv2SwiGLUFFN"
-    plan = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}

@@ -16,10 +16,14 @@ class DeepseekV2Policy(Policy):
     """A block of latent attention (arXiv:2405.04434): q, k and v of all heads come from narrow latents, which every
     rank computes.
 
-    The first layers have a plain MLP; all later layers have experts.
+    The first layers have a plain MLP; all later layers have experts. DeepSeek V3.2 and GLM 5 add an indexer, which
+    every rank computes whole, so that all ranks attend to the same keys.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = "DeepseekV2DecoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = (
+        "DeepseekV2DecoderLayer", "DeepseekV3DecoderLayer", "DeepseekV32DecoderLayer", "Glm4MoeLiteDecoderLayer",
+        "GlmMoeDsaDecoderLayer", "Mistral4DecoderLayer",
+    )  # fmt: skip
     plan = {**LATENT_ATTENTION, **MLP}
     optional: ClassVar[tuple[str, ...]] = ("self_attn.q_proj", "self_attn.q_b_proj", "mlp")
 
@@ -27,7 +31,10 @@ class DeepseekV2Policy(Policy):
 class DeepseekV2MoEPolicy(Policy):
     """Routed experts and shared experts; the ranks sum the outputs of all experts in one exchange."""
 
-    block: ClassVar[str | tuple[str, ...]] = "DeepseekV2Moe"
+    block: ClassVar[str | tuple[str, ...]] = (
+        "DeepseekV2Moe", "DeepseekOcr2TextMoe", "DeepseekV3MoE", "DeepseekV32MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE",
+        "GlmMoeDsaMoE", "Glm4vMoeTextMoE", "KimiLinearMoE", "Mistral4MoE", "UnlimitedOcrTextMoe",
+    )  # fmt: skip
     plan = {
         "": Reduce(),
         "experts": Experts(reduce=False),

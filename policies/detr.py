@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION
@@ -9,9 +7,13 @@ _DECODER_ATTENTION = {**ATTENTION, "self_attn": Heads("config.decoder_attention_
 
 
 class DetrEncoderPolicy(Policy):
-    """DETR's encoder layer, which adds positions to the inputs of the q and k projections. The backbone stays whole."""
+    """DETR's encoder layer, which adds positions to the inputs of the q and k projections. The backbone stays whole.
+    RT-DETR has encoder layers only over the coarsest level of the backbone's features."""
 
-    block: ClassVar[str | tuple[str, ...]] = "DetrEncoderLayer"
+    block: ClassVar[str | tuple[str, ...]] = (
+        "DetrEncoderLayer", "RTDetrEncoderLayer", "RTDetrV2EncoderLayer", "PPDocLayoutV2EncoderLayer",
+        "PPDocLayoutV3EncoderLayer", "PPDocLayoutV4EncoderLayer",
+    )  # fmt: skip
     plan = {
         **ATTENTION,
         "self_attn": Heads("config.encoder_attention_heads"),
@@ -34,5 +36,9 @@ class DetrDecoderPolicy(DetrEncoderPolicy):
 class DetrBoxPolicy(Policy):
     """The MLP that predicts the corners of a box."""
 
-    block: ClassVar[str | tuple[str, ...]] = "DetrMLPPredictionHead"
+    block = (
+        "DetrMLPPredictionHead", "GroundingDinoMLPPredictionHead", "MMGroundingDinoMLPPredictionHead",
+        "RTDetrMLPPredictionHead", "RTDetrV2MLPPredictionHead", "DFineMLPPredictionHead",
+        "PPDocLayoutV2MLPPredictionHead", "PPDocLayoutV3MLPPredictionHead", "PPDocLayoutV4MLPPredictionHead",
+    )  # fmt: skip
     plan = {"layers.0": Column(gather=True), "layers.1": Column(gather=True)}

@@ -1,13 +1,12 @@
-from __future__ import annotations
-
 from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
 
 
 class FSMTPolicy(BartPolicy):
-    """BART's layers with inputs `[sequence, batch, …]`, and separate vocabularies of encoder and decoder."""
+    """BART's layers whose attention takes the width of its merged heads from its input. FSMT's inputs are
+    `[sequence, batch, …]`."""
 
-    block = ("fsmt.EncoderLayer", "fsmt.DecoderLayer")
+    block = ("fsmt.EncoderLayer", "fsmt.DecoderLayer", "LEDDecoderLayer")
     plan = {
         **BartPolicy.plan,
         "self_attn": Heads("num_heads", input_width=True),

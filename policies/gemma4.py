@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.llama import MLP
+from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Row, Stored
 
 
@@ -8,12 +8,9 @@ class Gemma4Policy(Policy):
 
     block = "Gemma4TextDecoderLayer"
     plan = {
-        "self_attn": Heads("config.num_attention_heads", groups="num_key_value_groups"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column("key"),
-        "self_attn.v_proj": Column("key"),
-        "self_attn.o_proj": Row(),
+        **ATTENTION,
         **MLP,
+        "self_attn": Heads("config.num_attention_heads", groups="num_key_value_groups"),
         "experts": Experts(),
         "per_layer_input_gate": Column(gather=True),
         "per_layer_projection": Column(gather=True),
@@ -53,13 +50,6 @@ class DiffusionGemmaPolicy(Policy):
     block = ("DiffusionGemmaEncoderTextLayer", "DiffusionGemmaDecoderTextLayer")
     plan = {path: rule for path, rule in Gemma4Policy.plan.items() if not path.startswith("per_layer")}
     optional = ("self_attn.v_proj",)
-
-
-class DiffusionGemmaSelfConditioningPolicy(Policy):
-    """The MLP over the predictions of the previous denoising step."""
-
-    block = "DiffusionGemmaSelfConditioning"
-    plan = {"gate_proj": Column(), "up_proj": Column(), "down_proj": Row()}
 
 
 class DiffusionGemmaDecoderPolicy(Policy):

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
 
 class GPTNeoPolicy(Policy):
@@ -7,11 +8,7 @@ class GPTNeoPolicy(Policy):
 
     block = "GPTNeoBlock"
     plan = {
-        "attn.attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attn.attention.q_proj": Column(),
-        "attn.attention.k_proj": Column(),
-        "attn.attention.v_proj": Column(),
-        "attn.attention.out_proj": Row(),
+        **moved(ATTENTION, "self_attn", "attn.attention"),
         "mlp.c_fc": Column(),
         "mlp.c_proj": Row(),
     }

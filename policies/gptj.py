@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class GPTJPolicy(Policy):
@@ -7,11 +8,8 @@ class GPTJPolicy(Policy):
 
     block = "GPTJBlock"
     plan = {
+        **moved(ATTENTION, "self_attn", "attn"),
         "attn": Heads("num_attention_heads", scaled=("embed_dim",)),
-        "attn.q_proj": Column(),
-        "attn.k_proj": Column(),
-        "attn.v_proj": Column(),
-        "attn.out_proj": Row(),
         "mlp.fc_in": Column(),
         "mlp.fc_out": Row(),
     }

@@ -1,7 +1,6 @@
 from typing import ClassVar
 
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
 from parallelformers_ng.sharding.rules import Column, Experts, Row
 
 
@@ -30,9 +29,3 @@ class GraniteMoeHybridPolicy(GraniteMoeSharedPolicy):
 
     block = "GraniteMoeHybridDecoderLayer"
     optional = ("self_attn", "block_sparse_moe")
-
-
-class GraniteMoeHybridMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Granite."""
-
-    block = "GraniteMoeHybridMambaLayer"

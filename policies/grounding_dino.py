@@ -1,6 +1,3 @@
-from typing import ClassVar
-
-from parallelformers_ng.policies.detr import DetrBoxPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -20,10 +17,12 @@ class GroundingDinoAttentionPolicy(Policy):
 class GroundingDinoDeformablePolicy(Policy):
     """Deformable attention (arXiv:2010.04159): every head has its own sampling points on each level."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
-        "GroundingDinoMultiscaleDeformableAttention",
-        "MMGroundingDinoMultiscaleDeformableAttention",
-    )
+    block = (
+        "GroundingDinoMultiscaleDeformableAttention", "MMGroundingDinoMultiscaleDeformableAttention",
+        "RTDetrMultiscaleDeformableAttention", "RTDetrV2MultiscaleDeformableAttention",
+        "PPDocLayoutV2MultiscaleDeformableAttention", "PPDocLayoutV3MultiscaleDeformableAttention",
+        "PPDocLayoutV4MultiscaleDeformableAttention",
+    )  # fmt: skip
     plan = {
         "": Heads("n_heads", scaled=("d_model",), weights_dim=2),
         "sampling_offsets": Column(),
@@ -64,9 +63,3 @@ class GroundingDinoProjectionPolicy(Policy):
     block = ("GroundingDinoModel", "MMGroundingDinoModel")
     plan = {"text_projection": Column(gather=True), "enc_output": Column(gather=True)}
     optional = ("enc_output",)
-
-
-class GroundingDinoBoxPolicy(DetrBoxPolicy):
-    """The MLPs that predict boxes. Their last layer has four outputs and stays whole."""
-
-    block = ("GroundingDinoMLPPredictionHead", "MMGroundingDinoMLPPredictionHead")

@@ -1,11 +1,6 @@
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
-from parallelformers_ng.sharding.rules import Column, Experts, Policy, Reduce, Row
-
-
-class HunYuanPolicy(LlamaPolicy):
-    """Llama's block with a norm per head on q and k."""
-
-    block = "HunYuanDenseV1DecoderLayer"
+from parallelformers_ng.sharding.rules import Policy, moved
 
 
 class HunYuanMoEAttentionPolicy(LlamaPolicy):
@@ -19,10 +14,4 @@ class HunYuanMoEPolicy(Policy):
     """Routed experts and an MLP for all tokens; the ranks sum the outputs of experts and MLP in one exchange."""
 
     block = "HunYuanMoEV1Moe"
-    plan = {
-        "": Reduce(),
-        "experts": Experts(reduce=False),
-        "shared_mlp.gate_proj": Column(),
-        "shared_mlp.up_proj": Column(),
-        "shared_mlp.down_proj": Row(reduce=False),
-    }
+    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_mlp")

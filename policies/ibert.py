@@ -1,7 +1,5 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, Vocabulary
+from parallelformers_ng.policies.bert import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Slice, Vocabulary
 
 
 class IBertPolicy(Policy):
@@ -10,18 +8,14 @@ class IBertPolicy(Policy):
 
     block = "IBertLayer"
     plan = {
+        **ATTENTION,
+        **MLP,
         "attention.self": Heads("num_attention_heads", scaled=("all_head_size",), weights=(0, 1)),
-        "attention.self.query": Column(),
         "attention.self.query.weight_integer": Slice(0),
-        "attention.self.key": Column(),
         "attention.self.key.weight_integer": Slice(0),
-        "attention.self.value": Column(),
         "attention.self.value.weight_integer": Slice(0),
-        "attention.output.dense": Row(heads="attention.self"),
         "attention.output.dense.weight_integer": Slice(1, heads="attention.self"),
-        "intermediate.dense": Column(),
         "intermediate.dense.weight_integer": Slice(0),
-        "output.dense": Row(),
         "output.dense.weight_integer": Slice(1),
     }
     requires = {"attention.self.quant_mode": False}
@@ -38,9 +32,3 @@ class IBertVocabularyPolicy(Policy):
         "decoder": Column(gather=True),
     }
     optional = ("word_embeddings", "dense", "decoder")
-
-
-class IBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before all other output heads."""
-
-    block = ("IBertPooler", "IBertClassificationHead")

@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.clip import CLIPPolicy
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
@@ -15,12 +14,6 @@ class IdeficsCrossAttentionPolicy(Policy):
 
     block = "IdeficsGatedCrossAttentionLayer"
     plan = moved(IdeficsPolicy.plan, "self_attn", "cross_attn")
-
-
-class IdeficsVisionPolicy(CLIPPolicy):
-    """CLIP's layer in IDEFICS."""
-
-    block = "IdeficsVisionEncoderLayer"
 
 
 class IdeficsEmbeddingPolicy(Policy):

@@ -1,12 +1,5 @@
-from parallelformers_ng.policies.clip import CLIPPolicy
 from parallelformers_ng.policies.llama import ATTENTION, MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
-
-
-class Idefics2VisionPolicy(CLIPPolicy):
-    """CLIP's layer in the vision towers of Idefics 2, Idefics 3 and SmolVLM. The decoder has its own policy."""
-
-    block = ("Idefics2EncoderLayer", "Idefics3EncoderLayer", "SmolVLMEncoderLayer")
 
 
 class Idefics2ResamplerPolicy(Policy):

@@ -17,10 +17,3 @@ class InternVLVisionPolicy(Policy):
         "mlp.fc2": Row(),
     }
     optional = ("attention.q_norm", "attention.k_norm")
-
-
-class InternVLProjectorPolicy(Policy):
-    """The MLP between the vision tower and the decoder."""
-
-    block = "InternVLMultiModalProjector"
-    plan = {"linear_1": Column(), "linear_2": Row()}

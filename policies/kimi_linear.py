@@ -1,6 +1,6 @@
-from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy, DeepseekV2Policy
+from parallelformers_ng.policies.deepseek_v2 import LATENT_ATTENTION, DeepseekV2Policy
 from parallelformers_ng.policies.llama import MLP
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, moved
 
 
 class KimiLinearPolicy(DeepseekV2Policy):
@@ -15,13 +15,7 @@ class KimiLinearAttentionPolicy(Policy):
     """DeepSeek V2's attention, without positions."""
 
     block = "KimiLinearAttention"
-    plan = {
-        "": Heads("num_heads"),
-        "q_proj": Column(),
-        "q_b_proj": Column(),
-        "kv_b_proj": Column(),
-        "o_proj": Row(),
-    }
+    plan = moved(LATENT_ATTENTION, "self_attn", "")
     optional = ("q_proj", "q_b_proj")
 
 
@@ -43,9 +37,3 @@ class KimiDeltaAttentionPolicy(Policy):
         "g_b_proj": Column(),
         "o_proj": Row(),
     }
-
-
-class KimiLinearMoEPolicy(DeepseekV2MoEPolicy):
-    """DeepSeek's experts in Kimi Linear."""
-
-    block = "KimiLinearMoE"

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -20,21 +17,3 @@ class LEDEncoderPolicy(Policy):
         "fc1": Column(),
         "fc2": Row(),
     }
-
-
-class LEDDecoderPolicy(BartPolicy):
-    """BART's decoder layer in LED."""
-
-    block = "LEDDecoderLayer"
-    plan = {
-        **BartPolicy.plan,
-        "self_attn": Heads("num_heads", input_width=True),
-        "encoder_attn": Heads("num_heads", input_width=True),
-    }
-
-
-class LEDHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "LEDClassificationHead"
-    plan = {"dense": Column(gather=True)}

@@ -1,7 +1,4 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.policies.qwen3_next import Qwen3NextMoEPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
@@ -13,17 +10,10 @@ class Llama4Policy(Policy):
     optional = ("feed_forward",)
 
 
-class Llama4MoEPolicy(Qwen3NextMoEPolicy):
-    """Experts that compute all tokens, each token weighted by the router, and a shared expert; the ranks sum all
-    outputs in one exchange."""
-
-    block = "Llama4TextMoe"
-
-
 class Llama4VisionPolicy(Policy):
     """The layer of the vision tower, with equal numbers of query heads and key/value heads."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Llama4VisionEncoderLayer"
+    block = ("Llama4VisionEncoderLayer", "MllamaVisionEncoderLayer")
     plan = {
         **ATTENTION,
         "self_attn": Heads("num_heads"),

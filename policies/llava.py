@@ -7,5 +7,6 @@ class LlavaPolicy(Policy):
     block = (
         "LlavaMultiModalProjector", "LlavaNextMultiModalProjector", "LlavaNextVideoMultiModalProjector",
         "LlavaOnevisionMultiModalProjector", "VipLlavaMultiModalProjector", "VideoLlavaMultiModalProjector",
+        "InternVLMultiModalProjector",
     )  # fmt: skip
     plan = {"linear_1": Column(), "linear_2": Row()}

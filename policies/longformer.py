@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
 from parallelformers_ng.sharding.rules import Column, Heads
 
 
@@ -16,9 +14,3 @@ class LongformerPolicy(BertPolicy):
         "attention.self.key_global": Column(),
         "attention.self.value_global": Column(),
     }
-
-
-class LongformerHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of Longformer."""
-
-    block = ("LongformerLMHead", "LongformerPooler", "LongformerClassificationHead")

@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
 
 
@@ -31,9 +29,3 @@ class LukeEntityPolicy(Policy):
         "decoder": Column(gather=True),
     }
     optional = ("entity_embedding_dense", "transform", "decoder")
-
-
-class LukeHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of LUKE."""
-
-    block = ("LukeLMHead", "LukePooler")

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import BertHeadPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary, moved
 
 
 class LxmertSelfAttentionPolicy(Policy):
@@ -21,13 +18,7 @@ class LxmertCrossAttentionPolicy(Policy):
     """Attention from words to regions, and with the same weights from regions to words."""
 
     block = "LxmertCrossAttentionLayer"
-    plan = {
-        "att": Heads("num_attention_heads", scaled=("head_size",)),
-        "att.query": Column(),
-        "att.key": Column(),
-        "att.value": Column(),
-        "output.dense": Row(heads="att"),
-    }
+    plan = moved(LxmertSelfAttentionPolicy.plan, "self", "att")
 
 
 class LxmertFeedForwardPolicy(Policy):
@@ -45,12 +36,6 @@ class LxmertFeedForwardPolicy(Policy):
     optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")
 
 
-class LxmertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads: the pooler and the masked-language transform."""
-
-    block = ("LxmertPredictionHeadTransform", "LxmertPooler")
-
-
 class LxmertVisualPolicy(Policy):
     """The layers from region features to blocks, and the layers that predict answers and masked region features."""
 
@@ -60,9 +45,7 @@ class LxmertVisualPolicy(Policy):
         "logit_fc.0": Column(gather=True),
         "logit_fc.3": Column(gather=True),
         "transform.dense": Column(gather=True),
-        "decoder_dict.obj": Column(gather=True),
-        "decoder_dict.attr": Column(gather=True),
-        "decoder_dict.feat": Column(gather=True),
+        "decoder_dict.*": Column(gather=True),
     }
     optional = ("visn_fc", "logit_fc", "transform", "decoder_dict")
 

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
@@ -9,7 +7,7 @@ class MambaPolicy(Policy):
     `x_proj` computes time step, B and C from all channels, so its outputs are summed over the ranks.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+    block = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
     plan = {
         "": Heads("intermediate_size"),
         "in_proj": Column(fused=2),

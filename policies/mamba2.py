@@ -13,7 +13,9 @@ class Mamba2Policy(Policy):
     `in_proj` packs gate, x, B, C and time step. The gated norm is over the channels of a group, or over all channels.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = "Mamba2Mixer"
+    block: ClassVar[str | tuple[str, ...]] = (
+        "Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer",
+    )  # fmt: skip
     plan = {
         "": Heads("num_heads", "n_groups", scaled=("intermediate_size",)),
         "in_proj": Column(fused=(INNER, INNER, STATE, STATE, TIME_STEP)),

@@ -1,6 +1,4 @@
-from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.olmoe import OlmoePolicy
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice, moved
+from parallelformers_ng.sharding.rules import Column, Experts, Heads, Norm, Policy, Row, Slice
 
 
 class MiniMaxLightningPolicy(Policy):
@@ -20,21 +18,8 @@ class MiniMaxLightningPolicy(Policy):
     }
 
 
-class MiniMaxAttentionPolicy(Policy):
-    """Llama's attention, in the layers without linear attention."""
-
-    block = "MiniMaxAttention"
-    plan = moved(ATTENTION, "self_attn", "")
-
-
 class MiniMaxPolicy(Policy):
     """The routed experts after linear attention or Llama's attention."""
 
     block = "MiniMaxDecoderLayer"
     plan = {"mlp.experts": Experts()}
-
-
-class MiniMaxM2Policy(OlmoePolicy):
-    """OLMoE's block in MiniMax M2."""
-
-    block = "MiniMaxM2DecoderLayer"

@@ -5,7 +5,7 @@ from parallelformers_ng.sharding.rules import Experts
 class MixtralPolicy(LlamaPolicy):
     """Llama's attention and routed experts. Every expert is cut by width; the router stays whole."""
 
-    block = "MixtralDecoderLayer"
+    block = ("MixtralDecoderLayer", "PhimoeDecoderLayer")
     plan = {
         **ATTENTION,
         "mlp.experts": Experts(),

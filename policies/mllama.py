@@ -1,5 +1,4 @@
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.policies.llama4 import Llama4VisionPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
 
 _ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups")}
@@ -12,12 +11,6 @@ class MllamaPolicy(Policy):
     block = ("MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer")
     plan = {**_ATTENTION, **MLP, **moved(_ATTENTION, "self_attn", "cross_attn")}
     optional = ("self_attn", "cross_attn")
-
-
-class MllamaVisionPolicy(Llama4VisionPolicy):
-    """The layer of the vision tower, over each tile and over all tiles."""
-
-    block = "MllamaVisionEncoderLayer"
 
 
 class MllamaProjectorPolicy(Policy):

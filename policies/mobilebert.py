@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import ATTENTION, MLP, BertHeadPolicy, BertPolicy
+from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
 from parallelformers_ng.sharding.rules import Column, Gather, Policy, Row, Slice
 
 
@@ -26,19 +24,6 @@ class MobileBertFeedForwardPolicy(Policy):
 
     block = "mobilebert.FFNLayer"
     plan = {"intermediate.dense": Column(), "output.dense": Row()}
-
-
-class MobileBertEmbeddingPolicy(Policy):
-    """The projection from three neighbouring embeddings to the width of the blocks."""
-
-    block = "MobileBertEmbeddings"
-    plan = {"embedding_transformation": Column(gather=True)}
-
-
-class MobileBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of MobileBERT."""
-
-    block = ("MobileBertPredictionHeadTransform", "MobileBertPooler")
 
 
 class MobileBertLMHeadPolicy(Policy):

@@ -1,6 +1,5 @@
+from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
-
-_ATTENTION = Heads("config.num_key_value_heads", groups="num_key_value_groups", scaled=("config.num_key_value_heads",))
 
 
 class MoonshinePolicy(Policy):
@@ -12,11 +11,10 @@ class MoonshinePolicy(Policy):
 
     block = "MoonshineEncoderLayer"
     plan = {
-        "self_attn": _ATTENTION,
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column("key"),
-        "self_attn.v_proj": Column("key"),
-        "self_attn.o_proj": Row(),
+        **ATTENTION,
+        "self_attn": Heads(
+            "config.num_key_value_heads", groups="num_key_value_groups", scaled=("config.num_key_value_heads",)
+        ),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),
     }

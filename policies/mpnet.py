@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -22,9 +21,3 @@ class MPNetBiasPolicy(Policy):
 
     block = "MPNetEncoder"
     plan = {"": Heads("n_heads"), "relative_attention_bias": Column()}
-
-
-class MPNetHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of MPNet."""
-
-    block = ("MPNetLMHead", "MPNetPooler", "MPNetClassificationHead")

@@ -1,30 +1,13 @@
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Policy
 
 
-class MusicgenPolicy(BartPolicy):
-    """BART's layers without biases, over several codebooks at the same time. The text encoder has its own policy."""
+class MusicgenPolicy(Policy):
+    """The embedding and the output head of each codebook, and the projections from the text encoder and from a melody.
+    BART's policy cuts the decoder's layers."""
 
-    block = ("MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer")
-
-
-class MusicgenEmbeddingPolicy(Policy):
-    """The embedding of each codebook."""
-
-    block = ("MusicgenDecoder", "MusicgenMelodyDecoder")
-    plan = {"embed_tokens.*": Column(gather=True)}
-
-
-class MusicgenHeadPolicy(Policy):
-    """The output head of each codebook."""
-
-    block = ("MusicgenForCausalLM", "MusicgenMelodyForCausalLM")
-    plan = {"lm_heads.*": Column(gather=True)}
-
-
-class MusicgenProjectionPolicy(Policy):
-    """The projections from the text encoder, and from a melody, to the decoder."""
-
-    block = ("MusicgenForConditionalGeneration", "MusicgenMelodyForConditionalGeneration")
-    plan = {"enc_to_dec_proj": Column(gather=True), "audio_enc_to_dec_proj": Column(gather=True)}
-    optional = ("enc_to_dec_proj", "audio_enc_to_dec_proj")
+    block = (
+        "MusicgenDecoder", "MusicgenForCausalLM", "MusicgenForConditionalGeneration",
+        "MusicgenMelodyDecoder", "MusicgenMelodyForCausalLM", "MusicgenMelodyForConditionalGeneration",
+    )  # fmt: skip
+    optional = ("lm_heads.*", "enc_to_dec_proj", "audio_enc_to_dec_proj")
+    plan = dict.fromkeys(("embed_tokens.*", *optional), Column(gather=True))

@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Row
 
 
 class NemotronPolicy(LlamaPolicy):
-    """Llama's attention with partial rotary positions, and an ungated MLP."""
+    """Llama's attention and an ungated MLP, whose activation may have weights."""
 
-    block = "NemotronDecoderLayer"
+    block = ("NemotronDecoderLayer", "ApertusDecoderLayer", "ArceeDecoderLayer")
     plan = {**ATTENTION, "mlp.up_proj": Column(), "mlp.down_proj": Row()}

@@ -1,19 +1,4 @@
-from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row, moved
-
-
-class NemotronHMixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Nemotron-H."""
-
-    block = "NemotronHMamba2Mixer"
-
-
-class NemotronHAttentionPolicy(Policy):
-    """Llama's attention without rotary positions, as a separate layer."""
-
-    block = "NemotronHAttention"
-    plan = moved(ATTENTION, "self_attn", "")
+from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row
 
 
 class NemotronHMLPPolicy(Policy):

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Experts, Norm
 
@@ -7,7 +5,7 @@ from parallelformers_ng.sharding.rules import Experts, Norm
 class OlmoePolicy(LlamaPolicy):
     """Llama's attention with norms over all heads of q, and over all heads of k; and routed experts."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer")
+    block = ("OlmoeDecoderLayer", "FlexOlmoDecoderLayer", "MiniMaxM2DecoderLayer")
     plan = {
         **ATTENTION,
         "self_attn.q_norm": Norm("query"),

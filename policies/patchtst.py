@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.bart import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -6,11 +7,8 @@ class PatchTSTPolicy(Policy):
 
     block = "PatchTSTEncoderLayer"
     plan = {
+        **ATTENTION,
         "self_attn": Heads("num_heads"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column(),
-        "self_attn.v_proj": Column(),
-        "self_attn.out_proj": Row(),
         "ff.0": Column(),
         "ff.3": Row(),
     }

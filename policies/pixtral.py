@@ -1,5 +1,6 @@
 from parallelformers_ng.policies.dinov3 import ATTENTION
-from parallelformers_ng.sharding.rules import Column, Policy, Row
+from parallelformers_ng.policies.llama import MLP
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
 
 class PixtralPolicy(Policy):
@@ -8,9 +9,7 @@ class PixtralPolicy(Policy):
     block = "PixtralAttentionLayer"
     plan = {
         **ATTENTION,
-        "feed_forward.gate_proj": Column(),
-        "feed_forward.up_proj": Column(),
-        "feed_forward.down_proj": Row(),
+        **moved(MLP, "mlp", "feed_forward"),
     }
 
 

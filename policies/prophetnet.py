@@ -1,22 +1,20 @@
-from __future__ import annotations
-
 from parallelformers_ng.sharding.attention import NgramAttentionParallel
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
+
+_ATTENTION = {
+    "self_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
+    "self_attn.query_proj": Column(),
+    "self_attn.key_proj": Column(),
+    "self_attn.value_proj": Column(),
+    "self_attn.out_proj": Row(),
+}
 
 
 class ProphetNetEncoderPolicy(Policy):
     """ProphetNet's encoder layer. The model makes a mask for all heads."""
 
     block = "ProphetNetEncoderLayer"
-    plan = {
-        "self_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
-        "self_attn.query_proj": Column(),
-        "self_attn.key_proj": Column(),
-        "self_attn.value_proj": Column(),
-        "self_attn.out_proj": Row(),
-        "feed_forward.intermediate": Column(),
-        "feed_forward.output": Row(),
-    }
+    plan = {**_ATTENTION, "feed_forward.intermediate": Column(), "feed_forward.output": Row()}
 
 
 class ProphetNetDecoderPolicy(ProphetNetEncoderPolicy):
@@ -33,10 +31,6 @@ class ProphetNetDecoderPolicy(ProphetNetEncoderPolicy):
             layer=NgramAttentionParallel,
         ),
         "self_attn.relative_pos_embeddings": Column("column", gather=True),
-        "cross_attn": Heads("num_attn_heads", biases=("attention_mask",), input_width=True),
-        "cross_attn.query_proj": Column(),
-        "cross_attn.key_proj": Column(),
-        "cross_attn.value_proj": Column(),
-        "cross_attn.out_proj": Row(),
+        **moved(_ATTENTION, "self_attn", "cross_attn"),
     }
     optional = ("cross_attn",)

@@ -1,5 +1,5 @@
-from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.sharding.rules import Column, Experts, Row
+from parallelformers_ng.policies.llama import MLP, LlamaPolicy
+from parallelformers_ng.sharding.rules import Experts, moved
 
 
 class Qwen2MoePolicy(LlamaPolicy):
@@ -9,8 +9,6 @@ class Qwen2MoePolicy(LlamaPolicy):
     plan = {
         **LlamaPolicy.plan,
         "mlp.experts": Experts(),
-        "mlp.shared_expert.gate_proj": Column(),
-        "mlp.shared_expert.up_proj": Column(),
-        "mlp.shared_expert.down_proj": Row(),
+        **moved(MLP, "mlp", "mlp.shared_expert"),
     }
     optional = ("mlp",)

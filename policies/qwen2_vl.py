@@ -1,15 +1,9 @@
 from typing import ClassVar
 
-from parallelformers_ng.policies.llama import MLP, LlamaPolicy
+from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 _VISION_ATTENTION = {"attn": Heads("num_heads"), "attn.qkv": Column(fused=3), "attn.proj": Row()}
-
-
-class Qwen2VLPolicy(LlamaPolicy):
-    """Llama's block with biases on q, k and v, and positions of time, height and width."""
-
-    block = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
 
 
 class Qwen2VLVisionPolicy(Policy):
@@ -22,7 +16,7 @@ class Qwen2VLVisionPolicy(Policy):
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
     """Qwen2-VL's vision layer with Llama's MLP. Most layers attend to a window of the image."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen2_5_VLVisionBlock"
+    block = ("Qwen2_5_VLVisionBlock", "Glm4vVisionBlock", "Glm4vMoeVisionBlock")
     plan = {**_VISION_ATTENTION, **MLP}
 
 

@@ -1,7 +1,6 @@
-from typing import ClassVar
-
+from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Part, Policy, Reduce, Row, Slice
+from parallelformers_ng.sharding.rules import Column, Heads, Part, Policy, Row, Slice, moved
 
 KEY = Part("key", "head_k_dim")
 VALUE = Part("query", "head_v_dim")
@@ -18,7 +17,7 @@ class Qwen3NextPolicy(Policy):
     """Llama's attention in every fourth layer, and a delta net in all other layers. `q_proj` packs q and a gate for
     each head. Some layers have a plain MLP."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen3NextDecoderLayer"
+    block = ("Qwen3NextDecoderLayer", "Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer")
     plan = {**ATTENTION, **MLP}
     optional = ("self_attn", "mlp")
 
@@ -35,14 +34,22 @@ class Qwen3NextDeltaNetPolicy(Policy):
     }
 
 
-class Qwen3NextMoEPolicy(Policy):
-    """Routed experts and a gated expert for all tokens; the ranks sum the outputs of all experts in one exchange."""
+class Qwen35DeltaNetPolicy(Policy):
+    """Qwen3-Next's delta net with q, k and v packed side by side, and separate projections of gates."""
 
-    block: ClassVar[str | tuple[str, ...]] = "Qwen3NextSparseMoeBlock"
+    block = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
     plan = {
-        "": Reduce(),
-        "experts": Experts(reduce=False),
-        "shared_expert.gate_proj": Column(),
-        "shared_expert.up_proj": Column(),
-        "shared_expert.down_proj": Row(reduce=False),
+        **DELTA_NET,
+        "in_proj_qkv": Column(fused=(KEY, KEY, VALUE)),
+        "in_proj_z": Column(),
+        "in_proj_b": Column(),
+        "in_proj_a": Column(),
     }
+
+
+class Qwen3NextMoEPolicy(Policy):
+    """Routed experts and an expert for all tokens, which may be gated; the ranks sum all outputs in one
+    exchange."""
+
+    block = ("Qwen3NextSparseMoeBlock", "Llama4TextMoe", "Qwen3_5MoeSparseMoeBlock")
+    plan = moved(DeepseekV2MoEPolicy.plan, "shared_experts", "shared_expert")

@@ -1,26 +1,12 @@
-from typing import ClassVar
-
-from parallelformers_ng.policies.llama import LlamaPolicy
-from parallelformers_ng.policies.qwen3_moe import Qwen3MoePolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
-
-
-class Qwen3VLPolicy(LlamaPolicy):
-    """Qwen3's block with positions of time, height and width."""
-
-    block = "Qwen3VLTextDecoderLayer"
-
-
-class Qwen3VLMoePolicy(Qwen3MoePolicy):
-    """Qwen3-VL's block with routed experts, or with a plain MLP in some configurations."""
-
-    block = "Qwen3VLMoeTextDecoderLayer"
 
 
 class Qwen3VLVisionPolicy(Policy):
     """The layer of Qwen3-VL's vision tower."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")
+    block = (
+        "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock", "Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock",
+    )  # fmt: skip
     plan = {
         "attn": Heads("num_heads"),
         "attn.qkv": Column(fused=3),
@@ -34,5 +20,8 @@ class Qwen3VLMergerPolicy(Policy):
     """The mergers from four patches of the vision tower to one token of the decoder, for its last layer and for earlier
     layers."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger")
+    block = (
+        "Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger", "Qwen3_5VisionPatchMerger",
+        "Qwen3_5MoeVisionPatchMerger",
+    )  # fmt: skip
     plan = {"linear_fc1": Column(), "linear_fc2": Row()}

@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.llama import ATTENTION, MLP
+from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice, moved
 
 
@@ -31,10 +31,3 @@ class RecurrentGemmaAttentionPolicy(Policy):
         **moved(ATTENTION, "self_attn", ""),
         "": Heads("num_attention_heads", "num_key_value_heads", groups="num_key_value_groups"),
     }
-
-
-class RecurrentGemmaMLPPolicy(Policy):
-    """Llama's MLP in RecurrentGemma."""
-
-    block = "RecurrentGemmaMlp"
-    plan = moved(MLP, "mlp", "")

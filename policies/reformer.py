@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from parallelformers_ng.sharding.attention import ReformerAttentionParallel
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
@@ -24,10 +22,3 @@ class ReformerPolicy(Policy):
     optional = (
         "attention.self_attention.query_key", "attention.self_attention.query", "attention.self_attention.key",
     )  # fmt: skip
-
-
-class ReformerHeadPolicy(Policy):
-    """The dense layer before the classifier."""
-
-    block = "ReformerClassificationHead"
-    plan = {"dense": Column(gather=True)}

@@ -1,36 +1,16 @@
-from parallelformers_ng.policies.detr import DetrBoxPolicy, DetrDecoderPolicy, DetrEncoderPolicy
-from parallelformers_ng.policies.grounding_dino import GroundingDinoDeformablePolicy
+from parallelformers_ng.policies.detr import DetrDecoderPolicy, DetrEncoderPolicy
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy
 
 
-class RTDetrEncoderPolicy(DetrEncoderPolicy):
-    """DETR's encoder layer, only over the coarsest level of the backbone's features."""
-
-    block = (
-        "RTDetrEncoderLayer", "RTDetrV2EncoderLayer",
-        "PPDocLayoutV2EncoderLayer", "PPDocLayoutV3EncoderLayer", "PPDocLayoutV4EncoderLayer",
-    )  # fmt: skip
-
-
 class RTDetrDecoderPolicy(DetrDecoderPolicy):
-    """DETR's decoder layer with deformable attention to the image, which `RTDetrDeformablePolicy` cuts."""
+    """DETR's decoder layer with deformable attention to the image, which `GroundingDinoDeformablePolicy` cuts."""
 
     block = (
         "RTDetrDecoderLayer", "RTDetrV2DecoderLayer",
         "PPDocLayoutV2DecoderLayer", "PPDocLayoutV3DecoderLayer", "PPDocLayoutV4DecoderLayer",
     )  # fmt: skip
     plan = {**DetrEncoderPolicy.plan, **ATTENTION, "self_attn": Heads("config.decoder_attention_heads")}
-
-
-class RTDetrDeformablePolicy(GroundingDinoDeformablePolicy):
-    """Grounding DINO's deformable attention in RT-DETR."""
-
-    block = (
-        "RTDetrMultiscaleDeformableAttention", "RTDetrV2MultiscaleDeformableAttention",
-        "PPDocLayoutV2MultiscaleDeformableAttention", "PPDocLayoutV3MultiscaleDeformableAttention",
-        "PPDocLayoutV4MultiscaleDeformableAttention",
-    )  # fmt: skip
 
 
 class RTDetrProjectionPolicy(Policy):
@@ -42,15 +22,6 @@ class RTDetrProjectionPolicy(Policy):
         "PPDocLayoutV2Model", "PPDocLayoutV3Model", "PPDocLayoutV4Model",
     )  # fmt: skip
     plan = {"enc_output.0": Column(gather=True)}
-
-
-class RTDetrBoxPolicy(DetrBoxPolicy):
-    """The MLPs that predict boxes, and the MLPs that compute query positions from boxes."""
-
-    block = (
-        "RTDetrMLPPredictionHead", "RTDetrV2MLPPredictionHead", "DFineMLPPredictionHead",
-        "PPDocLayoutV2MLPPredictionHead", "PPDocLayoutV3MLPPredictionHead", "PPDocLayoutV4MLPPredictionHead",
-    )  # fmt: skip
 
 
 class PPDocLayoutOrderPolicy(Policy):

@@ -1,12 +1,14 @@
-from typing import ClassVar
-
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class SamVisionPolicy(Policy):
-    """The layer of SAM's vision tower. Relative positions are the same for all heads."""
+    """The layer of SAM's vision tower, which also reads the image first in DeepSeek-OCR 2. Relative
+    positions are the same for all heads."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("SamVisionLayer", "SamHQVisionLayer")
+    block = (
+        "SamVisionLayer", "SamHQVisionLayer", "DeepseekOcr2SamVisionLayer", "UnlimitedOcrSamVisionLayer",
+    )  # fmt: skip
     plan = {
         "attn": Heads("num_attention_heads"),
         "attn.qkv": Column(fused=3),
@@ -18,19 +20,15 @@ class SamDecoderAttentionPolicy(Policy):
     """The attentions between the mask decoder's tokens and the image."""
 
     block = ("SamAttention", "SamHQAttention")
-    plan = {
-        "": Heads("num_attention_heads"),
-        "q_proj": Column(),
-        "k_proj": Column(),
-        "v_proj": Column(),
-        "out_proj": Row(),
-    }
+    plan = {**moved(ATTENTION, "self_attn", ""), "": Heads("num_attention_heads")}
 
 
 class SamMLPPolicy(Policy):
     """The MLP of SAM's vision tower and mask decoder."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("SamMLPBlock", "SamHQMLPBlock")
+    block = (
+        "SamMLPBlock", "SamHQMLPBlock", "DeepseekOcr2SamMLPBlock", "UnlimitedOcrSamMLPBlock",
+    )  # fmt: skip
     plan = {"lin1": Column(), "lin2": Row()}
 
 

@@ -42,10 +42,3 @@ class SeamlessConformerFeedForwardPolicy(Policy):
 
     block = ("SeamlessM4TConformerFeedForward", "SeamlessM4Tv2ConformerFeedForward")
     plan = {"intermediate_dense": Column(), "output_dense": Row()}
-
-
-class SeamlessFeatureProjectionPolicy(Policy):
-    """The projection from audio features to the width of the encoder."""
-
-    block = ("SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection")
-    plan = {"projection": Column(gather=True)}

@@ -1,11 +1,4 @@
-from parallelformers_ng.policies.clip import CLIPPolicy
 from parallelformers_ng.sharding.rules import Column, Policy, Row
-
-
-class SiglipPolicy(CLIPPolicy):
-    """CLIP's layer in SigLIP, which is also the vision tower of Gemma 3."""
-
-    block = "SiglipEncoderLayer"
 
 
 class SiglipPoolingPolicy(Policy):

@@ -1,13 +1,4 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bart import BartPolicy
 from parallelformers_ng.sharding.rules import Column, Policy
-
-
-class Speech2TextPolicy(BartPolicy):
-    """BART's layers over audio."""
-
-    block = ("Speech2TextEncoderLayer", "Speech2TextDecoderLayer")
 
 
 class Speech2TextSubsamplerPolicy(Policy):

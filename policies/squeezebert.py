@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -20,9 +17,3 @@ class SqueezeBertPolicy(Policy):
         "intermediate.conv1d": Column(gather=True),
         "output.conv1d": Column(gather=True),
     }
-
-
-class SqueezeBertHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads of SqueezeBERT."""
-
-    block = ("SqueezeBertPredictionHeadTransform", "SqueezeBertPooler")

@@ -12,5 +12,5 @@ class SwinPolicy(ViTPolicy):
 class SwinMergingPolicy(Policy):
     """The layer that merges four patches into one between two stages of Swin."""
 
-    block = "SwinPatchMerging"
+    block = ("SwinPatchMerging", "Swinv2PatchMerging")
     plan = {"reduction": Column(gather=True)}

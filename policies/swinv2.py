@@ -1,5 +1,5 @@
-from parallelformers_ng.policies.swin import SwinMergingPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
+from parallelformers_ng.policies.bert import ATTENTION, MLP
+from parallelformers_ng.sharding.rules import Column, Policy, Slice
 
 
 class Swinv2Policy(Policy):
@@ -8,19 +8,8 @@ class Swinv2Policy(Policy):
 
     block = "Swinv2Layer"
     plan = {
-        "attention.self": Heads("num_attention_heads", scaled=("all_head_size",)),
-        "attention.self.query": Column(),
-        "attention.self.key": Column(),
-        "attention.self.value": Column(),
+        **ATTENTION,
+        **MLP,
         "attention.self.logit_scale": Slice(0),
         "attention.self.continuous_position_bias_mlp.2": Column(),
-        "attention.output.dense": Row(heads="attention.self"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
     }
-
-
-class Swinv2MergingPolicy(SwinMergingPolicy):
-    """The layer that merges four patches into one between two stages of Swin V2."""
-
-    block = "Swinv2PatchMerging"

@@ -6,7 +6,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 class ViTPolicy(Policy):
     """An encoder block over image patches. The patch embedding and the classifier are small and stay whole."""
 
-    block: ClassVar[str | tuple[str, ...]] = "ViTLayer"
+    block: ClassVar[str | tuple[str, ...]] = ("ViTLayer", "DeiTLayer")
     plan = {
         "attention": Heads("num_attention_heads"),
         "attention.q_proj": Column(),

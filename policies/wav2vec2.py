@@ -1,6 +1,7 @@
 from typing import ClassVar
 
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
 
 class Wav2Vec2Policy(Policy):
@@ -18,11 +19,7 @@ class Wav2Vec2Policy(Policy):
         "Data2VecAudioEncoderLayer", "SEWEncoderLayer",
     )  # fmt: skip
     plan = {
-        "attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attention.q_proj": Column(),
-        "attention.k_proj": Column(),
-        "attention.v_proj": Column(),
-        "attention.out_proj": Row(),
+        **moved(ATTENTION, "self_attn", "attention"),
         "feed_forward.intermediate_dense": Column(),
         "feed_forward.output_dense": Row(),
         "adapter_layer.linear_1": Column(),
@@ -31,28 +28,17 @@ class Wav2Vec2Policy(Policy):
     optional = ("adapter_layer",)
 
 
-class Wav2Vec2ProjectionPolicy(Policy):
-    """The projection from the width of the convolutions to that of the encoder."""
+class Wav2Vec2EdgesPolicy(Policy):
+    """The projection from the convolutions to the encoder, SEW's projections before and after its encoder on squeezed
+    time steps, and the output head over characters, which the models do not name as their output embeddings."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
-        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection",
-    )  # fmt: skip
-    plan = {"projection": Column(gather=True)}
-
-
-class CTCHeadPolicy(Policy):
-    """The output head over characters, which the models do not name as their output embeddings."""
-
-    block: ClassVar[str | tuple[str, ...]] = (
+        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection", "WavLMFeatureProjection",
+        "SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection",
+        "SEWModel", "SEWUpsampling",
         "Wav2Vec2ForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC", "Data2VecAudioForCTC", "SEWForCTC",
+        "WavLMForCTC",
     )  # fmt: skip
-    plan = {"lm_head": Column(gather=True)}
-
-
-class SEWProjectionPolicy(Policy):
-    """The projections before and after SEW's encoder, which runs on squeezed time steps."""
-
-    block = ("SEWModel", "SEWUpsampling")
-    plan = {"feature_projection": Column(gather=True), "projection": Column(gather=True)}
-    optional = ("feature_projection",)
+    optional = ("projection", "feature_projection", "lm_head")
+    plan = dict.fromkeys(optional, Column(gather=True))

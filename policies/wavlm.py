@@ -1,4 +1,4 @@
-from parallelformers_ng.policies.wav2vec2 import CTCHeadPolicy, Wav2Vec2Policy, Wav2Vec2ProjectionPolicy
+from parallelformers_ng.policies.wav2vec2 import Wav2Vec2Policy
 from parallelformers_ng.sharding.attention import WavLMAttentionParallel
 from parallelformers_ng.sharding.rules import Column, Heads, Slice
 
@@ -13,15 +13,3 @@ class WavLMPolicy(Wav2Vec2Policy):
         "attention.gru_rel_pos_const": Slice(1),
         "attention.rel_attn_embed": Column(),
     }
-
-
-class WavLMProjectionPolicy(Wav2Vec2ProjectionPolicy):
-    """The projection from the width of the convolutions to that of the encoder."""
-
-    block = "WavLMFeatureProjection"
-
-
-class WavLMHeadPolicy(CTCHeadPolicy):
-    """The output head over characters."""
-
-    block = "WavLMForCTC"

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 
@@ -9,7 +5,7 @@ class XLMAttentionPolicy(Policy):
     """XLM's attention; the model keeps attentions and feed-forwards in separate lists. In a decoder, XLM may have
     cross-attention."""
 
-    block: ClassVar[str | tuple[str, ...]] = "xlm.MultiHeadAttention"
+    block = ("xlm.MultiHeadAttention", "flaubert.MultiHeadAttention")
     plan = {
         "": Heads("n_heads"),
         "q_lin": Column(),
@@ -22,12 +18,14 @@ class XLMAttentionPolicy(Policy):
 class XLMFeedForwardPolicy(Policy):
     """XLM's feed-forward."""
 
-    block: ClassVar[str | tuple[str, ...]] = "xlm.TransformerFFN"
+    block = ("xlm.TransformerFFN", "flaubert.TransformerFFN")
     plan = {"lin1": Column(), "lin2": Row()}
 
 
 class XLMPoolerPolicy(Policy):
     """The dense layers before the heads that predict the end of an answer and whether an answer exists."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("XLMPoolerEndLogits", "XLMPoolerAnswerClass")
+    block = (
+        "XLMPoolerEndLogits", "XLMPoolerAnswerClass", "FlaubertPoolerEndLogits", "FlaubertPoolerAnswerClass",
+    )  # fmt: skip
     plan = {"dense_0": Column(gather=True)}

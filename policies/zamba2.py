@@ -1,12 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION
-from parallelformers_ng.policies.mamba2 import Mamba2Policy
-from parallelformers_ng.sharding.rules import Column, Policy, Row
-
-
-class Zamba2MixerPolicy(Mamba2Policy):
-    """Mamba 2's mixer in Zamba2."""
-
-    block = "Zamba2MambaMixer"
+from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
 
 class Zamba2AttentionPolicy(Policy):
@@ -15,11 +8,7 @@ class Zamba2AttentionPolicy(Policy):
 
     block = "Zamba2Attention"
     plan = {
-        "": ATTENTION["self_attn"],
-        "q_proj": Column(),
-        "k_proj": Column("key"),
-        "v_proj": Column("key"),
-        "o_proj": Row(),
+        **moved(ATTENTION, "self_attn", ""),
         "linear_q_adapter_list.*.1": Column(),
         "linear_k_adapter_list.*.1": Column("key"),
         "linear_v_adapter_list.*.1": Column("key"),

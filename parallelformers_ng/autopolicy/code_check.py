@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin_making import make_twin
-from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, package_of, reach
 from parallelformers_ng.live_code.stock import foreign_class, names_of_class
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -104,16 +104,7 @@ class CodeCheck:
             twin = make_twin(self._model_class, copy.deepcopy(self._config), self._attention, edits=self.edits)
         except UnsupportedModelError as error:
             return str(error)
-        selection = self._selection
-        trials = Trials(twin, selection, self._plan.world_size)
-        try:
-            if not trials.match([], selection.vocabulary, selection.leftovers):
-                return trials.failure
-            prompt = trials.prompt()
-            same = prompt is None or trials.same_tokens([], selection.vocabulary, *prompt)
-        except PolicyError as error:
-            return str(error)
-        return "" if same else trials.failure
+        return Trials(twin, self._selection, self._plan.world_size).objection()
 
 
 def _words_in(code: types.CodeType) -> set[str]:

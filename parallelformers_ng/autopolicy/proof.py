@@ -100,12 +100,8 @@ def prove_live_code(
     key = (*identity(model), world_size, tuple(parts), selection)
     if key not in _LIVE:
         try:
-            trials = Trials(twin_of(model), proven, world_size, parts)
-            prompt = trials.prompt()
-            _LIVE[key] = trials.match([], proven.vocabulary, proven.leftovers) and (
-                prompt is None or trials.same_tokens([], proven.vocabulary, *prompt)
-            )
-        except (UnsupportedModelError, PolicyError):
+            _LIVE[key] = not Trials(twin_of(model), proven, world_size, parts).objection()
+        except UnsupportedModelError:
             _LIVE[key] = False
     return proven if _LIVE[key] else selection
 
@@ -150,13 +146,11 @@ def _objection(
     trials = Trials(
         twin, Selection(policies, "custom", vocabulary=False, leftovers=False, customs=policies), world_size, parts
     )
-    name = type(model).__name__
-    hint = "look for projections that share a layer (fused=) and for attributes that the forward reads (scaled=)"
-    if not trials.match([], False):
-        return f"a tiny twin of {name} has other outputs sharded than whole ({trials.failure}); {hint}"
-    prompt = trials.prompt()
-    if prompt is not None and not trials.same_tokens([], False, *prompt):
-        return f"a tiny twin of {name} generates other tokens sharded than whole ({trials.failure}); {hint}"
+    if difference := trials.objection():
+        return (
+            f"a tiny twin of {type(model).__name__} has other outputs sharded than whole ({difference}); look for"
+            " projections that share a layer (fused=) and for attributes that the forward reads (scaled=)"
+        )
     untried = unproven_rules(build_plan(twin.model, world_size, trials.base, parts=parts), twin)
     return f"the policy cannot be proven: the twin's inputs do not reach the tensors of {untried[0]}" if untried else ""
 

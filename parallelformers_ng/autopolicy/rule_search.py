@@ -136,9 +136,6 @@ class RuleSearch:
             proposals: proposals to try.
             vocabulary: whether the vocabulary is sharded in the trials.
         """
-        first = _first_variants(proposals)
-        if first and not vocabulary and self.trials.match(first, vocabulary):
-            return first
         chosen: list[Choice] = []
         singles: list[Choice] = []
         for proposal in proposals:

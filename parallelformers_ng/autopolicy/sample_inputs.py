@@ -139,8 +139,6 @@ class SampleInputs:
         if name == "bbox":
             corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
             return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
-        if name == "return_loss":
-            return False
         return None
 
     def find(self, *names: str, default: Any = None) -> Any:

@@ -188,13 +188,9 @@ def _fewer_heads(parts: list[Any], most: int) -> float:
 
 
 def _scale(value: Any, factor: float) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, list, tuple, dict)):
-        return value
-    if isinstance(value, dict):
-        return {key: _scale(item, factor) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_scale(item, factor) for item in value)
-    if value < _SCALED_FROM:
+    if type(value) is not int or value < _SCALED_FROM:
         return value
     scaled = value * factor
     return int(scaled) if scaled == int(scaled) and scaled >= 4 else max(4, math.ceil(scaled / 4) * 4)

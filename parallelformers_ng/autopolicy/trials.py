@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
-from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, length_options, run, sharing_copy
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, length_options, run, sharing_copy
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.sharding.builder import build_plan
@@ -72,7 +72,7 @@ class Trials:
             probes = comparable_probes(self.twin, plan)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _outputs(share, probes)))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
-            self.failure = _in_short(error)
+            self.failure = in_short(error)
             return False
         expected = [probe.expected for probe in probes]
         for outputs in results:
@@ -80,6 +80,15 @@ class Trials:
                 self.failure = "its outputs differ"
                 return False
         return True
+
+    def objection(self) -> str:
+        """Return why the twin refutes the base policies: other outputs, or other tokens; "" if all are equal."""
+        base = self.base
+        if not self.match([], base.vocabulary, base.leftovers):
+            return self.failure
+        prompt = self.prompt()
+        same = prompt is None or self.same_tokens([], base.vocabulary, *prompt)
+        return "" if same else self.failure
 
     def has_unused_shard(self, choices: Sequence[Choice], vocabulary: bool) -> bool:
         """Return whether the rules make a shard on which no output depends, without running the twin.
@@ -113,7 +122,7 @@ class Trials:
                     self.failure = "its greedy tokens are random"
                     return None
         except Exception as error:  # `generate` may need more inputs than the forward
-            self.failure = _in_short(error)
+            self.failure = in_short(error)
             return None
         return inputs, outputs
 
@@ -130,7 +139,7 @@ class Trials:
             plan = self.plan(choices, vocabulary)
             results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
-            self.failure = _in_short(error)
+            self.failure = in_short(error)
             return False
         self.failure = "its tokens differ"
         return all(equal(got, wanted, self.twin.tolerance) for got in results)
@@ -185,10 +194,6 @@ def _generate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     output = model.generate(**arguments, **length_options(model, _TOKENS), do_sample=False, num_beams=1)
     return [gathered(tensor) for tensor in tensors(output)]  # all ranks must gather at the same time
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:160]
 
 
 def _unused_shard(plan: ShardPlan, twin: Twin, paths: set[str]) -> str:

@@ -62,6 +62,11 @@ class Twin:
         return 1e-6 if next(self.model.parameters()).dtype == torch.float64 else 1e-4
 
 
+def in_short(error: Exception) -> str:
+    """Return the class of an error of modelling code, and at most 200 characters of the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
 def run(model: nn.Module, inputs: dict[str, Any], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a model on copies of the inputs, because some forwards change their inputs. Return the output's tensors.
 

@@ -20,7 +20,7 @@ from parallelformers_ng.autopolicy.layer_kinds import absent_kinds
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
-from parallelformers_ng.autopolicy.twin import Twin
+from parallelformers_ng.autopolicy.twin import Twin, in_short
 from parallelformers_ng.autopolicy.twin_observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
 
@@ -80,7 +80,7 @@ def make_twin(
         try:
             twin = observe(model, seed + 1)
         except Exception as error:  # modelling code may raise any exception if the model is too small
-            failures.append(_in_short(error))
+            failures.append(in_short(error))
             continue
         if twin.runs_whole:
             best = twin
@@ -167,7 +167,7 @@ def _models(
                     continue
                 model = build_tiny(cls, small, attention, seed, largest)
             except Exception as error:  # modelling code that refuses this size may accept the next size
-                failures.append(_in_short(error))
+                failures.append(in_short(error))
                 continue
             if model is None:
                 too_large.append(shrinking)
@@ -219,10 +219,6 @@ def _accepted_on_meta(skeleton: PreTrainedModel, only: int | None = None) -> int
                 skeleton(**on_meta)
                 return number
     return None
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
 def build_tiny(

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.single_layers import single_layers
-from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, run, sharing_copy
-from parallelformers_ng.sharding.structure import Trace, dotted
+from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
+from parallelformers_ng.sharding.structure import dotted, traced_calls
 
 DRAWS = "its forward draws random numbers: two runs differ"
 _SECONDS = 4.0
@@ -50,7 +50,12 @@ def observe_single_layers(twin: Twin, seed: int) -> Twin:
         twin: the twin, changed in place.
         seed: seed of the inputs.
     """
-    return _Observer(twin.model, seed, twin).probe_single_layers()
+    observer = _Observer(twin.model, seed, twin)
+    reached = {name.rpartition(".")[0] for name in twin.gradients}
+    for path, inputs in single_layers(observer.copy, reached, seed):
+        if not observer.run(observer.copy.get_submodule(path), path, inputs):
+            twin.single_layers.append(path)
+    return twin
 
 
 class _Observer:
@@ -74,14 +79,6 @@ class _Observer:
         self.twin.unreached = "; ".join(refusal for refusal in refusals if refusal)
         return self.twin
 
-    def probe_single_layers(self) -> Twin:
-        """Add a probe of each single layer that no other probe reaches."""
-        reached = {name.rpartition(".")[0] for name in self.twin.gradients}
-        for path, inputs in single_layers(self.copy, reached, self.seed):
-            if not self._run(self.copy.get_submodule(path), path, inputs):
-                self.twin.single_layers.append(path)
-        return self.twin
-
     def _reached(self, part: nn.Module, path: str) -> bool:
         """Return whether at least 70 % of a part's matrices already influence an output of a probe."""
         large = [name for name, p in part.named_parameters() if p.ndim >= 2]
@@ -96,7 +93,7 @@ class _Observer:
             if not inputs or shapes in tried:
                 continue
             tried.append(shapes)
-            problem = self._run(part, path, inputs)
+            problem = self.run(part, path, inputs)
             if not problem:
                 return ""
             refusal = refusal or problem
@@ -104,16 +101,16 @@ class _Observer:
                 break
         return refusal or "its forward takes none of the known inputs"
 
-    def _run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
+    def run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
         """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
-            with torch.random.fork_rng(devices=[]), Trace(part) as trace:
+            with torch.random.fork_rng(devices=[]), traced_calls(part) as traced:
                 torch.manual_seed(0)
                 outputs = run(part, inputs)
             with torch.no_grad():
                 again = run(part, inputs)
         except Exception as error:  # modelling code may raise any exception on inputs that it refuses
-            return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            return in_short(error)
         floats = [o for o in outputs if o.is_floating_point()]
         if not floats or not any(o.isfinite().any() and o.numel() for o in floats):
             return "its outputs are not numbers"
@@ -123,7 +120,7 @@ class _Observer:
             _differentiate(part, path, floats, self.twin.gradients)
         calls = self.twin.calls
         start = len(calls)
-        for name, order in trace.calls.items():
+        for name, order in traced.items():
             calls.setdefault(dotted(path, name), start + order)
         self.twin.probes.append(TwinProbe(path, inputs, [o.detach().clone() for o in outputs]))
         return ""

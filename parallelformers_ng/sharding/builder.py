@@ -23,7 +23,7 @@ from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import dotted, is_within, owned_tensors
-from parallelformers_ng.sharding.units import CutUnit, units_of
+from parallelformers_ng.sharding.units import CutUnit, attention_of, units_of
 from parallelformers_ng.sharding.vocabulary import cut_rows, find_vocabulary
 
 _ABOUT_THE_SAME = 1.05
@@ -202,13 +202,12 @@ class _Builder:
                         target in self.draft.modules or policy.plan[path].finds(self.draft, target) for target in layers
                     )
                 }
-        before = self.draft.notes()
+        before = dict(self.draft.cuts), dict(self.draft.layers)
         matched: set[str] = set()
         try:
             for rule_path, layers in targets.items():
                 rule = policy.plan[rule_path]
-                above = getattr(rule, "heads", None)
-                above = _nearest(rule_path, heads) if above is None else above
+                above = attention_of(rule_path, rule, heads)
                 self.draft.counter = self.draft.modules.get(dotted(block, above))
                 for target in layers:
                     self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {target}"
@@ -218,7 +217,7 @@ class _Builder:
         except PolicyError as error:
             if not (policy.inferred and self.lenient):
                 raise
-            self.draft.restore(before)
+            self.draft.cuts, self.draft.layers = before
             self.uncut[dotted(block, unit.root)] = str(error).partition(": ")[2]
         if matched:
             self.units[dotted(block, unit.root)] = tuple(dotted(block, other) for other in unit.others)
@@ -296,12 +295,6 @@ class _Builder:
             units=self.units,
             selection=selection,
         )
-
-
-def _nearest(path: str, heads: dict[str, list[HeadShare]]) -> str:
-    """Return the closest module at or above `path` that has a `Heads` rule; "?" if no module has."""
-    above = [prefix for prefix in heads if is_within(path, prefix)]
-    return max(above, key=len, default="?")
 
 
 def _no_match(policy: type[Policy], rule_path: str, blocks: Sequence[tuple[str, nn.Module]]) -> str:

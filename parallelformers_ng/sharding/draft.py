@@ -57,14 +57,6 @@ class Draft:
         self.who = ""
         self.counter: nn.Module | None = None
 
-    def notes(self) -> tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]:
-        """Return a snapshot of the draft for `restore`."""
-        return dict(self.cuts), dict(self.layers)
-
-    def restore(self, notes: tuple[dict[str, Any], dict[tuple[str, Any], LayerPlan]]) -> None:
-        """Return the draft to a snapshot from `notes`."""
-        self.cuts, self.layers = notes
-
     # -- notes ---------------------------------------------------------------------------------------------------
 
     def cut(

@@ -84,10 +84,8 @@ class Experts(Rule):
         if up.shape[out_dim] != width * (2 if fused else 1):
             raise PolicyError(f"{draft.who}: {up_name} {list(up.shape)} does not fit down_proj {list(down.shape)}")
         # A rank without columns holds a few columns of zeros: grouped matrix products refuse empty operands.
-        if has_groups(width, draft.world_size, draft.group):
-            rank_ranges = spread_aligned(width, draft.world_size, math.lcm(draft.group, 8), draft.shares)
-        else:
-            rank_ranges = spread_aligned(width, draft.world_size, shares=draft.shares)
+        granule = math.lcm(draft.group, 8) if has_groups(width, draft.world_size, draft.group) else 8
+        rank_ranges = spread_aligned(width, draft.world_size, granule, draft.shares)
         idle = [start == stop for start, stop in rank_ranges]
         rank_ranges = [rank_ranges[0] if off else bounds for bounds, off in zip(rank_ranges, idle, strict=True)]
         if not fused:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from functools import cache, cached_property
-from types import CodeType
+from functools import cache
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from parallelformers_ng.live_code.reach import functions_in, names_in
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _READ = frozenset({
@@ -89,9 +89,9 @@ def _reads(cls: type[nn.Module], names: frozenset[str]) -> bool:
     for base in cls.__mro__:
         if base in (nn.Module, nn.Linear, nn.Embedding, PreTrainedModel):
             break
-        written = [method for name, method in vars(base).items() if name not in _NEVER_CALLED]
-        for method in (inner for outer in written for inner in _functions(outer)):
-            if not _names(method.__code__) & names:
+        written = [value for name, value in vars(base).items() if name not in _NEVER_CALLED]
+        for method in (function for value in written for function in functions_in(value)):
+            if not names_in(method.__code__) & names:
                 continue
             source = _source(method)
             if source is None or re.search(rf"\.({'|'.join(sorted(names))})\b", _HARMLESS.sub("", source)):
@@ -105,26 +105,3 @@ def _source(function: Any) -> str | None:
         return inspect.getsource(function)
     except OSError:
         return None
-
-
-def _functions(method: Any, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Yield the functions behind a class member: the member itself, functions that decorators wrap, a property's
-    getter."""
-    if isinstance(method, property):
-        method = method.fget
-    elif isinstance(method, (classmethod, staticmethod, cached_property)):
-        method = getattr(method, "func", None) or method.__func__  # type: ignore[union-attr]
-    if not inspect.isfunction(method) or id(method) in seen:
-        return
-    yield method
-    seen |= {id(method)}
-    for cell in method.__closure__ or ():
-        try:
-            yield from _functions(cell.cell_contents, seen)
-        except ValueError:  # an empty cell
-            continue
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))

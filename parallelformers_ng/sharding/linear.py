@@ -54,11 +54,6 @@ class Column(Rule):
     gather_inputs: bool = False
     widths: tuple[str, ...] = ()
 
-    def mistake(self) -> str:
-        if self.gather and self.widths:
-            return "gather and widths are both set; widths counts outputs that stay cut, so leave one of them out"
-        return ""
-
     def apply(self, draft: Draft, path: str, heads: list[HeadShare]) -> None:
         module: Any = draft.modules[path]
         if hasattr(module, "group_out_dim"):
@@ -88,8 +83,9 @@ class Column(Rule):
         if self.gather:
             if sum(widths) != size:
                 raise PolicyError(f"{draft.who}: outputs that ranks hold twice cannot be gathered")
+            channels = 1 - module.weight.ndim if isinstance(module, CONVOLUTIONS) else -1  # their dimension
             for mine in attributes:
-                mine.update(gathered_sizes=tuple(widths), gathered_dim=_output_dim(module))
+                mine.update(gathered_sizes=tuple(widths), gathered_dim=channels)
         draft.layer(path, GatheredColumnParallel if self.gather else None, attributes)
         if self.widths:
             owner, _, name = path.rpartition(".")
@@ -307,11 +303,6 @@ def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]
     if _stacks_linears(module):
         return 1, ("output_size",)
     raise PolicyError(cannot_cut(who, module, "columns (a Linear, Conv1D, Embedding or convolution can)"))
-
-
-def _output_dim(module: nn.Module) -> int:
-    """Return the dimension of a layer's output that has its columns or channels."""
-    return -module.weight.ndim + 1 if isinstance(module, CONVOLUTIONS) else -1
 
 
 def _is_depthwise(module: Any) -> bool:

@@ -20,16 +20,11 @@ from torch import nn
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.partition import HeadShare
-from parallelformers_ng.sharding.policy_words import Word
 
 
 @dataclass(frozen=True)
-class Rule(Word):
+class Rule:
     """The treatment of a layer that a policy names. A rule's class is defined beside the parallel layer it creates."""
-
-    def mistake(self) -> str:
-        """Return why the rule's arguments contradict each other; "" if the arguments are consistent."""
-        return ""
 
     def finds(self, draft: Draft, path: str) -> bool:
         """Return whether the model has a layer or tensor at `path` that the rule can cut."""
@@ -58,8 +53,6 @@ class Policy:
         plan: path beneath the block → rule. "" is the block itself, and a `*` stands for any one name. A path must
             exist in at least one block of the model; blocks without the path are allowed.
         optional: paths that a configuration may leave out, each with all paths beneath, such as cross-attention.
-        holds: paths of layers that a module must have to be a block of this policy. Policies for several layouts of
-            one class, as in different releases of transformers, name different layers.
         inferred: whether the policy was found on a twin, from which the model may differ in places.
         requires: attribute path beneath the block → required value, for settings that change the forward's computation.
             The policy does not fit a model with another value.
@@ -68,7 +61,6 @@ class Policy:
     block: ClassVar[str | tuple[str, ...]] = ()
     plan: ClassVar[dict[str, Rule]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
-    holds: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[dict[str, object]] = {}
     inferred: ClassVar[bool] = False
 
@@ -133,7 +125,5 @@ def block_names(module: nn.Module) -> set[str]:
 
 
 def is_block(module: nn.Module, policy: type[Policy]) -> bool:
-    """Return whether `module` is a block of `policy`: a matching name of its class or a base class, and all layers in
-    `holds`."""
-    named = not block_names(module).isdisjoint(policy.blocks())
-    return named and (not policy.holds or set(policy.holds) <= {name for name, _ in module.named_modules()})
+    """Return whether `module` is a block of `policy`: a matching name of its class or of a base class."""
+    return not block_names(module).isdisjoint(policy.blocks())

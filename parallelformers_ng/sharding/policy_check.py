@@ -7,8 +7,10 @@ example, a string instead of a tuple would be read as a tuple of letters.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from parallelformers_ng.errors import PolicyError, did_you_mean
@@ -22,7 +24,6 @@ _ATTRIBUTES = {
     "block": "a class name, or a tuple of them",
     "plan": "a dictionary of rules by path: {'mlp.up_proj': Column(), …}",
     "optional": "a tuple of paths, for example ('crossattention',)",
-    "holds": "a tuple of paths, for example ('mlp.gate_proj',)",
     "requires": "a dictionary of values by attribute path: {'config.quantized': False}",
 }
 
@@ -42,10 +43,8 @@ def check_policy(policy: type[Policy]) -> None:
         if not isinstance(rule, Rule):
             raise PolicyError(f"{where} is {rule!r}; it takes one of {', '.join(_rules())}")
         _check_fields(where, rule)
-        _check_counting(where, rule)
+        _check_arguments(where, rule)
         _check_paths(where, path, rule, policy)
-        if mistake := rule.mistake():
-            raise PolicyError(f"{where}: {mistake}")
 
 
 def _check_attributes(policy: type[Policy], who: str) -> None:
@@ -77,19 +76,16 @@ def _check_fields(where: str, rule: Any) -> None:
             if isinstance(inner, Part):
                 _check_fields(f"{where}: {field.name}", inner)
         if not _fits(value, hints[field.name]):
-            choices = [choice for choice in _choices(hints[field.name]) if choice]
+            takes = re.sub(r"\b(typing|parallelformers_ng[\w.]*)\.", "", inspect.formatannotation(hints[field.name]))
+            choices = re.findall(r"'(\w+)'", takes)
             wrong = next((item for item in value if item not in choices), "") if isinstance(value, tuple) else value
-            takes = list(_described(hints[field.name]))
-            single = isinstance(value, str) and not choices and any(kind.startswith("a tuple") for kind in takes)
-            example = f", for example ({value!r},)" if single else ""
-            raise PolicyError(
-                f"{where}: {field.name} is {value!r}; {type(rule).__name__} takes {' or '.join(takes)}"
-                f"{_near(wrong, choices)}{example}"
-            )
+            example = f", for example ({value!r},)" if isinstance(value, str) and "tuple[str" in takes else ""
+            hint = _near(wrong, choices) + example
+            raise PolicyError(f"{where}: {field.name} is {value!r}; {type(rule).__name__} takes {takes}{hint}")
 
 
-def _check_counting(where: str, rule: Rule) -> None:
-    """Refuse a rule whose units and parts contradict each other."""
+def _check_arguments(where: str, rule: Rule) -> None:
+    """Refuse a rule whose arguments contradict each other."""
     fused, interleaved = getattr(rule, "fused", 1), getattr(rule, "interleaved", ())
     if fused == () or (isinstance(fused, int) and fused < 1):
         raise PolicyError(f"{where}: fused is {fused!r}; it takes the number of parts, 1 or more, or their units")
@@ -99,6 +95,8 @@ def _check_counting(where: str, rule: Rule) -> None:
     if unit and (interleaved or isinstance(fused, tuple)):
         name = "interleaved" if interleaved else "fused"
         raise PolicyError(f"{where}: unit is {unit!r}, and {name} names a unit for each part; leave unit out")
+    if getattr(rule, "gather", False) and getattr(rule, "widths", ()):
+        raise PolicyError(f"{where}: gather and widths are both set, but widths counts outputs that stay cut")
 
 
 def _check_paths(where: str, path: str, rule: Rule, policy: type[Policy]) -> None:
@@ -136,31 +134,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is type:
         return isinstance(value, type) and issubclass(value, arguments[0])
     return type(value) is bool if hint is bool else isinstance(value, hint) and type(value) is not bool
-
-
-def _described(hint: Any) -> Iterator[str]:
-    """Yield a description of every kind of value that fits a declared type."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        yield from (repr(choice) for choice in arguments if choice)
-    elif origin in (Union, types.UnionType):
-        yield from dict.fromkeys(kind for argument in arguments for kind in _described(argument))
-    elif origin is tuple:
-        items = [" or ".join(_described(item)) for item in arguments if item is not Ellipsis]
-        yield f"a tuple, each item {items[0]}" if arguments[-1] is Ellipsis else f"({', '.join(items)})"
-    elif origin is type:
-        yield f"a subclass of {arguments[0].__name__}"
-    else:
-        plain = {int: "a number", str: "a name", bool: "True or False", types.NoneType: "None"}
-        yield plain.get(hint, f"a {getattr(hint, '__name__', hint)}")
-
-
-def _choices(hint: Any) -> Iterator[str]:
-    if get_origin(hint) is Literal:
-        yield from get_args(hint)
-    else:
-        for argument in get_args(hint):
-            yield from _choices(argument)
 
 
 def _near(name: Any, known: Iterable[str]) -> str:

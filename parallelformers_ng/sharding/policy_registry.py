@@ -52,7 +52,6 @@ def known_policies(
             )
     taken = {name for policy in customs for name in policy.blocks()}
     written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
-    written = [p for p in written if not p.holds or any(is_block(module, p) for module in model.modules())]
     misfits = {} if world_size is None else {p: why for p in written if (why := misfit(model, p, world_size))}
     for why in misfits.values():
         log.info("%s; its blocks are cut as the twin proof allows", why)
@@ -63,25 +62,14 @@ def known_policies(
 
 @cache
 def written_policies() -> tuple[type[Policy], ...]:
-    """Return all policies of `parallelformers_ng.policies`, in the order of their files.
-
-    Raises:
-        PolicyError: two policies claim the same block and do not differ in `holds`.
-    """
+    """Return all policies of `parallelformers_ng.policies`, in the order of their files."""
     package = importlib.import_module("parallelformers_ng.policies")
-    by_block: dict[str, list[type[Policy]]] = {}
-    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        for value in vars(module).values():
-            if not (isinstance(value, type) and issubclass(value, Policy) and value.__module__ == module.__name__):
-                continue
-            for block in value.blocks():
-                others = by_block.setdefault(block, [])
-                for other in others:
-                    if not (value.holds and other.holds) or set(value.holds) == set(other.holds):
-                        raise PolicyError(f"{value.__name__} and {other.__name__} both claim block {block!r}")
-                others.append(value)
-    return tuple(dict.fromkeys(policy for policies in by_block.values() for policy in policies))
+    policies: list[type[Policy]] = []
+    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        classes = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Policy))
+        policies += [policy for policy in classes if policy.__module__ == module.__name__]  # not imported ones
+    return tuple(policies)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:

@@ -50,7 +50,7 @@ def choose_encodings(
             f"quantize: the weights of {type(model).__name__} are {kinds or 'quantized'} already; leave quantize out,"
             " or add 'dequantize': True to quantize these weights again"
         )
-    wanted_options = _ParameterOptions(model, options, blocks) if options is not None else None
+    left = set() if options is None else _left_whole(model, options, blocks)
     encodings: dict[int, dict[str, Encoding | None]] = {}
     misfits: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -58,13 +58,13 @@ def choose_encodings(
             if parameter is None:
                 continue
             name, dim = dotted(path, short), _input_dim(module, short, parameter.ndim)
-            encoding: Encoding | None = (
-                stored.get(id(parameter)) if wanted_options is None else wanted_options.encoding(path, parameter, dim)
-            )
+            encoding = stored.get(id(parameter)) if options is None else None
+            if options is not None and dim is not None and path not in left:
+                encoding = Encoding(str(options.scheme), dim, options.block or parameter.shape[dim])
             why = "" if encoding is None else encoding.misfit(tensors[name])
             if encoding is not None and encoding.dim != dim:
                 why = "its module cannot compute with quantized weights"
-            elif encoding is None and wanted_options is None and id(parameter) in stored:
+            elif encoding is None and options is None and id(parameter) in stored:
                 why = "it is made from stored tensors in a way that does not keep their scales"
             if why:
                 misfits[name] = why
@@ -73,10 +73,10 @@ def choose_encodings(
     for names in encodings.values():
         if len(set(names.values())) == 1:
             chosen |= {name: encoding for name, encoding in names.items() if encoding is not None}
-        elif wanted_options is None:
+        elif options is None:
             reason = "not all modules that share it can compute with quantized weights"
             misfits |= {name: reason for name in names if name not in misfits}
-    if wanted_options is None and misfits and not dequantize:
+    if options is None and misfits and not dequantize:
         refuse_high_precision(type(model).__name__, misfits)
     return chosen, misfits
 
@@ -120,26 +120,15 @@ def _stored(model: nn.Module) -> dict[int, Encoding | None]:
     return {id(tensor): tensor.encoding for tensor in stored}
 
 
-class _ParameterOptions:
-    """Quantization options, resolved for each parameter of a model."""
-
-    def __init__(self, model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> None:
-        paths = {id(module): path for path, module in model.named_modules()}
-        named = [id(module) for pair in vocabulary_modules(model) for module in pair]
-        vocabulary = {paths[number] for number in named if number in paths}
-        self._left = _skipped(options.skip, list(paths.values()), blocks)
-        self._left |= set() if options.embeddings else vocabulary | _embeddings(model)
-        self._scheme, self._block = str(options.scheme), options.block
-
-    def encoding(self, path: str, parameter: nn.Parameter, dim: int | None) -> Encoding | None:
-        """Return the encoding of a parameter of the module at `path`; None if the parameter stays in high precision.
-
-        Args:
-            dim: the parameter's dimension of inputs, negative; None if it has no such dimension.
-        """
-        if dim is None or path in self._left:
-            return None
-        return Encoding(self._scheme, dim, self._block or parameter.shape[dim])
+def _left_whole(model: nn.Module, options: QuantizeOptions, blocks: Sequence[str]) -> set[str]:
+    """Return the paths of the modules whose parameters stay in high precision by the caller's options."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    left = _skipped(options.skip, list(paths.values()), blocks)
+    if options.embeddings:
+        return left
+    named = [id(module) for pair in vocabulary_modules(model) for module in pair]
+    tables = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return left | tables | {paths[number] for number in named if number in paths}
 
 
 def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
@@ -152,10 +141,6 @@ def _input_dim(module: nn.Module, name: str, ndim: int) -> int | None:
     if isinstance(module, nn.Linear) or type(module) is nn.Embedding:
         return -1
     return -2 if isinstance(module, Conv1D) else None
-
-
-def _embeddings(model: nn.Module) -> set[str]:
-    return {path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
 
 def _skipped(patterns: Sequence[str], paths: Sequence[str], blocks: Sequence[str]) -> set[str]:

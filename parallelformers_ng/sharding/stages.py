@@ -11,12 +11,10 @@ from torch import nn
 
 from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.sharding.partition import Range
-from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.sharding.tensors import all_tensors, dotted, owned_tensors
 
 Sizes = Mapping[Hashable, float]
 """Sizes of a part's tensors: key → bytes. A key in several parts of one stage, such as a tied weight, counts once."""
-
-_CLOSE = 1e-9
 
 
 def units(model: nn.Module) -> list[str]:
@@ -30,14 +28,14 @@ def units(model: nn.Module) -> list[str]:
     seen: set[int] = set()
 
     def visit(module: nn.Module, path: str, is_repeated: bool) -> Iterator[str]:
-        if id(module) in seen or next(_tensors(module), None) is None:
+        if id(module) in seen or not all_tensors(module):
             return
         seen.add(id(module))
         children = list(module.named_children())
         if not children or (path and (is_repeated or type(module).__name__ in atomic)):
             yield path
             return
-        yield from (dotted(path, name) for name, _ in _own(module))
+        yield from (dotted(path, name) for name, _, _ in owned_tensors(module))
         for name, child in children:
             yield from visit(child, dotted(path, name), isinstance(module, nn.ModuleList))
 
@@ -51,18 +49,17 @@ def tensors_of(model: nn.Module, unit: str) -> dict[str, torch.Tensor]:
         AttributeError: the model has no such unit.
     """
     path, _, name = unit.rpartition(".")
-    own = dict(_own(model.get_submodule(path)))
+    own = {short: tensor for short, tensor, _ in owned_tensors(model.get_submodule(path))}
     if name in own:
         return {unit: own[name]}
-    module = model.get_submodule(unit)
-    return {dotted(unit, name): tensor for name, tensor in _tensors(module)}
+    return {dotted(unit, short): tensor for short, tensor in all_tensors(model.get_submodule(unit)).items()}
 
 
 def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: float = 0) -> list[Range]:
     """Cut consecutive parts into runs, one for each device, so that the fullest device is as little full as possible.
 
     A device's fullness is its bytes divided by its share. Among equally good cuts, the cut with the least sum of
-    squared fullness is chosen. The largest fullness is at most a billionth above the least possible one.
+    squared fullness is chosen.
 
     Args:
         parts: sizes of each part, in the model's order.
@@ -84,38 +81,31 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     if count < stages:
         raise PlacementError(f"{stages} stages need {stages} parts, but the model has only {count} indivisible parts")
 
-    def runs(start: int, most: float, share: float) -> Iterator[tuple[int, float]]:
-        """Yield each possible end of a stage that begins at `start`, and the stage's bytes divided by its share."""
+    def filled(start: int) -> Iterator[float]:
+        """Yield the bytes of a device that holds the part `start`, of one that also holds the next part, and so on."""
         seen_tensors: set[Hashable] = set()
-        size = everywhere
-        for stop in range(start, count):
-            size += sum(size for key, size in parts[stop].items() if key not in seen_tensors)
-            seen_tensors |= parts[stop].keys()
-            if size / share > most:
-                return
-            yield stop + 1, size / share
+        total = everywhere
+        for part in parts[start:]:
+            total += sum(size for key, size in part.items() if key not in seen_tensors)
+            seen_tensors |= part.keys()
+            yield total
 
-    def fits(most: float) -> bool:
-        start = 0
-        for stage, share in enumerate(shares):
-            reach = max((stop for stop, _ in runs(start, most, share)), default=start)
-            stop = min(reach, count - (stages - stage - 1))  # each later stage also needs a part
-            if stop <= start:
-                return False
-            start = stop
-        return start == count
+    sizes = [list(enumerate(filled(start), start + 1)) for start in range(count)]
+    fullest = {count: 0.0}  # the least possible fullness of the fullest stage, of the stages from each part on
+    for share in reversed(shares):
+        later_fullest, fullest = fullest, {}
+        for start in range(count):
+            largest = [max(size / share, later_fullest[stop]) for stop, size in sizes[start] if stop in later_fullest]
+            if largest:
+                fullest[start] = min(largest)
 
-    low, high = 0.0, (everywhere + sum(size for part in parts for size in part.values())) / min(shares)
-    while high - low > _CLOSE * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-
-    # Among all cuts within that limit, choose the least sum of squares, from the last stage to the first.
+    # Among all cuts with that fullness, choose the least sum of squares, from the last stage to the first.
     best: list[dict[int, tuple[float, int]]] = [{count: (0.0, count)}]
     for share in reversed(shares):
         later, ends = best[-1], dict[int, tuple[float, int]]()
         for start in range(count):
-            ways = [(later[stop][0] + full**2, stop) for stop, full in runs(start, high, share) if stop in later]
+            allowed = [(stop, size / share) for stop, size in sizes[start] if size / share <= fullest[0]]
+            ways = [(later[stop][0] + full**2, stop) for stop, full in allowed if stop in later]
             if ways:
                 ends[start] = min(ways)
         best.append(ends)
@@ -123,13 +113,3 @@ def find_stages(parts: Sequence[Sizes], shares: Sequence[float], everywhere: flo
     for ends in reversed(best[1:]):
         bounds.append(ends[bounds[-1]][1])
     return list(pairwise(bounds))
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Layer:
         name: dotted path in the model.
         inputs: number of inputs; for an Embedding, its rows.
         outputs: number of outputs.
-        order: position of the end of the module's first call among the first calls of all modules, from `Trace`.
+        order: position of the end of the module's first call among the first calls of all modules, from `traced_calls`.
         is_embedding: whether the layer is an Embedding.
     """
 
@@ -76,41 +77,33 @@ def uses(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for module in model.modules() for p in module._parameters.values())
 
 
-class Trace:
-    """Context that records the order in which the first calls of a model's modules end.
+@contextlib.contextmanager
+def traced_calls(model: nn.Module) -> Iterator[dict[str, int]]:
+    """Record the order in which the first calls of a model's modules end: dotted name → position, from 0.
 
     A module comes after the submodules that it calls. The context adds hooks to the modules, and removes the hooks.
-
-    Attributes:
-        calls: dotted name of a called module → position, from 0.
     """
+    calls: dict[str, int] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: dict[str, int] = {}
-        self._model = model
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> Trace:
-        for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(self._note(name)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, name: str) -> Any:
+    def note(name: str) -> Any:
         def hook(*_: object) -> None:
-            self.calls.setdefault(name, len(self.calls))
+            calls.setdefault(name, len(calls))
 
         return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def called_layers(model: nn.Module, calls: dict[str, int], live: set[str]) -> list[Layer]:
     """Return the called layers of kinds that can be cut, in the order of their first calls.
 
     Args:
-        calls: name → order, from `Trace`.
+        calls: name → order, from `traced_calls`.
         live: names of the parameters that the outputs depend on.
     """
     where = places(model)

@@ -80,7 +80,7 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
     """
     groups: dict[str, list[str]] = {}
     for path, rule in policy.plan.items():
-        groups.setdefault(_attention_of(path, rule, [*heads]), []).append(path)
+        groups.setdefault(attention_of(path, rule, heads), []).append(path)
     roots = {key: _common_root(paths) for key, paths in groups.items()}
     return [
         CutUnit(
@@ -93,8 +93,9 @@ def units_of(policy: type[Policy], heads: Collection[str]) -> list[CutUnit]:
     ]
 
 
-def _attention_of(path: str, rule: Rule, heads: Sequence[str]) -> str:
-    """Return the path of the attention that a rule belongs to, "?" if the rule belongs to no attention."""
+def attention_of(path: str, rule: Rule, heads: Iterable[str]) -> str:
+    """Return the path of the attention that counts a rule's layer: the attention that the rule names, or the nearest at
+    or above `path`; "?" if there is none."""
     named: str | None = getattr(rule, "heads", None)
     if named is not None:
         return named

@@ -21,7 +21,6 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.policies.llama import LlamaPolicy
 from parallelformers_ng.sharding.partition import cut_width, share_heads, spread, spread_aligned
-from parallelformers_ng.sharding.policy import is_block
 from parallelformers_ng.sharding.rules import Rule, moved
 from parallelformers_ng.sharding.tensor_plan import Shard
 from tests.zoo.decoders import decoder, gpt2
@@ -249,18 +248,3 @@ def test_fp16_keeps_fp32_buffers(groups) -> None:
     model.deparallelize()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32, "the same as after from_pretrained(dtype=float16)"
-
-
-def test_block_without_required_layers_is_not_matched() -> None:
-    """Blocks of two releases may have the same name."""
-
-    class Fused(LlamaPolicy):
-        holds = ("self_attn.qkv_proj",)
-
-    class Separate(LlamaPolicy):
-        holds = ("self_attn.q_proj", "mlp.gate_proj")
-
-    layer = decoder("Llama").model.layers[0]
-    assert is_block(layer, LlamaPolicy)
-    assert is_block(layer, Separate)
-    assert not is_block(layer, Fused)

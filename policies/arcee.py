@@ -1,7 +1,0 @@
-from parallelformers_ng.policies.nemotron import NemotronPolicy
-
-
-class ArceePolicy(NemotronPolicy):
-    """Llama's attention and an ungated MLP."""
-
-    block = "ArceeDecoderLayer"

@@ -1,7 +1,0 @@
-from parallelformers_ng.policies.llama import LlamaPolicy
-
-
-class MistralPolicy(LlamaPolicy):
-    """Llama's block in Mistral. The mask contains the sliding window."""
-
-    block = "MistralDecoderLayer"
