@@ -81,17 +81,6 @@ def is_gated_feed_forward(cls: type) -> bool:
     return _same_forward(cls, llama.LlamaMLP)
 
 
-def is_computed_at_once(layer: nn.Module) -> bool:
-    """Return whether the kernels compute a whole module: a decoder layer with known attention and known
-    feed-forward."""
-    cls: Any = type(layer)
-    if not is_decoder_layer(cls):
-        return False
-    attention: Any = type(layer.self_attn)
-    feed_forward: Any = type(getattr(layer, "mlp", None))
-    return normed_heads(attention) is not None and is_gated_feed_forward(feed_forward)
-
-
 def is_silu(cls: type) -> bool:
     """Return whether a class computes x · sigmoid(x)."""
     return cls in (nn.SiLU, type(llama.ACT2FN["silu"]))
