@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ class LayersAsOne(nn.ModuleList):
     """
 
     as_one = False
+    _view: Any = None
+    _guards: Sequence[Guard] = ()
+    _was_read = False  # a failed check whether layers can run as one is not repeated
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -43,6 +46,22 @@ class LayersAsOne(nn.ModuleList):
             hidden = layer(hidden, **kwargs)
         return hidden
 
+    def view(self) -> Any:
+        """Return the kernels' view of the layers; None if the kernels cannot compute all layers. The view is kept until
+        a parameter is replaced or moved."""
+        if not self._was_read or not all(guard.holds() for guard in self._guards):
+            self._view, self._guards = self._new_view()
+            self._was_read = True
+        return None if any(layer.training for layer in self) else self._view
+
+    def _new_view(self) -> tuple[Any, Sequence[Guard]]:
+        """Return a new view of the layers, and the guards that say whether the view is still valid."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop the kept view, so that the next step reads the layers again."""
+        self._view, self._guards, self._was_read = None, (), False
+
 
 class DecoderStack(LayersAsOne):
     """Decoder layers that the C kernels compute in one call.
@@ -50,11 +69,8 @@ class DecoderStack(LayersAsOne):
     The modules compute a step that the kernels cannot compute.
     """
 
-    _in_c: _StackInC | None = None
-    _was_read = False  # a failed check whether layers can run as one is not repeated
-
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        stack = self._read() if is_step(hidden) and may_serve() else None
+        stack: _StackInC | None = self.view() if is_step(hidden) and may_serve() else None
         step = None if stack is None else stack.step_for(hidden, **kwargs)
         layer: Any
         last = self[-1]
@@ -70,17 +86,10 @@ class DecoderStack(LayersAsOne):
                 hidden = layer.give(functools.partial(run, hidden))
         return hidden
 
-    def _read(self) -> _StackInC | None:
-        """Return the kernel's arguments for the layers; None if the layers cannot run in one call. The arguments are
-        kept until a parameter is replaced or moved."""
-        if not self._was_read or (self._in_c is not None and not self._in_c.guard.holds()):
-            own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
-            self._in_c, self._was_read = _StackInC.of(own_layers), True
-        return None if any(layer.training for layer in self) else self._in_c
-
-    def forget(self) -> None:
-        """Drop the kept arguments, so that the next step reads the layers again."""
-        self._in_c, self._was_read = None, False
+    def _new_view(self) -> tuple[_StackInC | None, Sequence[Guard]]:
+        own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
+        stack = _StackInC.of(own_layers)
+        return stack, () if stack is None else (stack.guard,)
 
 
 @functools.cache

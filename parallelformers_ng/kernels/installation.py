@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, Step
-from parallelformers_ng.kernels.decoder_stack import DecoderStack, with_layers_as_one
+from parallelformers_ng.kernels.decoder_stack import DecoderStack, LayersAsOne, with_layers_as_one
 from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear, _decode
 from parallelformers_ng.kernels.recognition import (
     ATTENTIONS,
@@ -87,7 +87,7 @@ def forget(model: nn.Module) -> None:
     """Make the kernels read a model's modules again, after attributes of the modules were set."""
     Step.forget()
     for module in model.modules():
-        if isinstance(module, (FusedDecoderLayer, DecoderStack)):
+        if isinstance(module, (FusedDecoderLayer, LayersAsOne)):
             module.forget()
 
 

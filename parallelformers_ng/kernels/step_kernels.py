@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallelformers_ng.cuda_graphs.kernel_trial import KernelMode
 from parallelformers_ng.kernels.decoder_stack import LayersAsOne, with_layers_as_one
 from parallelformers_ng.kernels.device_layer import DeviceLayer, DeviceStep
-from parallelformers_ng.kernels.operators import may_serve
+from parallelformers_ng.kernels.operators import Guard, may_serve
 from parallelformers_ng.kernels.recognition import is_decoder
 
 _LEAST_CAPABILITY = (8, 0)
@@ -49,13 +49,11 @@ class DeviceStack(LayersAsOne):
     mode: KernelMode = "modules"
     is_served = False
     worst: Tensor | None = None
-    _known: list[DeviceLayer] | None = None
-    _was_read = False
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         if self.mode == "modules" or not may_serve(hidden.device.type):
             return self.run_modules(hidden, **kwargs)
-        step, known = DeviceStep.of(hidden, **kwargs), self._read()
+        step, known = DeviceStep.of(hidden, **kwargs), self.view()
         self.is_served = step is not None and known is not None and all(layer.fits(hidden, step) for layer in known)
         if step is None or known is None or not self.is_served or self.mode == "watched":
             return self.run_modules(hidden, **kwargs)
@@ -91,19 +89,12 @@ class DeviceStack(LayersAsOne):
         excess = torch.nan_to_num(excess.float(), nan=torch.inf)
         self.worst = excess if self.worst is None else self.worst.maximum(excess)
 
-    def _read(self) -> list[DeviceLayer] | None:
-        """Return the kernels' view of all layers, kept until something changes; None if a layer is not known."""
-        if self._known is not None and not all(layer.guard.holds() for layer in self._known):
-            self.forget()
-        if not self._was_read:
-            views = [DeviceLayer.of(module, _operators()) for module in self]
-            known = [layer for layer in views if layer is not None]
-            self._known, self._was_read = known if known and len(known) == len(views) else None, True
-        return None if any(module.training for module in self) else self._known
-
-    def forget(self) -> None:
-        """Drop the kept views of the layers, so that the next step reads the layers again."""
-        self._known, self._was_read = None, False
+    def _new_view(self) -> tuple[list[DeviceLayer] | None, Sequence[Guard]]:
+        views = [DeviceLayer.of(module, _operators()) for module in self]
+        known = [layer for layer in views if layer is not None]
+        if not known or len(known) < len(views):
+            return None, ()
+        return known, [layer.guard for layer in known]
 
 
 def _excess(ours: Tensor, theirs: Tensor, added: Tensor) -> Tensor:
@@ -201,13 +192,6 @@ def install_stacks(model: nn.Module) -> None:
         if type(layers) is nn.ModuleList and is_decoder(cls):
             layers.__class__ = DeviceStack
             module.__class__ = with_layers_as_one(cls, "cuda")
-
-
-def forget(model: nn.Module) -> None:
-    """Make the Triton kernels read a model's modules again, after attributes of the modules were set."""
-    for module in model.modules():
-        if isinstance(module, DeviceStack):
-            module.forget()
 
 
 _loaded: list[Any] = []

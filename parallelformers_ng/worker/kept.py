@@ -5,8 +5,7 @@
 | recordings and their caches | `cuda_graphs.captured.CapturedSteps` | attributes, configurations, adapters, hooks |
 | keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
 | choice of kernels or modules | `cuda_graphs.kernel_trial.KernelTrial` | attributes, configurations, adapters, hooks |
-| modules that Triton kernels replace | `kernels.step_kernels.forget` | attributes, configurations, adapters, hooks |
-| addresses and sizes that the C kernels read | `kernels.installation.forget` | attributes, hooks |
+| modules that kernels replace | `kernels.installation.forget` | attributes, configurations, adapters, hooks |
 | configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |
 | bounds of ids that were looked up on a device | `sharding.look_ups` | none; deleted with the model |
 
@@ -21,7 +20,7 @@ from torch import nn
 from parallelformers_ng.batching.rounds import RankBatch
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
-from parallelformers_ng.kernels import installation, step_kernels
+from parallelformers_ng.kernels import installation
 from parallelformers_ng.sharding import look_ups
 
 
@@ -51,7 +50,6 @@ class Kept:
         if self.batch is not None:
             self.batch.forget_prefixes()
         installation.forget(model)
-        step_kernels.forget(model)
         if self.trial is not None:
             self.trial.mode = None
 
