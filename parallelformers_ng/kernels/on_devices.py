@@ -7,15 +7,14 @@
 | attention of one query with a mask | reads keys and values in the cache | copies keys and values for each query head |
 
 The original modules compute if gradients, autocast or `torch.compile` are on, for foreign code, and for other data
-types. Each part is compared with the modelling code before its first use. The numbers of kernels and bytes were counted
-on a stand-in for a device. No time was measured on a GPU.
+types. Each part is compared with the modelling code before its first use, see `recognition.agree`. The numbers of
+kernels and bytes were counted on a stand-in for a device. No time was measured on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parallelformers_ng.cuda_graphs.masks import added
 from parallelformers_ng.kernels.operators import is_plain_attention, may_serve
-from parallelformers_ng.kernels.recognition import fused_norm, mixed
+from parallelformers_ng.kernels.recognition import agree, fused_norm, mixed
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
-_TOLERANCE = 1e-4
 _WIDE = (torch.float32, torch.bfloat16)
 """Data types that can hold unscaled products of 8-bit numbers. The largest number of float16, 65504, is too small."""
-_logger = logging.getLogger(__name__)
 
 
 class _DeviceNorm(nn.Module):
@@ -198,21 +195,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     return output.reshape(batch, 1, heads, value.shape[-1])
 
 
-def _agrees(what: str, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> bool:
-    """Return whether two functions give the same result on the CPU, and log a warning if not. The results differ if a
-    later release of transformers changes what a known function computes."""
-    try:
-        with torch.inference_mode(), torch.device("cpu"):
-            wanted = theirs()
-            distance = ((ours() - wanted).norm() / wanted.norm()).item()
-        reason = "" if distance < _TOLERANCE else f"results of fewer kernels differ by {distance:.1e}"
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    if reason:
-        _logger.warning("%s computed by the modelling code: %s", what, reason)
-    return not reason
-
-
 def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -223,10 +205,9 @@ def _norm_agrees(cls: Any, name: str) -> bool:
     nn.Module.__init__(norm)
     norm.weight, norm.variance_epsilon = nn.Parameter(_random(8), requires_grad=False), 0.1
     states = 1 + _random(3, 8)
-    return _agrees(
+    return agree(
         f"norms ({cls.__name__}) are",
-        lambda: _NORMS[name].fused(states, norm.weight, norm.variance_epsilon),
-        lambda: cls.forward(norm, states),
+        lambda: (_NORMS[name].fused(states, norm.weight, norm.variance_epsilon), cls.forward(norm, states)),
     )
 
 
@@ -234,10 +215,9 @@ def _norm_agrees(cls: Any, name: str) -> bool:
 def _product_agrees() -> bool:
     numbers, scales = (20 * _random(5, 8)).to(torch.int8), _random(5, 1).abs()
     states, bias = _random(3, 8), _random(5)
-    return _agrees(
+    return agree(
         "quantized layers are",
-        lambda: _scaled_product(states, numbers, scales, bias),
-        lambda: functional.linear(states, numbers * scales, bias),
+        lambda: (_scaled_product(states, numbers, scales, bias), functional.linear(states, numbers * scales, bias)),
     )
 
 
@@ -246,8 +226,7 @@ def _attention_agrees(usual: Any) -> bool:
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True, training=False)
     query, key, value = _random(2, 4, 1, 8), _random(2, 2, 6, 8), _random(2, 2, 6, 8).flip(2)
     mask = torch.arange(6).view(1, 1, 1, 6) < torch.tensor([4, 6]).view(2, 1, 1, 1)
-    return _agrees(
+    return agree(
         "attention is",
-        lambda: _attend(query, key, value, mask, 0.3),
-        lambda: usual(module, query, key, value, mask, scaling=0.3)[0],
+        lambda: (_attend(query, key, value, mask, 0.3), usual(module, query, key, value, mask, scaling=0.3)[0]),
     )

@@ -1,14 +1,21 @@
-"""Recognises what a transformers class computes: compares the bytecode of its forward with that of known classes."""
+"""Recognises what a transformers class computes: compares the bytecode of its forward with that of known classes.
+
+The kernels' results are also compared with those of the modelling code before their first use, because a later release
+may change a function that the same code calls.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # This import takes a tenth of a second. Nine tenths of that time are for modules that every model file imports, and
 # that a waiting worker has already imported.
@@ -26,6 +33,29 @@ NORMS = {
 }
 """Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
 `variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits."""
+
+_TOLERANCE = 1e-4
+_logger = logging.getLogger(__name__)
+
+
+def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    """Return whether kernels and modelling code give the same result; log a warning if not.
+
+    Args:
+        what: beginning of the warning.
+        results: function that returns the result of the kernels and that of the modelling code, on the CPU. The results
+            are the same if their relative distance is below 1e-4, and not if the function raises an error.
+    """
+    try:
+        with torch.inference_mode(), torch.device("cpu"):
+            ours, wanted = results()
+            distance = ((ours - wanted).norm() / wanted.norm()).item()
+        reason = "" if distance < _TOLERANCE else f"results of the kernels differ by {distance:.1e}"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        _logger.warning("%s computed by the modelling code: %s", what, reason)
+    return not reason
 
 
 @cache
