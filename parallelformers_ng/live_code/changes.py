@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import operator
 import sys
 from collections.abc import Mapping
@@ -168,24 +167,12 @@ def is_by_value(name: str) -> bool:
     if package_of(module) in ("torch", "transformers"):
         return False
     file = getattr(module, "__file__", None)
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError, OSError):
-        return True
-    if spec is not None and spec is getattr(module, "__spec__", None):  # find_spec returned the loaded module's spec
-        spec = _found_on_path(name)
-    return spec is None or (file is not None and spec.origin != file)
-
-
-def _found_on_path(name: str) -> Any:
-    """Return the spec that an import of a module would use if the module were not loaded; None if no file is found."""
     parent, _, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        if find is not None and (spec := find(name, path)) is not None:
-            return spec
-    return None
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    # importlib.util.find_spec would return the spec of the loaded module.
+    specs = (finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    spec = next((spec for spec in specs if spec is not None), None)
+    return spec is None or (file is not None and spec.origin != file)
 
 
 def _look_up(place: str) -> Any:
