@@ -24,6 +24,11 @@ from parallelformers_ng.wire.frame import Handle
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that accept objects with the caller's code."""
 
+_MUTATORS = frozenset({
+    "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",
+    "popitem", "popleft", "remove", "setdefault", "subtract", "update",
+})  # fmt: skip
+_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
 LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
 
 
@@ -147,8 +152,8 @@ class ObjectState:
         if function.__module__ in self._modules:
             for value in (*(function.__defaults__ or ()), function.__kwdefaults__, vars(function)):
                 self._walk(value)
-            read, written = _global_names(function.__code__)
-            for name in sorted(written):
+            read, assigned, _ = global_names(function.__code__)
+            for name in sorted(assigned):
                 self._add_global(function.__globals__, name)
             for name in sorted(read & function.__globals__.keys()):
                 self._walk(function.__globals__[name])
@@ -221,20 +226,28 @@ def code_of(root: Any) -> Any:
     return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (the function itself is needed)
 
 
-def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return two sets of names: global variables that code reads, and global variables that code assigns."""
-    read, written = set[str](), set[str]()
+@functools.lru_cache(256)
+def global_names(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
+    """Return the names of the global variables that code, and functions within the code, read, assign and change.
+
+    `notes[…] = `, `notes.count = ` and `notes.append(…)` change the variable `notes`.
+    """
+    read, assigned, changed = names = set[str](), set[str](), set[str]()
+    begins: dict[Any, str] = {}  # (line, column) → name of the global variable at that position
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
+        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
+        if instruction.opname == "STORE_GLOBAL":
+            assigned.add(instruction.argval)
+        elif instruction.opname == "LOAD_GLOBAL":
             read.add(instruction.argval)
-        elif instruction.opname == "STORE_GLOBAL":
-            written.add(instruction.argval)
+            begins[place] = instruction.argval
+        elif place in begins and (instruction.opname in _STORES or instruction.argval in _MUTATORS):
+            changed.add(begins[place])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner_read, inner_written = _global_names(constant)
-            read |= inner_read
-            written |= inner_written
-    return read, written
+            for known, inner in zip(names, global_names(constant), strict=True):
+                known |= inner
+    return names
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
