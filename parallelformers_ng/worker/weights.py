@@ -159,14 +159,14 @@ class RankWeights:
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Move a tensor from shared memory to its place on a CUDA rank: device, pinned RAM, or mapped file."""
+        """Move a mapped tensor to its place on a CUDA rank: device, through a buffer of bounded size; pinned RAM, or
+        mapped file."""
         place = self._place(stored)
-        return tensor if place == "disk" else _pinned(tensor) if place == "cpu" else self._to_device(tensor)
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device through a buffer of bounded size."""
-        if self.staging is None:
-            self.staging = Staging(self.device)
+        if place == "disk":
+            return tensor
+        if place == "cpu":
+            return _pinned(tensor)
+        self.staging = self.staging or Staging(self.device)
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
@@ -175,21 +175,15 @@ class RankWeights:
         On a CPU rank with offloaded layers, the parts of all other layers are copied, so that the system cannot take
         their memory for offloaded layers.
         """
-        place = self._place(stored)
-        if place == "disk":
+        if self._place(stored) == "disk":
             return read_shard(node, shard, self.rank)
         if self.device.type == "cpu":
             part = read_shard(node, shard, self.rank, rows_apart=all(map(self._streams, self.aliases[stored])))
             if self._tiers is None:
                 return part
             part = part.clone()
-            release(node)
-            return part
-        if place == "cpu":
-            part = _pinned(read_shard(node, shard, self.rank, copy=False))
-            release(node)
-            return part
-        part = self._to_device(read_shard(node, shard, self.rank, copy=False))
+        else:
+            part = self._for_device(stored, read_shard(node, shard, self.rank, copy=False))
         release(node)
         return part
 
