@@ -85,7 +85,6 @@ class CacheTable:
 
     def __init__(self) -> None:
         self._caches: dict[int, Cache] = {}
-        self._ids: dict[int, int] = {}
         self.last_number = 0
         """Number of the newest cache; set to the number of the block when a request begins."""
 
@@ -119,17 +118,16 @@ class CacheTable:
 
     def put(self, cache: Cache) -> int:
         """Return the number of a cache; a cache that is not in the table is added under the next number."""
-        number = self._ids.get(id(cache))
-        if number is None:
-            number = self.last_number = self.last_number + 1
-            self._caches[number] = cache
-            self._ids[id(cache)] = number
-        return number
+        for number, known in self._caches.items():
+            if known is cache:
+                return number
+        self.last_number += 1
+        self._caches[self.last_number] = cache
+        return self.last_number
 
     def adopt(self, number: int, cache: Cache) -> None:
         """Add a cache that the caller made, under the caller's number."""
         self._caches[number] = cache
-        self._ids[id(cache)] = number
 
     def free(self, numbers: Sequence[int]) -> None:
         """Remove caches from the table. The number of a block stands for all caches of that request.
@@ -141,9 +139,7 @@ class CacheTable:
             number for number in self._caches if number > 0 and number - number % CACHE_BLOCK in blocks
         ]
         for number in (*numbers, *numbers_in_blocks):
-            cache = self._caches.pop(number, None)
-            if cache is not None:
-                del self._ids[id(cache)]
+            self._caches.pop(number, None)
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
         """Return the value that stands for a cache in an answer to the caller.
