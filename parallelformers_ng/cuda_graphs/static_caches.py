@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,14 +154,6 @@ def unsupported_layer(cache: Cache) -> str:
     return next((name for name in names if name != _EMPTY), "")
 
 
-@runtime_checkable
-class Recording(Protocol):
-    """Interface of a recorded step."""
-
-    def destroy(self) -> None:
-        """Destroy the recording and free its device memory."""
-
-
 class ReusableCache:
     """A static cache of transformers whose memory is used by one call after another.
 
@@ -191,7 +183,7 @@ class ReusableCache:
     def forget_steps(self) -> None:
         """Destroy all recordings. A recording and its cache refer to each other, so both would stay in memory."""
         for step in self.steps.values():
-            if isinstance(step, Recording):
+            if step is not None and not isinstance(step, str):
                 step.destroy()
         self.steps.clear()
 
