@@ -7,6 +7,7 @@ Until then, and for all other steps, the modules compute.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -194,14 +195,9 @@ def install_stacks(model: nn.Module) -> None:
             module.__class__ = with_layers_as_one(cls, "cuda")
 
 
-_loaded: list[Any] = []
-
-
+@functools.cache
 def _operators() -> Any:
-    """Return the operators of `kernels/triton` as attributes, imported once."""
-    if not _loaded:
-        folder = f"{__package__}.triton"
-        files = {file: importlib.import_module(f"{folder}.{file}") for file in _OPERATORS}
-        names = {name: getattr(files[file], name) for file, each in _OPERATORS.items() for name in each}
-        _loaded.append(SimpleNamespace(**names))
-    return _loaded[0]
+    """Return the operators of `kernels/triton` as attributes."""
+    files = {file: importlib.import_module(f"{__package__}.triton.{file}") for file in _OPERATORS}
+    names = {name: getattr(files[file], name) for file, each in _OPERATORS.items() for name in each}
+    return SimpleNamespace(**names)
