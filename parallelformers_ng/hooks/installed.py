@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import ParallelError
@@ -31,7 +32,8 @@ class InstalledHooks:
     def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
         self._model = model
         self._hand_out = hand_out
-        self._installed: dict[Place, Hook] = {}
+        self._hooks: dict[Place, Hook] = {}
+        self._handles: dict[Place, RemovableHandle] = {}
         self._state: ObjectState | None = None
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
@@ -49,14 +51,18 @@ class InstalledHooks:
             pickle.PicklingError, TypeError: see `ObjectState.remember`.
         """
         hooks = [] if packed is None else unpack(packed, self._model)
-        wanted = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
-        for place in [place for place in self._installed if place not in wanted]:
-            self._remove(place)
-        known = set(self._installed)
-        for index, (place, hook) in enumerate(wanted.items()):
-            later = list(wanted)[index + 1 :]
-            first = place not in known and any(other[:2] == place[:2] and other in known for other in later)
-            self._put(place, hook, first)
+        self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
+        for place in self._handles.keys() - self._hooks.keys():
+            self._handles.pop(place).remove()
+        known, places = set(self._handles), [*self._hooks]
+        prepended = [
+            place
+            for index, place in enumerate(places)
+            if place not in known and any(later[:2] == place[:2] and later in known for later in places[index + 1 :])
+        ]
+        for place in (*reversed(prepended), *places):
+            if place not in self._handles:
+                self._handles[place] = self._registered(place, place in prepended)
         if packed is None:
             return  # the caller may still request the changes of the latest call with hooks
         self._attributes = {}
@@ -81,33 +87,20 @@ class InstalledHooks:
             return None
         return self._state.changes(), {place: self._to_caller(value) for place, value in self._attributes.items()}
 
-    def _put(self, place: Place, hook: Hook, first: bool) -> None:
-        module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
-        table = getattr(module, hook.kind)
-        table[key] = self._called(hook)
-        if first:
-            table.move_to_end(key, last=False)
-        if hook.with_kwargs:
-            getattr(module, f"{hook.kind}_with_kwargs")[key] = True
-        if hook.always:
-            module._forward_hooks_always_called[key] = True  # type: ignore[index]
-        self._installed[place] = hook
+    def _registered(self, place: Place, first: bool) -> RemovableHandle:
+        """Register a function that calls the present call's hook of a place, and return the handle.
 
-    def _remove(self, place: Place) -> None:
-        hook = self._installed.pop(place)
-        module, key = self._model.get_submodule(hook.path), ("caller's", hook.number)
-        tables = (hook.kind, f"{hook.kind}_with_kwargs", "_forward_hooks_always_called")
-        for table in tables:
-            getattr(module, table).pop(key, None)
+        The function gives the hook the attention weights of all heads, and records attributes that the hook sets on the
+        module.
 
-    def _called(self, hook: Hook) -> Callable[..., Any]:
-        """Return the function that a module calls for a hook.
-
-        The function gives the hook the attention weights of all heads, and records attributes that the hook sets on
-        the module.
+        Args:
+            place: place of the hook.
+            first: whether the hook runs before the other hooks of its module.
         """
+        hook = self._hooks[place]
 
         def call(module: nn.Module, *arguments: Any) -> Any:
+            hook = self._hooks[place]
             before = dict(vars(module))
             try:
                 return hook.call(module, *(mapped(part, OwnHeads, gathered, in_place=True) for part in arguments))
@@ -116,7 +109,10 @@ class InstalledHooks:
                     if before.get(name, _ABSENT) is not value:
                         self._attributes[hook.path, name] = value
 
-        return call
+        module = self._model.get_submodule(hook.path)
+        if hook.kind == "_forward_pre_hooks":
+            return module.register_forward_pre_hook(call, prepend=first, with_kwargs=hook.with_kwargs)
+        return module.register_forward_hook(call, prepend=first, with_kwargs=hook.with_kwargs, always_call=hook.always)
 
     def _to_caller(self, value: Any) -> Any:
         """Return a value for the caller: handles replace caches, modules of the model, and placeholders."""

@@ -107,10 +107,11 @@ def test_pre_hooks_keep_order_and_keyword_arguments(groups: Groups) -> None:
     with parallelize(model, workers=groups(2)):
         register(model, got)
         use(model)
+        model.model.layers[1].register_forward_hook(lambda *_: got.append("before most"), prepend=True)
         model.model.layers[1].register_forward_hook(lambda *_: got.append("before all"), prepend=True)
         before = len(got)
         model(**text_inputs())
-        assert got[before:][-3] == "before all"
+        assert got[before:][-4:-2] == ["before all", "before most"]
     assert got[:before] == want
 
 
