@@ -231,11 +231,11 @@ class Engine:
                         step = await queue.get()
                     if step is None:
                         break
-                    answer.has(len(step.tokens))
+                    self.metrics.wrote(answer, len(step.tokens))
                     yield step
                 await call
                 if rest := streamer.rest():
-                    answer.has(len(rest.tokens))
+                    self.metrics.wrote(answer, len(rest.tokens))
                     yield rest
             finally:
                 call.cancel()

@@ -230,7 +230,7 @@ def test_answers_are_counted_while_waiting_and_written():
     metrics = Metrics("tiny")
     with metrics.answering() as answer:
         assert (metrics.running, metrics.waiting, metrics.rate) == (0, 1, 0)
-        answer.has(20)
+        metrics.wrote(answer, 20)
         assert (metrics.running, metrics.waiting) == (1, 0)
         assert metrics.rate > 0
     with pytest.raises(KeyError), metrics.answering():  # this answer ends without a token
