@@ -173,7 +173,7 @@ class Generation:
             raise bad_request("the model generates no text; see GET /docs for other routes", "model")
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
-            ("stop", len(request.stops), limits.max_stops),
+            ("stop", len(request.stop), limits.max_stops),
             ("stop_token_ids", len(request.stop_token_ids), limits.max_stops),
             ("min_tokens", request.min_tokens, request.most_tokens or limits.max_tokens),
             ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
@@ -187,7 +187,7 @@ class Generation:
                 raise bad_request(
                     f"{name} has an unknown token id; the model has {self._engine.vocabulary} tokens", name
                 )
-        if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
+        if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stop):
             raise bad_request(f"a stop string is empty or too long; send 1 to {STOP_LENGTH} characters", "stop")
 
     async def _answer(
@@ -202,7 +202,7 @@ class Generation:
         jobs = await self._jobs(request, prompts, places, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), jobs)
+        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stop, reader), jobs)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -72,6 +72,7 @@ class Transcription:
             ApiError: the model does not transcribe sound, or the form or the sound is invalid, status 400. Or a page of
                 an unknown origin sent the form, status 403. Or the model name is unknown, status 404. Or no place is
                 free, status 503.
+            ValidationError: a field of the form is invalid.
             TimeoutError: the transcript is not complete within the server's `timeout`.
             ParallelError: the workers cannot answer.
         """
@@ -85,12 +86,7 @@ class Transcription:
             for name in _REFUSED:
                 if name in form:
                     raise bad_request(f"{name} is not supported; remove the field", name, "unsupported_parameter")
-            try:
-                fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise bad_request(f"{where}: {first['msg']}", where) from None
+            fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
             models.named(fields.model)
             arguments = self._arguments(fields)
             with self._engine.counted():
