@@ -35,23 +35,14 @@ class Piece:
     finish: str | None = None
 
 
-@dataclass(frozen=True)
-class Form:
-    """Settings for turning the answer tokens of a request into pieces.
-
-    Attributes:
-        tokenizer: tokenizer of transformers.
-        stops: stop strings; an answer ends before the first stop string. The text of the first `min_tokens` tokens of
-            a job is not searched for stop strings.
-        reader: function that returns a parser of reasoning and tool calls, or None for plain text.
-    """
-
-    tokenizer: Any
-    stops: Sequence[str]
-    reader: Callable[[], AnswerReader | BareReader | None]
-
-
-async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
+async def write(
+    engine: Engine,
+    tokenizer: Any,
+    stops: Sequence[str],
+    reader: AnswerReader | BareReader | None,
+    index: int,
+    job: GenerationJob,
+) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
     The text leaves out the engine's end tokens; `Piece.tokens` includes them. A complete answer is counted in the
@@ -59,18 +50,19 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
 
     Args:
         engine: engine that decodes the answer.
-        form: settings for turning tokens into pieces.
+        tokenizer: tokenizer of transformers.
+        stops: stop strings; the answer ends before the first stop string. The text of the first `min_tokens` tokens of
+            the job is not searched for stop strings.
+        reader: parser of reasoning and tool calls, or None for plain text.
         index: number of the answer within its request, for `Piece.index`.
         job: the answer to decode.
 
     Raises:
         TimeoutError: the answer is not complete within the time limit.
         ParallelError: the workers cannot answer, or a logits processor raises an error.
-        ValueError: see `Chat.reader`.
     """
-    reader = form.reader()
-    text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
-    stopper = Stopper(form.stops)
+    text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
+    stopper = Stopper(stops)
     ends = engine.ends if job.ends is None else job.ends
     finish, called, count = "length", False, 0
 
@@ -102,24 +94,33 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
     yield end
 
 
-async def write_all(engine: Engine, form: Form, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
+async def write_all(
+    engine: Engine,
+    tokenizer: Any,
+    stops: Sequence[str],
+    reader: Callable[[], AnswerReader | BareReader | None],
+    jobs: Sequence[GenerationJob],
+) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
 
     If the caller closes the generator, all answers end within one decode step.
 
     Args:
         engine: engine that decodes the answers.
-        form: settings for turning tokens into pieces.
+        tokenizer: tokenizer of transformers.
+        stops: stop strings; see `write`.
+        reader: function that returns a parser of one answer; see `Chat.reader`.
         jobs: the answers to decode; `Piece.index` is a position in this sequence.
 
     Raises:
-        TimeoutError, ParallelError, ValueError: the first error of an answer; see `write`.
+        TimeoutError, ParallelError: the first error of an answer; see `write`.
+        ValueError: see `Chat.reader`.
     """
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, one: GenerationJob) -> None:
         try:
-            async with contextlib.aclosing(write(engine, form, index, one)) as stream:
+            async with contextlib.aclosing(write(engine, tokenizer, stops, reader(), index, one)) as stream:
                 async for piece in stream:
                     pieces.put_nowait(piece)
             pieces.put_nowait(None)

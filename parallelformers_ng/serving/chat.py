@@ -80,17 +80,20 @@ class Chat:
         token_ids: list[int] = self.encoding(text, special)["input_ids"]
         return token_ids
 
-    def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
+    def encoding(self, text: str, special: bool = True, second: str | None = None) -> Mapping[str, Any]:
         """Return all model inputs that the tokenizer makes from a text, as lists with one item for each token.
 
-        The arguments are the same as in `ids`.
+        Args:
+            text, special: the same as in `ids`.
+            second: second text of a pair, or None.
 
         Raises:
-            ApiError: the text is too long or invalid, status 400.
+            ApiError: a text is too long or invalid, status 400.
         """
         self.check_length(text)
+        self.check_length(second or "")
         try:
-            encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
+            encoding: Mapping[str, Any] = self.tokenizer(text, second, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
             raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
         return encoding

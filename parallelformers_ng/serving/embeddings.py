@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any
 
@@ -13,10 +12,9 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.forwards import run_rows
+from parallelformers_ng.serving.forwards import run_texts
 from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
-from parallelformers_ng.serving.serve_options import ServeOptions
 
 
 class Embeddings:
@@ -26,17 +24,15 @@ class Embeddings:
         engine: engine of the model.
         chat: tokenizer of the model. If the pooling lower-cases texts, the constructor changes the tokenizer's
             normalizer.
-        options: limits of the server.
         pooling: pooling of the model's outputs; None if the model makes no embeddings.
 
     Raises:
         UnsupportedModelError: the pooling lower-cases texts, but the tokenizer is not a fast tokenizer.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pooling: Pooling | None) -> None:
+    def __init__(self, engine: Engine, chat: Chat, pooling: Pooling | None) -> None:
         self._engine = engine
         self._chat = chat
-        self._options = options
         self._pooling = pooling
         most = engine.longest if pooling is None else pooling.max_tokens or engine.longest
         self._longest = min(engine.longest, most, chat.tokenizer.model_max_length)
@@ -51,39 +47,26 @@ class Embeddings:
             base64 of little-endian float32 values.
 
         Raises:
-            ApiError: the model makes no embeddings, or the input is invalid, too long or too large, status 400. Or no
-                place is free, status 503.
+            ApiError: the model makes no embeddings, or the input is invalid, too long or too large, status 400. Or the
+                model name is unknown, status 404. Or no place is free, status 503.
             ParallelError: the workers cannot answer.
         """
-        texts = request.texts
-        if self._pooling is None:
+        name, pooling = self._engine.models.named(request.model), self._pooling
+        if pooling is None:
             raise bad_request("the model makes no embeddings", "model")
-        if not 0 < len(texts) <= self._options.max_inputs:
-            raise bad_request(
-                f"the input has {len(texts)} texts; send 1 to {self._options.max_inputs} (--max-inputs)", "input"
-            )
-        with self._engine.counted():
-            vectors, tokens = await asyncio.to_thread(self._run, texts)
-        self._engine.metrics.took(tokens)
+        vectors, usage = await run_texts(
+            self._engine,
+            self._chat.tokenizer,
+            request.texts,
+            lambda text: self._chat.encoding(pooling.prompt + text),
+            self._longest,
+            lambda output, mask: pooling(output.last_hidden_state, mask),
+        )
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
             for index, vector in enumerate(vectors)
         ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": self._options.name, "usage": usage}
-
-    def _run(self, texts: list[str]) -> tuple[torch.Tensor, int]:
-        """Return vectors `[texts, width]`, and the total number of tokens in the texts."""
-        assert self._pooling is not None
-        pooling = self._pooling
-        rows = [self._chat.encoding(pooling.prompt + text) for text in texts]
-        return run_rows(
-            self._engine,
-            self._chat.tokenizer,
-            rows,
-            self._longest,
-            lambda output, mask: pooling(output.last_hidden_state, mask),
-        )
+        return {"object": "list", "data": data, "model": name, "usage": usage}
 
 
 def _lower_case(tokenizer: Any) -> None:

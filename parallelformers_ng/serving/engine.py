@@ -20,7 +20,7 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.metrics import Metrics
-from parallelformers_ng.serving.models import peft_names
+from parallelformers_ng.serving.models import Models, peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted
@@ -89,11 +89,12 @@ class Engine:
     Args:
         model: parallelized model; without `batching`, calls run one after another.
         options: limits of the server.
-        metrics: counters of calls, tokens and times; the engine updates the counters.
         writes_text: whether the model generates text.
 
     Attributes:
-        model, options, metrics: the arguments of the same names.
+        model, options: the arguments of the same names.
+        metrics: counters of calls, tokens and times.
+        models: names of the model and its adapters.
         vocabulary: number of tokens in the vocabulary.
         positions: maximum number of tokens in a prompt plus its answer; 2**20 if the model's configuration has no
             `max_position_embeddings`.
@@ -105,13 +106,15 @@ class Engine:
         OSError, ValueError, KeyError: the options have adapters, and `adapter_config.json` cannot be read.
     """
 
-    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
+    def __init__(self, model: Any, options: ServeOptions, writes_text: bool) -> None:
         self.model = model
         self.options = options
-        self.metrics = metrics
         text_config = model.config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+        rows = options.most_answers - options.waiting
+        self.metrics = Metrics(options.name, rows, options.cache_tokens or rows * self.positions)
+        self.models = Models(options, self.positions)
         self.generates = writes_text
         self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None

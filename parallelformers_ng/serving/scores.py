@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from typing import Any
@@ -13,9 +12,8 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.forwards import run_rows
+from parallelformers_ng.serving.forwards import run_texts
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
-from parallelformers_ng.serving.serve_options import ServeOptions
 
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}
 
@@ -47,14 +45,12 @@ class Scores:
     Args:
         engine: engine of the model.
         chat: tokenizer of the model.
-        options: limits of the server.
         activation: function from a logit to a score; None if the model is not a classifier.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, activation: torch.nn.Module | None) -> None:
+    def __init__(self, engine: Engine, chat: Chat, activation: torch.nn.Module | None) -> None:
         self._engine = engine
-        self._tokenizer = chat.tokenizer
-        self._options = options
+        self._chat = chat
         self._activation = activation
         self._longest = min(engine.longest, chat.tokenizer.model_max_length)
 
@@ -65,14 +61,15 @@ class Scores:
             JSON object in vLLM's format, with one score for each pair of texts.
 
         Raises:
-            ApiError: the model is not a classifier, or the texts are invalid, too many or too long, status 400. Or no
-                place is free, status 503.
+            ApiError: the model is not a classifier, or the texts are invalid, too many or too long, status 400. Or the
+                model name is unknown, status 404. Or no place is free, status 503.
             ParallelError: the workers cannot answer.
         """
+        name = self._engine.models.named(request.model)
         scores, usage = await self._scores(request.pairs, request.use_activation)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         common = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-        return {**common, "model": self._options.name, "data": data, "usage": usage}
+        return {**common, "model": name, "data": data, "usage": usage}
 
     async def rerank(self, request: RerankRequest) -> dict[str, Any]:
         """Answer a request to `/v1/rerank`.
@@ -83,7 +80,7 @@ class Scores:
         Raises:
             ApiError, ParallelError: see `score`.
         """
-        texts = request.texts
+        name, texts = self._engine.models.named(request.model), request.texts
         scores, usage = await self._scores([(request.query, text) for text in texts], request.use_activation)
         results: list[dict[str, Any]] = [
             {"index": index, "relevance_score": score}
@@ -91,27 +88,19 @@ class Scores:
             for index, score in enumerate(scores)
         ]
         results.sort(key=lambda each: -each["relevance_score"])
-        name, top = self._options.name, request.top_n or len(results)
+        top = request.top_n or len(results)
         return {"id": f"rerank-{secrets.token_hex(12)}", "model": name, "results": results[:top], "usage": usage}
 
     async def _scores(self, pairs: list[tuple[str, str]], activates: bool) -> tuple[list[float], dict[str, int]]:
         if self._activation is None:
             raise bad_request("the model is not a classifier of text pairs and cannot score", "model")
-        if not 0 < len(pairs) <= self._options.max_inputs:
-            raise bad_request(
-                f"the request has {len(pairs)} pairs of texts; send 1 to {self._options.max_inputs} (--max-inputs)"
-            )
-        with self._engine.counted():
-            logits, tokens = await asyncio.to_thread(self._run, pairs)
-        self._engine.metrics.took(tokens)
-        scores = self._activation(logits) if activates else logits
-        return scores.tolist(), {"prompt_tokens": tokens, "total_tokens": tokens}
-
-    def _run(self, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, int]:
-        try:
-            rows = [self._tokenizer(first, second, verbose=False) for first, second in pairs]
-        except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
-            raise bad_request(f"the tokenizer cannot read a text: {error}") from None
-        return run_rows(
-            self._engine, self._tokenizer, rows, self._longest, lambda output, _: output.logits[:, 0].float()
+        logits, usage = await run_texts(
+            self._engine,
+            self._chat.tokenizer,
+            pairs,
+            lambda pair: self._chat.encoding(pair[0], second=pair[1]),
+            self._longest,
+            lambda output, _: output.logits[:, 0].float(),
         )
+        scores = self._activation(logits) if activates else logits
+        return scores.tolist(), usage

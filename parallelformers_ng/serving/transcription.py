@@ -13,8 +13,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.engine import Engine, draw_seed
-from parallelformers_ng.serving.models import Models
-from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.sound import read_sound
 from parallelformers_ng.serving.structured import Fields
 
@@ -49,21 +47,18 @@ class Transcription:
     Args:
         engine: engine of the model.
         processor: processor of the model; None if the model does not transcribe sound.
-        options: limits of the server.
     """
 
-    def __init__(self, engine: Engine, processor: Any, options: ServeOptions) -> None:
+    def __init__(self, engine: Engine, processor: Any) -> None:
         self._engine = engine
         self._processor = processor
-        self._options = options
         self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
-    async def answer(self, request: Request, models: Models) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answer a request to `/v1/audio/transcriptions`.
 
         Args:
             request: HTTP request with a form, whose body has been read already.
-            models: names of the model and its adapters.
 
         Returns:
             Plain text, or a JSON object with the text and the length of the sound in whole seconds.
@@ -87,7 +82,7 @@ class Transcription:
                 if name in form:
                     raise bad_request(f"{name} is not supported; remove the field", name, "unsupported_parameter")
             fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
-            models.named(fields.model)
+            self._engine.models.named(fields.model)
             arguments = self._arguments(fields)
             with self._engine.counted():
                 async with self._turn:
@@ -107,7 +102,7 @@ class Transcription:
             ApiError: `cors` does not name the origin, status 403.
         """
         origin, host = request.headers.get("origin"), request.headers.get("host")
-        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
             raise ApiError(
                 403,
                 f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
@@ -121,7 +116,7 @@ class Transcription:
             ApiError: the model does not know the language, or the prompt has a special token, status 400.
         """
         config = self._engine.model.generation_config
-        arguments: dict[str, Any] = {"timeout": self._options.timeout}
+        arguments: dict[str, Any] = {"timeout": self._engine.options.timeout}
         if getattr(config, "is_multilingual", False):
             arguments["task"] = "transcribe"
         if request.language:
@@ -146,7 +141,7 @@ class Transcription:
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:
         """Return the model inputs for a sound file, and the length of the sound in seconds."""
         extractor = self._processor.feature_extractor
-        samples = read_sound(data, extractor.sampling_rate, self._options.max_audio_seconds)
+        samples = read_sound(data, extractor.sampling_rate, self._engine.options.max_audio_seconds)
         # Sound that is longer than the model's window keeps its length; `generate` splits the sound at timestamps.
         is_long = len(samples) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
