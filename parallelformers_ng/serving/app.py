@@ -19,7 +19,6 @@ from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.pictures import Pictures
-from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.scores import Scores
 from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.status import Status
@@ -37,7 +36,7 @@ _POLICY = (
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
 
-def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | None = None) -> AccessGuard:
+def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) -> AccessGuard:
     """Return the web application that serves a model.
 
     Args:
@@ -45,7 +44,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         tokenizer: tokenizer of the model; for a model that reads pictures or transcribes sound, the processor. If the
             model lower-cases texts, the function changes the tokenizer's normalizer.
         options: limits of the server, and the model name for clients.
-        kind: kind of model; by default text, or embeddings with normalized mean pooling if the model cannot generate.
+        kind: kind of the model.
 
     Returns:
         ASGI application, wrapped in the access guard.
@@ -55,7 +54,6 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind | N
         UnsupportedModelError: the model lower-cases texts, but its tokenizer is not a fast tokenizer.
     """
     template = None if options.chat_template is None else Path(options.chat_template).read_text()
-    kind = kind or Kind(None if model.can_generate() else Pooling())
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
     tokenizer = getattr(processor, "tokenizer", tokenizer)
     engine = Engine(model, options, kind.writes_text)

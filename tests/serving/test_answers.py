@@ -18,6 +18,7 @@ from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.serve_options import read_serve_options
@@ -253,12 +254,12 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     options_seen = {}
     monkeypatch.setattr(run, "parallelize", lambda *_, **options: options_seen.update(options))
     monkeypatch.setattr(run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
-    run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}))
+    run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}), Kind())
     sizes = {0: "10GiB", 1: "4", "cpu": "1GB"}
     assert options_seen["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
-    run.load(read_serve_options(None, {"model": "a"}))
+    run.load(read_serve_options(None, {"model": "a"}), Kind())
     assert options_seen["fit"] == FitOptions()
-    run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}))
+    run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}), Kind())
     assert options_seen["fit"] == FitOptions("tensor+pipeline", 2)
 
 
