@@ -23,8 +23,8 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.serving import ray_router
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.logs import log
+from parallelformers_ng.serving.model_kinds import kind_of
 from parallelformers_ng.serving.run import load
 from parallelformers_ng.serving.serve_options import ServeOptions
 
