@@ -77,8 +77,7 @@ class Chat:
         Raises:
             ApiError: the text is too long or invalid, status 400.
         """
-        token_ids: list[int] = self.encoding(text, special)["input_ids"]
-        return token_ids
+        return self.encoding(text, special)["input_ids"]
 
     def encoding(self, text: str, special: bool = True, second: str | None = None) -> Mapping[str, Any]:
         """Return all model inputs that the tokenizer makes from a text, as lists with one item for each token.
@@ -93,10 +92,9 @@ class Chat:
         self.check_length(text)
         self.check_length(second or "")
         try:
-            encoding: Mapping[str, Any] = self.tokenizer(text, second, add_special_tokens=special, verbose=False)
+            return self.tokenizer(text, second, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
             raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
-        return encoding
 
     def check_length(self, text: str) -> None:
         """Raise an error if a text surely has more tokens than the limit of a prompt.
@@ -150,10 +148,7 @@ class Chat:
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _apply(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, chat_template=self._template, tokenize=False, **arguments
-        )
-        return text
+        return self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
 
     @property
     def _bare_form(self) -> BareForm:

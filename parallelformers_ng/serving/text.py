@@ -41,8 +41,7 @@ class Detokenizer:
         return now[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
-        return text
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
 
 class Stopper:
