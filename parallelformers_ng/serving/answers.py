@@ -63,7 +63,6 @@ async def write(
     """
     text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(stops)
-    ends = engine.ends if job.ends is None else job.ends
     finish, called, count = "length", False, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
@@ -83,7 +82,7 @@ async def write(
             apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
             for tokens, likelihoods in apart:
                 yield piece(tokens, likelihoods)
-                if stopper.stopped or tokens[-1] in ends:
+                if stopper.stopped or tokens[-1] in job.ends:
                     finish = "stop"
                     break
             if finish == "stop":

@@ -52,7 +52,7 @@ async def run_texts(
             " (--max-inputs)",
             "input",
         )
-    with engine.counted():
+    with engine.admitted(1):
         results, tokens = await asyncio.to_thread(
             lambda: _run_rows(engine, tokenizer, [encode(text) for text in texts], longest, read)
         )

@@ -14,7 +14,8 @@ from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.serving.answers import Piece, write_all
 from parallelformers_ng.serving.api_errors import api_error, bad_request
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.engine import Engine, GenerationJob, Places, draw_seed
+from parallelformers_ng.serving.engine import Engine, GenerationJob, draw_seed
+from parallelformers_ng.serving.metrics import AnswerMetrics
 from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.requests import (
     ChatRequest,
@@ -74,7 +75,7 @@ class Generation:
         """
         name = self._engine.models.named(request.model)
         self._check(request, len(request.prompts))
-        with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
+        with self._engine.admitted((request.n or 1) * len(request.prompts)) as answers:
             prompts = [
                 Prompt(
                     await asyncio.to_thread(self._chat.ids, prompt, request.add_special_tokens)
@@ -88,7 +89,7 @@ class Generation:
                 for prompt in prompts:
                     self._engine.check_prompt(prompt.ids)
                     shape.before.append(await self._engine.read(prompt.ids, request.logprobs, name))
-            return await self._answer(request, prompts, shape, lambda: None, places)
+            return await self._answer(request, prompts, shape, lambda: None, answers)
 
     async def converse(self, request: ChatRequest) -> Response:
         """Answer a request to `/v1/chat/completions`; the result is the same as in `complete`.
@@ -112,14 +113,16 @@ class Generation:
 
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
-        with self._engine.admitted(request.n or 1) as places:
+        with self._engine.admitted(request.n or 1) as answers:
             choice = request.tool_choice_read
             text = await asyncio.to_thread(
                 self._chat.prompt, request.messages, choice.tools, request.template_arguments
             )
             prompt = await self._prompt(request, text)
             forced = self._chat.forced_calls(choice) if choice.forced else None
-            return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
+            return await self._answer(
+                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, forced
+            )
 
     async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
         """Return the prompt of a chat, with additional model inputs if the chat has pictures."""
@@ -199,10 +202,10 @@ class Generation:
         prompts: list[Prompt],
         shape: Shape,
         reader: Callable[[], Any],
-        places: Places,
+        answers: list[AnswerMetrics],
         forced: Constraint | None = None,
     ) -> Response:
-        jobs = await self._jobs(request, prompts, places, forced)
+        jobs = await self._jobs(request, prompts, answers, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs)
@@ -216,7 +219,7 @@ class Generation:
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
     async def _jobs(
-        self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
+        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], forced: Constraint | None
     ) -> list[GenerationJob]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
@@ -231,29 +234,26 @@ class Generation:
             self._engine.check_prompt(prompt.ids)
         grammar = None if constraint is None else await self._schemas.read(constraint)
         jobs = []
-        for prompt in prompts:
-            for number in range(request.n or 1):
-                processors: list[Any] = (
-                    [] if grammar is None else [self._schemas.processor(grammar, self._engine.answer_start(prompt.ids))]
+        for index, answer in enumerate(answers):
+            at, number = divmod(index, request.n or 1)
+            prompt = prompts[at]
+            start = self._engine.answer_start(prompt.ids)
+            jobs.append(
+                GenerationJob(
+                    prompt.ids,
+                    settings,
+                    # Each answer of a request has its own seed, and the same request seed gives the same answers.
+                    (seed + number) % (1 << 63),
+                    [] if grammar is None else [self._schemas.processor(grammar, start)],
+                    request.alternatives,
+                    ends,
+                    request.min_tokens,
+                    answer,
+                    self._penalties(request, start),
+                    request.model,
+                    prompt.inputs,
                 )
-                penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
-                # Each answer of a request has its own seed, and the same request seed gives the same answers.
-                answer_seed = (seed + number) % (1 << 63)
-                jobs.append(
-                    GenerationJob(
-                        prompt.ids,
-                        settings,
-                        answer_seed,
-                        processors,
-                        request.alternatives,
-                        ends,
-                        request.min_tokens,
-                        places,
-                        penalties,
-                        request.model,
-                        prompt.inputs,
-                    )
-                )
+            )
         return jobs
 
     def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +25,16 @@ class AnswerMetrics:
     """Times and token counts of one answer.
 
     Attributes:
-        prompt: number of tokens in the prompt.
+        prompt: number of tokens in the prompt; 0 until the call of the model.
         tokens: number of tokens in the answer up to now.
+        started: whether the call of the model has begun.
         arrived, admitted, first, latest: times of the arrival, of the free row, and of the first and the newest token,
             in seconds on the clock of `time.monotonic`; 0 until then.
     """
 
-    prompt: int
+    prompt: int = 0
     tokens: int = 0
+    started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     first: float = 0.0
@@ -134,23 +135,29 @@ class Metrics:
         since = time.monotonic() - _RATE_SECONDS
         return sum(tokens for when, tokens in self._recent if when >= since) / _RATE_SECONDS
 
-    @contextmanager
-    def answering(self, prompt: int = 0) -> Iterator[AnswerMetrics]:
-        """Count one answer from its arrival until the block ends.
-
-        Args:
-            prompt: number of tokens in the prompt.
-        """
-        answer = AnswerMetrics(prompt)
+    def arrive(self) -> AnswerMetrics:
+        """Count one more answer, until `leave`."""
+        answer = AnswerMetrics()
         self._answers.append(answer)
         self._admit()
-        try:
-            yield answer
-        finally:
-            self._answers.remove(answer)
-            self._admit()
-            if answer.tokens:
-                self._observe(answer)
+        return answer
+
+    def leave(self, answer: AnswerMetrics) -> None:
+        """Count an answer no longer, and record its times if it has at least one token."""
+        self._answers.remove(answer)
+        self._admit()
+        if not answer.tokens:
+            return
+        admitted = answer.admitted or answer.first
+        self._whole.observe(time.monotonic() - answer.arrived)
+        self._prompt_length.observe(answer.prompt)
+        self._length.observe(answer.tokens)
+        self._longest.observe(answer.tokens)
+        self._queued.observe(admitted - answer.arrived)
+        self._prefill.observe(max(0.0, answer.first - admitted))
+        self._decode.observe(answer.latest - answer.first)
+        if answer.tokens > 1:
+            self._per_token.observe((answer.latest - answer.first) / (answer.tokens - 1))
 
     def took(self, prompt_tokens: int) -> None:
         """Add tokens to the counter of prompt tokens and to the record of the current request."""
@@ -161,7 +168,7 @@ class Metrics:
         """Count new tokens of an answer, and record the current time as the time of the tokens.
 
         Args:
-            answer: answer that `answering` counts.
+            answer: result of `arrive`.
             tokens: number of new tokens, at least 1.
         """
         now = time.monotonic()
@@ -211,15 +218,3 @@ class Metrics:
         """Record the time of answers that have got a row."""
         for answer in self._answers[: self._rows]:
             answer.admitted = answer.admitted or time.monotonic()
-
-    def _observe(self, answer: AnswerMetrics) -> None:
-        admitted = answer.admitted or answer.first
-        self._whole.observe(time.monotonic() - answer.arrived)
-        self._prompt_length.observe(answer.prompt)
-        self._length.observe(answer.tokens)
-        self._longest.observe(answer.tokens)
-        self._queued.observe(admitted - answer.arrived)
-        self._prefill.observe(max(0.0, answer.first - admitted))
-        self._decode.observe(answer.latest - answer.first)
-        if answer.tokens > 1:
-            self._per_token.observe((answer.latest - answer.first) / (answer.tokens - 1))

@@ -84,7 +84,7 @@ class Transcription:
             fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
             self._engine.models.named(fields.model)
             arguments = self._arguments(fields)
-            with self._engine.counted():
+            with self._engine.admitted(1):
                 async with self._turn:
                     inputs, seconds = await asyncio.to_thread(self._inputs, await file.read())
                 output = await self._engine.model.agenerate(**inputs, **arguments)
