@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.api import parallelize, start_group
 from parallelformers_ng.checkpoint.model_class import empty_model
-from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.placement import placement
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -96,37 +96,6 @@ class Report:
                 share = f"   {self.bandwidth_share(name):4.0%} of the bandwidth" if figures is self.decode else ""
                 lines.append(f"  {name:<13} median {statistics.median(values):9.1f}   best {max(values):9.1f}{share}")
         return "\n".join(lines)
-
-    def plot(self, path: str) -> None:
-        """Write an image file with the median speeds as bars; whiskers show the best and the worst round.
-
-        Args:
-            path: path of the image file; the suffix chooses the format.
-
-        Raises:
-            ParallelError: matplotlib is missing.
-            ValueError: matplotlib does not know the suffix of `path`.
-            OSError: the file cannot be written.
-        """
-        check_plotting()
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        figure.suptitle(f"{self.model}, {self.ranks} {self.device} ranks")
-        tasks = (("prefill", self.prompt, self.prefill), ("decode", self.tokens, self.decode))
-        for axes, (title, tokens, figures) in zip(figure.subplots(1, 2), tasks, strict=True):
-            middles = [statistics.median(values) for values in figures.values()]
-            below = [middle - min(values) for middle, values in zip(middles, figures.values(), strict=True)]
-            above = [max(values) - middle for middle, values in zip(middles, figures.values(), strict=True)]
-            bars = axes.bar(list(figures), middles, yerr=(below, above), capsize=6, width=0.6)
-            axes.bar_label(bars, fmt="{:.1f}", label_type="center", color="white", fontweight="bold")
-            axes.set_title(f"{title}, {tokens} tokens")
-            axes.set_ylabel("tokens per second")
-            if title == "decode":
-                limit = self.bandwidth / self.weight_bytes
-                axes.axhline(limit, linestyle="--", color="black", label=f"limit of the bandwidth: {limit:.1f}")
-                figure.legend(loc="outside right upper")  # the legend must not cover the bars
-        figure.savefig(path, dpi=150)
 
 
 def bench(
@@ -235,18 +204,6 @@ def read_bandwidth(device: str, count: int = 1) -> float:
         data.sum().item()  # `item` waits for the device
         best = min(best, time.perf_counter() - start)
     return data.nbytes / best * (count if device == "cuda" else 1)
-
-
-def check_plotting() -> None:
-    """Check that matplotlib can be imported.
-
-    Raises:
-        ParallelError: the import fails.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ParallelError(f"bench: a plot needs matplotlib ({error}): pip install matplotlib") from error
 
 
 def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:

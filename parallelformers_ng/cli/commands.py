@@ -137,15 +137,13 @@ def bench(options: argparse.Namespace) -> None:
         options: parsed arguments of the command.
 
     Raises:
-        ParallelError: a flag has a wrong value, matplotlib is missing, or `parallelize` failed.
-        OSError: the configuration or the weights cannot be found, or the plot cannot be written.
-        ValueError: a number is out of range, a name is unknown, or matplotlib does not know the suffix of the plot.
+        ParallelError: a flag has a wrong value, or `parallelize` failed.
+        OSError: the configuration or the weights cannot be found.
+        ValueError: a number is out of range, or a name is unknown.
         RuntimeError: torch cannot use the device, or has no memory for the model.
     """
     from parallelformers_ng.cli import bench as benchmark
 
-    if options.plot:
-        benchmark.check_plotting()  # fail before minutes of measuring
     report = benchmark.bench(
         options.model,
         options.num_gpus,
@@ -160,9 +158,6 @@ def bench(options: argparse.Namespace) -> None:
         say=lambda text: print(text, file=sys.stderr),
     )
     _print(options, report.as_dict(), str(report))
-    if options.plot:
-        report.plot(options.plot)
-        print(f"saved the plot to {options.plot}", file=sys.stderr)
 
 
 def _numbers(text: str) -> list[float]:
@@ -290,7 +285,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
     command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
     command.add_argument("--no-baseline", action="store_true", help="measure only the ranks, not one process")
-    command.add_argument("--plot", metavar="OUT.png", help="also draw the speeds as bars; needs matplotlib")
     command.set_defaults(command=bench)
 
     command = commands.add_parser(
