@@ -13,13 +13,12 @@ from starlette.responses import Response
 from parallelformers_ng.serving import api_errors
 from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.embeddings import Embeddings
 from parallelformers_ng.serving.engine import Engine
+from parallelformers_ng.serving.forwards import Forwards
 from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.pictures import Pictures
-from parallelformers_ng.serving.scores import Scores
 from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.status import Status
 from parallelformers_ng.serving.transcription import Transcription
@@ -61,7 +60,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     chat = Chat(tokenizer, template, engine.longest, processor if pictures else None)
     generation, status = Generation(engine, chat, pictures), Status(engine, chat)
     transcription = Transcription(engine, processor if kind.transcribes else None)
-    embeddings, scores = Embeddings(engine, chat, kind.pooling), Scores(engine, chat, kind.activation)
+    forwards = Forwards(engine, chat, kind.pooling, kind.activation)
     # FastAPI's own page at /docs loads scripts from other sites; `api_page` builds a page without scripts.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
@@ -82,11 +81,11 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
             generation.respond,
             "/v1/responses",
         ),
-        ("Return one embedding vector for each text.", embeddings.embed, "/v1/embeddings"),
-        ("Return a score for each pair of texts.", scores.score, "/v1/score", "/score"),
+        ("Return one embedding vector for each text.", forwards.embed, "/v1/embeddings"),
+        ("Return a score for each pair of texts.", forwards.score, "/v1/score", "/score"),
         (
             "Return documents sorted by their score against a query, best first.",
-            scores.rerank,
+            forwards.rerank,
             *("/v1/rerank", "/v2/rerank", "/rerank"),
         ),
         (

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.serving.forwards import activation_of
 from parallelformers_ng.serving.model_kinds import Kind
-from parallelformers_ng.serving.scores import activation_of
 from tests.helpers.server import END, ScriptedModel, serving, tiny_tokenizer
 from tests.zoo.build import build
 
