@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -38,9 +38,8 @@ def policy_sources() -> dict[str, str]:
     sources = {}
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         package = model_type_to_module_name(model_type)
-        spec = importlib.util.find_spec(f"transformers.models.{package}")
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-        modelling = "".join(path.read_text() for folder in folders for path in folder.glob("modeling_*.py"))
+        folder = Path(transformers.models.__path__[0], package)
+        modelling = "".join(path.read_text() for path in folder.glob("modeling_*.py"))
         classes = re.findall(r"^class (\w+)", modelling, re.MULTILINE)
         if blocks & {name for cls in classes for name in (cls, f"{package}.{cls}")}:
             sources[model_type] = "written"

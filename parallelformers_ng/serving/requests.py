@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictInt, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
@@ -176,6 +176,9 @@ class ToolCall(Fields):
     function: Function
 
 
+_REASONING = AliasChoices("reasoning_content", "reasoning")  # the second is vLLM's newer name
+
+
 class Message(Fields):
     """Message of a chat.
 
@@ -191,20 +194,12 @@ class Message(Fields):
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=_REASONING)] = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     refusal: Any = None
     audio: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_reasoning(cls, data: Any) -> Any:
-        """Accept `reasoning`, vLLM's newer name, for `reasoning_content`."""
-        if isinstance(data, dict) and "reasoning" in data:
-            data = {"reasoning_content": data["reasoning"], **data}
-        return data
 
     @property
     def pictures(self) -> list[str]:
