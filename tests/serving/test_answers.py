@@ -14,6 +14,7 @@ import torch
 from parallelformers_ng import ParallelError
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.serving import run
+from parallelformers_ng.serving.answers import Detokenizer, Stopper
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.grammar import GrammarError
@@ -23,7 +24,6 @@ from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.serve_options import read_serve_options
 from parallelformers_ng.serving.structured import Constraint
-from parallelformers_ng.serving.text import Detokenizer, Stopper
 from parallelformers_ng.serving.tools import AnswerReader, response_template
 from tests.helpers.server import tiny_tokenizer
 
