@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.api import parallelize, start_group
 from parallelformers_ng.checkpoint.model_class import empty_model
-from parallelformers_ng.errors import ParallelError, UnsupportedModelError
+from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.placement import placement
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 _READ_BYTES, _READ_PASSES = 512 << 20, 8
 _SHORT_PROMPT = 8
@@ -96,37 +97,6 @@ class Report:
                 lines.append(f"  {name:<13} median {statistics.median(values):9.1f}   best {max(values):9.1f}{share}")
         return "\n".join(lines)
 
-    def plot(self, path: str) -> None:
-        """Write an image file with the median speeds as bars; whiskers show the best and the worst round.
-
-        Args:
-            path: path of the image file; the suffix chooses the format.
-
-        Raises:
-            ParallelError: matplotlib is missing.
-            ValueError: matplotlib does not know the suffix of `path`.
-            OSError: the file cannot be written.
-        """
-        check_plotting()
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        figure.suptitle(f"{self.model}, {self.ranks} {self.device} ranks")
-        tasks = (("prefill", self.prompt, self.prefill), ("decode", self.tokens, self.decode))
-        for axes, (title, tokens, figures) in zip(figure.subplots(1, 2), tasks, strict=True):
-            middles = [statistics.median(values) for values in figures.values()]
-            below = [middle - min(values) for middle, values in zip(middles, figures.values(), strict=True)]
-            above = [max(values) - middle for middle, values in zip(middles, figures.values(), strict=True)]
-            bars = axes.bar(list(figures), middles, yerr=(below, above), capsize=6, width=0.6)
-            axes.bar_label(bars, fmt="{:.1f}", label_type="center", color="white", fontweight="bold")
-            axes.set_title(f"{title}, {tokens} tokens")
-            axes.set_ylabel("tokens per second")
-            if title == "decode":
-                limit = self.bandwidth / self.weight_bytes
-                axes.axhline(limit, linestyle="--", color="black", label=f"limit of the bandwidth: {limit:.1f}")
-                figure.legend(loc="outside right upper")  # the legend must not cover the bars
-        figure.savefig(path, dpi=150)
-
 
 def bench(
     model: str,
@@ -202,11 +172,10 @@ def bench(
             contestants = {f"{num_gpus} ranks": cut}
             if baseline:
                 contestants[ONE_PROCESS] = load().to("cuda:0" if device == "cuda" else "cpu")
-            weights = _bytes_read(skeleton) * _dtype(dtype or skeleton.dtype).itemsize // skeleton.dtype.itemsize
-            weight_bytes = _bytes_held(skeleton, cut.shard_plan)
-            report = Report(
-                model, not has_weights, device, num_gpus, prompt, tokens, weights, speed, quantize, weight_bytes
-            )
+            read = _tensors_read(skeleton, cut.shard_plan)
+            weights = sum(tensor.bytes_whole for tensor in read)
+            held = sum(cut.shard_plan.bytes_held(tensor.name) for tensor in read)
+            report = Report(model, not has_weights, device, num_gpus, prompt, tokens, weights, speed, quantize, held)
             for round_ in range(rounds + 1):
                 say(f"round {round_} of {rounds}" if round_ else "warming up")
                 for name, contestant in contestants.items():
@@ -237,35 +206,13 @@ def read_bandwidth(device: str, count: int = 1) -> float:
     return data.nbytes / best * (count if device == "cuda" else 1)
 
 
-def check_plotting() -> None:
-    """Check that matplotlib can be imported.
-
-    Raises:
-        ParallelError: the import fails.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ParallelError(f"bench: a plot needs matplotlib ({error}): pip install matplotlib") from error
-
-
-def _bytes_read(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that one process reads for a decoded token."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is None or model.config.get_text_config().tie_word_embeddings
-    whole = {id(parameter): parameter.nbytes for parameter in model.parameters()}
-    if tied and head is not None and id(head.weight) != id(embedding.weight):
-        whole.pop(id(head.weight), None)  # on meta, a tied head can be a tensor of its own
-    return sum(whole.values()) - (0 if tied else embedding.weight.nbytes)
-
-
-def _bytes_held(model: PreTrainedModel, plan: ShardPlan) -> int:
-    """Return the bytes of weights that all ranks together read for a decoded token; a replicated weight counts once."""
+def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
+    """Return the weights that are read for a decoded token: all except an embedding that is not tied to the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     unread = None if tied else names[id(embedding.weight)]
-    return sum(plan.bytes_held(t.name) for t in plan.stored() if not t.is_buffer and t.name != unread)
+    return [tensor for tensor in plan.stored() if not tensor.is_buffer and tensor.name != unread]
 
 
 def _prefill(model: Any, prompt: int) -> float:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from parallelformers_ng import __version__
-from parallelformers_ng.cli import device_flags as forecast
 from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.options import QUANTIZE_HELP
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        return options.command(options) or 0
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
@@ -44,51 +43,51 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the arguments\n")
 
 
-def plan(options: argparse.Namespace) -> int:
+def plan(options: argparse.Namespace) -> None:
     """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast.
 
     Args:
         options: parsed arguments of the command.
-
-    Returns:
-        The exit status, 0.
 
     Raises:
         ParallelError: the flags contradict each other or have wrong values, or no policy fits the model.
         OSError: the configuration or the policy file cannot be found.
         ValueError: transformers does not know the model type of the configuration.
     """
-    from parallelformers_ng import forecast as make_forecast
-    from parallelformers_ng import plan as make_plan
+    import parallelformers_ng
     from parallelformers_ng.checkpoint.model_class import empty_model
 
-    forecast_options = forecast.forecast_arguments(options)
-    model, custom = empty_model(options.model, options.revision), _custom(options)
-    if forecast_options is not None:
-        outlook = make_forecast(model, custom_policies=custom, **forecast_options)
-        _print(options, outlook.as_dict(), _of_defaults(options, model) + str(outlook))
-        return 0
-    fit, bits = {name: getattr(options, name) for name in ("ratio", "strategy", "tensor")}, options.quantize
-    shard_plan = make_plan(model, options.num_gpus, dtype=options.dtype, custom_policies=custom, fit=fit, quantize=bits)
-    _print(options, shard_plan.as_dict(), _of_defaults(options, model) + shard_plan.table())
-    return 0
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    layout: dict[str, Any] = {name: given[name] for name in ("ratio", "strategy", "tensor") if name in given}
+    sizes = {name: given[name] for name in ("batch", "length") if name in given}
+    if options.device is None and sizes:
+        raise ParallelError(f"--{next(iter(sizes))} is for a forecast; add --device, for example --device h100")
+    if options.device is not None and layout:
+        raise ParallelError(
+            f"--{next(iter(layout))} is for a plan, but --device makes a forecast, which chooses the strategy; leave"
+            " one of the two flags out"
+        )
+    model = empty_model(options.model, options.revision)
+    common = {"dtype": options.dtype, "custom_policies": _custom(options), "quantize": options.quantize}
+    result: Any
+    if options.device is None:
+        result = parallelformers_ng.plan(model, options.num_gpus, fit=layout, **common)
+    else:
+        result = parallelformers_ng.forecast(model, device=options.device, num_gpus=options.num_gpus, **sizes, **common)
+    _print(options, result.as_dict(), _of_defaults(options, model) + str(result))
 
 
-def policies(options: argparse.Namespace) -> int:
+def policies(options: argparse.Namespace) -> None:
     """Print every model type with the source of its policy.
 
     Args:
         options: parsed arguments of the command.
-
-    Returns:
-        The exit status, 0.
     """
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
     lines = [f"{model_type:<40} {source}" for model_type, source in sources.items()]
     _print(options, sources, "\n".join(lines))
-    return 0
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -114,14 +113,11 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if verification.equal else 1
 
 
-def shard(options: argparse.Namespace) -> int:
+def shard(options: argparse.Namespace) -> None:
     """Write the shards of a checkpoint to a directory, with one tensor in memory at a time.
 
     Args:
         options: parsed arguments of the command.
-
-    Returns:
-        The exit status, 0.
 
     Raises:
         CheckpointError: a file of the checkpoint is missing or damaged, or the directory has files of another kind.
@@ -132,28 +128,22 @@ def shard(options: argparse.Namespace) -> int:
 
     size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
     write_shards(options.model, options.output, options.num_gpus, max_shard_size=size, **arguments)
-    return 0
 
 
-def bench(options: argparse.Namespace) -> int:
+def bench(options: argparse.Namespace) -> None:
     """Measure and print prefill and decode speeds on the workers and in one process.
 
     Args:
         options: parsed arguments of the command.
 
-    Returns:
-        The exit status, 0.
-
     Raises:
-        ParallelError: a flag has a wrong value, matplotlib is missing, or `parallelize` failed.
-        OSError: the configuration or the weights cannot be found, or the plot cannot be written.
-        ValueError: a number is out of range, a name is unknown, or matplotlib does not know the suffix of the plot.
+        ParallelError: a flag has a wrong value, or `parallelize` failed.
+        OSError: the configuration or the weights cannot be found.
+        ValueError: a number is out of range, or a name is unknown.
         RuntimeError: torch cannot use the device, or has no memory for the model.
     """
     from parallelformers_ng.cli import bench as benchmark
 
-    if options.plot:
-        benchmark.check_plotting()  # fail before minutes of measuring
     report = benchmark.bench(
         options.model,
         options.num_gpus,
@@ -168,10 +158,6 @@ def bench(options: argparse.Namespace) -> int:
         say=lambda text: print(text, file=sys.stderr),
     )
     _print(options, report.as_dict(), str(report))
-    if options.plot:
-        report.plot(options.plot)
-        print(f"saved the plot to {options.plot}", file=sys.stderr)
-    return 0
 
 
 def _numbers(text: str) -> list[float]:
@@ -238,11 +224,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--strategy",
-        default="tensor",
         help="tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)",
     )
     command.add_argument("--tensor", type=int, metavar="N", help="ranks of each stage, for tensor+pipeline")
-    forecast.add_flags(command)
+    flags = command.add_argument_group(
+        "forecast", "Memory of each device, tokens per second and the best strategy, from data sheets."
+    )
+    flags.add_argument("--device", metavar="NAME", help="h100, h200, a100, l40s, …; a wrong name lists all names")
+    flags.add_argument("--batch", type=int, metavar="N", help="total of sequences decoded together (default: 1)")
+    flags.add_argument("--length", type=int, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
     command.set_defaults(command=plan)
 
     command = commands.add_parser(
@@ -295,7 +285,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
     command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
     command.add_argument("--no-baseline", action="store_true", help="measure only the ranks, not one process")
-    command.add_argument("--plot", metavar="OUT.png", help="also draw the speeds as bars; needs matplotlib")
     command.set_defaults(command=bench)
 
     command = commands.add_parser(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
@@ -37,9 +38,8 @@ def policy_sources() -> dict[str, str]:
     sources = {}
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         package = model_type_to_module_name(model_type)
-        spec = importlib.util.find_spec(f"transformers.models.{package}")
-        folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-        modelling = "".join(path.read_text() for folder in folders for path in folder.glob("modeling_*.py"))
+        folder = Path(transformers.models.__path__[0], package)
+        modelling = "".join(path.read_text() for path in folder.glob("modeling_*.py"))
         classes = re.findall(r"^class (\w+)", modelling, re.MULTILINE)
         if blocks & {name for cls in classes for name in (cls, f"{package}.{cls}")}:
             sources[model_type] = "written"
@@ -75,13 +75,13 @@ class Verification:
     equal: bool
     source: str
     cut_share: float
-    rules: dict[str, int] = field(default_factory=dict)
-    whole: dict[str, int] = field(default_factory=dict)
-    tried: list[str] = field(default_factory=list)
-    unproven: str = ""
-    scheme: str = ""
-    quantized: int = 0
-    misfits: dict[str, str] = field(default_factory=dict)
+    rules: dict[str, int]
+    whole: dict[str, int]
+    tried: list[str]
+    unproven: str
+    scheme: str
+    quantized: int
+    misfits: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary for JSON."""
@@ -155,17 +155,11 @@ def verify_model(
         plan = build_plan(model, num_gpus, selection, quantize=bits)
         outcome = check_quantized(model, selection, num_gpus, bits) if equal else ""
         equal, tried = equal and outcome == "", [*tried, outcome] if outcome else tried
-    rules: dict[str, int] = {}
-    for tensor in plan.stored():
-        if not tensor.is_replicated:
-            rules[tensor.rule] = rules.get(tensor.rule, 0) + 1
+    rules = dict(Counter(tensor.rule for tensor in plan.stored() if not tensor.is_replicated))
     large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
-    name, share = type(model).__name__, plan.cut_share
-    verification = Verification(name, num_gpus, equal, selection.source, share, rules, large, tried, unproven)
-    if bits is not None:
-        verification.scheme, verification.quantized, verification.misfits = (
-            str(bits.scheme),
-            len(plan.quantized),
-            dict(plan.misfits),
-        )
-    return verification
+    return Verification(
+        *(type(model).__name__, num_gpus, equal, selection.source, plan.cut_share, rules, large, tried, unproven),
+        scheme="" if bits is None else str(bits.scheme),
+        quantized=0 if bits is None else len(plan.quantized),
+        misfits={} if bits is None else dict(plan.misfits),
+    )

@@ -7,16 +7,14 @@ import os
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelformers_ng.errors import ParallelError
 
-if TYPE_CHECKING:
-    from parallelformers_ng.serving.serve_options import ServeOptions
-
 KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
 
-_NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+_NEEDS = {"fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "ray": "serve,ray"}
+"""Packages that a server needs, and the extras of this package that install them."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,23 +109,15 @@ def run(options: argparse.Namespace) -> int:
     serve_options = read_serve_options(options.config, given_options(options))
     check_at_once(serve_options)
     try:
-        from parallelformers_ng.serving.run import serve
+        if serve_options.launcher == "ray":
+            from parallelformers_ng.serving.on_ray import serve_on_ray as serve
+        else:
+            from parallelformers_ng.serving.run import serve
     except ModuleNotFoundError as error:
-        if error.name not in _NEEDS:
+        package = (error.name or "").partition(".")[0]
+        if package not in _NEEDS:
             raise
         raise ParallelError(
-            f"serve needs {error.name}, which is not installed: pip install 'parallelformers-ng[serve]'"
+            f"serve needs {package}, which is not installed: pip install 'parallelformers-ng[{_NEEDS[package]}]'"
         ) from None
-    return serve(serve_options) if serve_options.launcher == "local" else _on_ray(serve_options)
-
-
-def _on_ray(options: ServeOptions) -> int:
-    try:
-        from parallelformers_ng.serving.on_ray import serve_on_ray
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        raise ParallelError(
-            "launcher is 'ray', and Ray is not installed: pip install 'parallelformers-ng[serve,ray]'"
-        ) from None
-    return serve_on_ray(options)
+    return serve(serve_options)

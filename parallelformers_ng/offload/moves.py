@@ -96,7 +96,7 @@ class MappedLayer(MovedLayer):
             let_go(stretch)
 
 
-class CopiedLayer(MovedLayer):
+class CopiedLayer(MappedLayer):
     """Weights of a layer in host memory or in mapped files, which are copied to a CUDA device while the layer runs.
 
     Weights in page-locked memory are copied ahead, while the device computes earlier layers. Weights in mapped files
@@ -119,19 +119,12 @@ class CopiedLayer(MovedLayer):
         device: torch.device,
         stream: torch.cuda.Stream,
     ) -> None:
-        super().__init__(module)
-        self._places = places
         self._homes: list[Tensor] = [table[name] for table, name in places]
-        self._mapping = MappedLayer(module, () if staging is None else self._homes)
+        super().__init__(module, () if staging is None else self._homes)
+        self._places = places
         self._staging, self._device, self._stream = staging, device, stream
         self._copies: list[Tensor] = []
         self._written = False
-
-    def bring(self) -> None:
-        self._mapping.bring()
-
-    def drop(self) -> None:
-        self._mapping.drop()
 
     def ask(self) -> None:
         if self._staging is None:
@@ -139,15 +132,15 @@ class CopiedLayer(MovedLayer):
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._written = True
             with torch.cuda.stream(self._stream):
-                self._copy()
+                self._copies = [home.to(self._device, non_blocking=True) for home in self._homes]
                 self._arrived = self._stream.record_event()
 
     def enter(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        if self._staging is not None:
-            self._copy()
-        else:
+        if self._staging is None:
             current.wait_event(self._arrived)
+        else:
+            self._copies = [self._staging.to_device(home) for home in self._homes]
         for (table, name), copy in zip(self._places, self._copies, strict=True):
             copy.record_stream(current)  # torch frees the copy only after the work that is queued on this stream
             table[name] = nn.Parameter(copy, requires_grad=False)
@@ -156,12 +149,6 @@ class CopiedLayer(MovedLayer):
         self._copies = []
         for (table, name), home in zip(self._places, self._homes, strict=True):
             table[name] = home
-
-    def _copy(self) -> None:
-        if self._staging is None:
-            self._copies = [home.to(self._device, non_blocking=True) for home in self._homes]
-        else:
-            self._copies = [self._staging.to_device(home) for home in self._homes]
 
 
 class Moves:
@@ -181,12 +168,11 @@ class Moves:
         self._ahead: MovedLayer | None = None
         for layer, following in zip(layers, [*layers[1:], *layers[:1]], strict=True):
             layer.next = following
-        self._hooks = [layer.module.register_forward_pre_hook(self._hook(layer)) for layer in layers]
-
-    def _hook(self, layer: MovedLayer) -> Any:
-        hook: Any = functools.partial(self._before, layer)
-        hook.is_blind = True
-        return hook
+        self._hooks = []
+        for layer in layers:
+            hook: Any = functools.partial(self._before, layer)
+            hook.is_blind = True
+            self._hooks.append(layer.module.register_forward_pre_hook(hook))
 
     def _before(self, layer: MovedLayer, module: nn.Module, args: Any) -> None:
         last, ahead = self._running, self._ahead

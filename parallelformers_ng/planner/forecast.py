@@ -237,16 +237,14 @@ def _laid_out(
         most: upper limit of the number of stages.
         room: limit of each device's memory in bytes.
     """
-    stages = min(most, max(1, math.floor(max(plan.bytes_per_rank) / room)))
-    while True:
+    stages, memory = 1, _memory(model, plan, observation, 1, room)
+    while not memory.fits and stages < most:
         try:
-            memory = _memory(model, plan, observation, stages, room)
-        except PlacementError:  # the model has fewer layers than stages
-            stages = most = stages - 1
-            continue
-        if memory.fits or stages == most:
-            return stages, memory
+            memory = _memory(model, plan, observation, stages + 1, room)
+        except PlacementError:  # the model has no more layers
+            break
         stages += 1
+    return stages, memory
 
 
 def _memory(model: nn.Module, plan: ShardPlan, observation: Observation, stages: int, room: float) -> Memory:

@@ -11,8 +11,87 @@ from typing import Any
 from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.engine import Engine, GenerationJob
 from parallelformers_ng.serving.likelihoods import Likelihood
-from parallelformers_ng.serving.text import Detokenizer, Stopper
 from parallelformers_ng.serving.tools import AnswerReader, Read
+
+_UNFINISHED = "\ufffd"  # replacement character, which a tokenizer writes for an incomplete character
+
+
+class Detokenizer:
+    """Incremental converter of tokens to text.
+
+    The text of a token depends on the tokens before it, because of spaces and characters of several tokens. Each call
+    decodes the last complete piece with and without the new tokens. The difference is the new text.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        keep_special: whether the text contains special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, keep_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip = not keep_special
+        self._tokens: list[int] = []
+        self._context, self._read = 0, 0
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """Add tokens and return the new text in complete characters.
+
+        Args:
+            tokens: ids of the new tokens.
+            last: whether no tokens follow; then incomplete characters are returned too.
+        """
+        self._tokens += tokens
+        before = self._decode(self._tokens[self._context : self._read])
+        now = self._decode(self._tokens[self._context :])
+        if len(now) <= len(before) or (now.endswith(_UNFINISHED) and not last):
+            return ""
+        self._context, self._read = self._read, len(self._tokens)
+        return now[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+
+
+class Stopper:
+    """Filter that ends a text before the first stop string.
+
+    The filter delays the end of the text if the end may be the beginning of a stop string.
+
+    Args:
+        stops: stop strings, possibly none; each stop string has at least one character.
+
+    Attributes:
+        stopped: whether the text has reached a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._delayed = ""
+        self.stopped = False
+
+    def add(self, text: str, last: bool = False) -> str:
+        """Add text and return the text that cannot belong to a stop string.
+
+        Args:
+            text: new text.
+            last: whether no text follows; then delayed text is returned too.
+        """
+        if self.stopped:
+            return ""
+        text = self._delayed + text
+        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
+            self.stopped, self._delayed = True, ""
+            return text[: min(ends)]
+        delay = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
+        self._delayed = text[len(text) - delay :]
+        return text[: len(text) - delay]
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass
@@ -35,23 +114,14 @@ class Piece:
     finish: str | None = None
 
 
-@dataclass(frozen=True)
-class Form:
-    """Settings for turning the answer tokens of a request into pieces.
-
-    Attributes:
-        tokenizer: tokenizer of transformers.
-        stops: stop strings; an answer ends before the first stop string. The text of the first `min_tokens` tokens of
-            a job is not searched for stop strings.
-        reader: function that returns a parser of reasoning and tool calls, or None for plain text.
-    """
-
-    tokenizer: Any
-    stops: Sequence[str]
-    reader: Callable[[], AnswerReader | BareReader | None]
-
-
-async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
+async def write(
+    engine: Engine,
+    tokenizer: Any,
+    stops: Sequence[str],
+    reader: AnswerReader | BareReader | None,
+    index: int,
+    job: GenerationJob,
+) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
     The text leaves out the engine's end tokens; `Piece.tokens` includes them. A complete answer is counted in the
@@ -59,19 +129,19 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
 
     Args:
         engine: engine that decodes the answer.
-        form: settings for turning tokens into pieces.
+        tokenizer: tokenizer of transformers.
+        stops: stop strings; the answer ends before the first stop string. The text of the first `min_tokens` tokens of
+            the job is not searched for stop strings.
+        reader: parser of reasoning and tool calls, or None for plain text.
         index: number of the answer within its request, for `Piece.index`.
         job: the answer to decode.
 
     Raises:
         TimeoutError: the answer is not complete within the time limit.
         ParallelError: the workers cannot answer, or a logits processor raises an error.
-        ValueError: see `Chat.reader`.
     """
-    reader = form.reader()
-    text = Detokenizer(form.tokenizer, keep_special=isinstance(reader, AnswerReader))
-    stopper = Stopper(form.stops)
-    ends = engine.ends if job.ends is None else job.ends
+    text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
+    stopper = Stopper(stops)
     finish, called, count = "length", False, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
@@ -91,7 +161,7 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
             apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
             for tokens, likelihoods in apart:
                 yield piece(tokens, likelihoods)
-                if stopper.stopped or tokens[-1] in ends:
+                if stopper.stopped or tokens[-1] in job.ends:
                     finish = "stop"
                     break
             if finish == "stop":
@@ -102,24 +172,33 @@ async def write(engine: Engine, form: Form, index: int, job: GenerationJob) -> A
     yield end
 
 
-async def write_all(engine: Engine, form: Form, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
+async def write_all(
+    engine: Engine,
+    tokenizer: Any,
+    stops: Sequence[str],
+    reader: Callable[[], AnswerReader | BareReader | None],
+    jobs: Sequence[GenerationJob],
+) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
 
     If the caller closes the generator, all answers end within one decode step.
 
     Args:
         engine: engine that decodes the answers.
-        form: settings for turning tokens into pieces.
+        tokenizer: tokenizer of transformers.
+        stops: stop strings; see `write`.
+        reader: function that returns a parser of one answer; see `Chat.reader`.
         jobs: the answers to decode; `Piece.index` is a position in this sequence.
 
     Raises:
-        TimeoutError, ParallelError, ValueError: the first error of an answer; see `write`.
+        TimeoutError, ParallelError: the first error of an answer; see `write`.
+        ValueError: see `Chat.reader`.
     """
     pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, one: GenerationJob) -> None:
         try:
-            async with contextlib.aclosing(write(engine, form, index, one)) as stream:
+            async with contextlib.aclosing(write(engine, tokenizer, stops, reader(), index, one)) as stream:
                 async for piece in stream:
                     pieces.put_nowait(piece)
             pieces.put_nowait(None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -99,8 +100,8 @@ def api_error(error: Exception) -> ApiError:
 def install(app: FastAPI) -> None:
     """Register handlers that format every error of an application as an `ApiError`.
 
-    A request that does not fit its pydantic model gets status 400 instead of FastAPI's 422. Errors of routing, such as
-    an unknown path, keep their status.
+    A request that does not fit a pydantic model gets status 400 instead of FastAPI's 422. Errors of routing, such as an
+    unknown path, keep their status.
     """
 
     @app.exception_handler(ApiError)
@@ -118,7 +119,8 @@ def install(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    @app.exception_handler(ValidationError)
+    async def invalid(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         return bad_request(f"{where}: {first['msg']}" if where else first["msg"], where or None).response()

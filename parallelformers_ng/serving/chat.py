@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallelformers_ng.serving.api_errors import bad_request
-from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar
+from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar, plain_messages
 from parallelformers_ng.serving.requests import Message, MessagePart
 from parallelformers_ng.serving.structured import Constraint
 from parallelformers_ng.serving.tool_choice import ToolChoice
-from parallelformers_ng.serving.tool_prompts import plain_messages
 from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_template
 
 
@@ -77,23 +76,24 @@ class Chat:
         Raises:
             ApiError: the text is too long or invalid, status 400.
         """
-        token_ids: list[int] = self.encoding(text, special)["input_ids"]
-        return token_ids
+        return self.encoding(text, special)["input_ids"]
 
-    def encoding(self, text: str, special: bool = True) -> Mapping[str, Any]:
+    def encoding(self, text: str, special: bool = True, second: str | None = None) -> Mapping[str, Any]:
         """Return all model inputs that the tokenizer makes from a text, as lists with one item for each token.
 
-        The arguments are the same as in `ids`.
+        Args:
+            text, special: the same as in `ids`.
+            second: second text of a pair, or None.
 
         Raises:
-            ApiError: the text is too long or invalid, status 400.
+            ApiError: a text is too long or invalid, status 400.
         """
         self.check_length(text)
+        self.check_length(second or "")
         try:
-            encoding: Mapping[str, Any] = self.tokenizer(text, add_special_tokens=special, verbose=False)
+            return self.tokenizer(text, second, add_special_tokens=special, verbose=False)
         except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
             raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
-        return encoding
 
     def check_length(self, text: str) -> None:
         """Raise an error if a text surely has more tokens than the limit of a prompt.
@@ -147,10 +147,7 @@ class Chat:
             raise bad_request(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _apply(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, chat_template=self._template, tokenize=False, **arguments
-        )
-        return text
+        return self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
 
     @property
     def _bare_form(self) -> BareForm:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,23 +19,12 @@ from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
-from parallelformers_ng.serving.metrics import Metrics
-from parallelformers_ng.serving.models import peft_names
+from parallelformers_ng.serving.metrics import AnswerMetrics, Metrics
+from parallelformers_ng.serving.models import Models, peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted
 _LOGITS_BYTES = 1 << 30  # memory limit for the logits of a prompt, if a request has `echo` and `logprobs`
-
-
-@dataclass
-class Places:
-    """Reserved places in the queue for the answers of one request.
-
-    Attributes:
-        left: number of answers that have not started yet.
-    """
-
-    left: int
 
 
 @dataclass(frozen=True)
@@ -49,9 +38,9 @@ class GenerationJob:
         seed: seed of the sampling.
         processors: logits processors.
         alternatives: number of most likely tokens to return at each position; None to return no probabilities.
-        ends: ids of tokens that end the answer; None for the model's own end tokens.
+        ends: ids of tokens that end the answer.
         min_tokens: minimum number of tokens in the answer.
-        places: reserved places of the request; None if the request has no reserved places.
+        answer: place of the answer, from `Engine.admitted`.
         penalties: penalties on tokens; penalties are applied before `processors`.
         model: name of the model or adapter that answers; None for the model.
         inputs: additional model inputs from pictures; a call with additional inputs runs alone, not in a batch.
@@ -60,14 +49,14 @@ class GenerationJob:
     ids: list[int]
     settings: dict[str, Any]
     seed: int
-    processors: list[Any] = field(default_factory=list)
-    alternatives: int | None = None
-    ends: frozenset[int] | None = None
-    min_tokens: int = 0
-    places: Places | None = None
-    penalties: Penalties | None = None
-    model: str | None = None
-    inputs: dict[str, Any] = field(default_factory=dict)
+    processors: list[Any]
+    alternatives: int | None
+    ends: frozenset[int]
+    min_tokens: int
+    answer: AnswerMetrics
+    penalties: Penalties | None
+    model: str | None
+    inputs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,11 +78,12 @@ class Engine:
     Args:
         model: parallelized model; without `batching`, calls run one after another.
         options: limits of the server.
-        metrics: counters of calls, tokens and times; the engine updates the counters.
         writes_text: whether the model generates text.
 
     Attributes:
-        model, options, metrics: the arguments of the same names.
+        model, options: the arguments of the same names.
+        metrics: counters of calls, tokens and times.
+        models: names of the model and its adapters.
         vocabulary: number of tokens in the vocabulary.
         positions: maximum number of tokens in a prompt plus its answer; 2**20 if the model's configuration has no
             `max_position_embeddings`.
@@ -105,64 +95,47 @@ class Engine:
         OSError, ValueError, KeyError: the options have adapters, and `adapter_config.json` cannot be read.
     """
 
-    def __init__(self, model: Any, options: ServeOptions, metrics: Metrics, writes_text: bool) -> None:
+    def __init__(self, model: Any, options: ServeOptions, writes_text: bool) -> None:
         self.model = model
         self.options = options
-        self.metrics = metrics
         text_config = model.config.get_text_config()
         self.vocabulary: int = text_config.vocab_size
         self.positions: int = getattr(text_config, "max_position_embeddings", None) or 1 << 20
+        rows = options.most_answers - options.waiting
+        self.metrics = Metrics(options.name, rows, options.cache_tokens or rows * self.positions)
+        self.models = Models(options, self.positions)
         self.generates = writes_text
         self.longest = min(self.positions - self.generates, options.max_prompt_tokens or self.positions)
         ends = model.generation_config.eos_token_id if self.generates else None
         self.ends: set[int] = {ends} if isinstance(ends, int) else set(ends or ())
         self._adapters = peft_names(options)
         self._ping: asyncio.Future[Any] | None = None
-        self._reserved = 0  # number of answers that have a reserved place and have not started
 
     @contextmanager
-    def admitted(self, answers: int) -> Iterator[Places]:
-        """Reserve places for answers until each answer starts, or until the block ends.
-
-        The caller puts the yielded object into `GenerationJob.places`, so that `generate` can release the places.
+    def admitted(self, count: int) -> Iterator[list[AnswerMetrics]]:
+        """Yield places for answers. The place of an answer that `generate` has not begun is free when the block ends.
 
         Args:
-            answers: number of places.
+            count: number of answers.
 
         Raises:
             ApiError: not enough places are free, status 503.
         """
-        limit, occupied = self.options.most_answers, self.metrics.in_flight + self._reserved
-        if occupied + answers > limit:
+        limit, occupied = self.options.most_answers, self.metrics.in_flight
+        if occupied + count > limit:
             raise ApiError(
                 503,
-                f"the server has {occupied} answers running or waiting, and the request needs {answers} more; the limit"
+                f"the server has {occupied} answers running or waiting, and the request needs {count} more; the limit"
                 f" is {limit} (--rows plus --waiting); send the request again later",
                 code="overloaded",
             )
-        self._reserved += answers
-        places = Places(answers)
+        answers = [self.metrics.arrive() for _ in range(count)]
         try:
-            yield places
+            yield answers
         finally:
-            self._reserved -= places.left
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Reserve one place and count one call that generates no text, until the block ends.
-
-        Raises:
-            ApiError: no place is free, status 503.
-        """
-        with self.admitted(1) as places, self.metrics.answering():
-            self._begin(places)
-            yield
-
-    def _begin(self, places: Places | None) -> None:
-        """Release one reserved place because its answer starts."""
-        if places is not None and places.left:
-            places.left -= 1
-            self._reserved -= 1
+            for answer in answers:
+                if not answer.started:
+                    self.metrics.leave(answer)
 
     def check_prompt(self, ids: list[int], longest: int | None = None) -> None:
         """Raise an error if the model cannot read a prompt.
@@ -194,8 +167,8 @@ class Engine:
     async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
-        A job with `alternatives` that runs alone yields all tokens at the end of the call. The metrics count the
-        answer. If the caller closes the generator, the call ends within one decode step.
+        A job with `alternatives` that runs alone yields all tokens at the end of the call. The place of the answer is
+        free after its end. If the caller closes the generator, the call ends within one decode step.
 
         Args:
             job: the answer to decode.
@@ -221,24 +194,24 @@ class Engine:
         queue: asyncio.Queue[NewTokens | None] = asyncio.Queue()
         streamer = arguments["streamer"] = _Tokens(asyncio.get_running_loop(), queue, recorder)
         end = asyncio.get_running_loop().time() + self.options.timeout
-        with self.metrics.answering(len(job.ids)) as answer:
-            self._begin(job.places)
-            call = asyncio.ensure_future(self.model.agenerate(**arguments))
-            call.add_done_callback(lambda _: queue.put_nowait(None))
-            try:
-                while True:
-                    async with asyncio.timeout_at(end):
-                        step = await queue.get()
-                    if step is None:
-                        break
-                    answer.has(len(step.tokens))
-                    yield step
-                await call
-                if rest := streamer.rest():
-                    answer.has(len(rest.tokens))
-                    yield rest
-            finally:
-                call.cancel()
+        call = asyncio.ensure_future(self.model.agenerate(**arguments))
+        call.add_done_callback(lambda _: queue.put_nowait(None))
+        job.answer.started, job.answer.prompt = True, len(job.ids)
+        try:
+            while True:
+                async with asyncio.timeout_at(end):
+                    step = await queue.get()
+                if step is None:
+                    break
+                self.metrics.wrote(job.answer, len(step.tokens))
+                yield step
+            await call
+            if rest := streamer.rest():
+                self.metrics.wrote(job.answer, len(rest.tokens))
+                yield rest
+        finally:
+            call.cancel()
+            self.metrics.leave(job.answer)
 
     def _adapter(self, name: str | None) -> dict[str, Any]:
         """Return the keyword argument that chooses the adapter; an empty dict if the server has no adapters."""
@@ -296,8 +269,7 @@ class Engine:
         if "min_new_tokens" in settings:
             settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
         config.update(max_length=None, **settings)
-        if job.ends is not None:
-            config.eos_token_id = sorted(job.ends)
+        config.eos_token_id = sorted(job.ends)
         if config.pad_token_id is None:
             config.pad_token_id = next(iter(self.ends), 0)  # no row is padded, but transformers needs a pad token
         return config

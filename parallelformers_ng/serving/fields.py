@@ -33,9 +33,11 @@ class Refused:
     def takes(self, value: Any) -> bool:
         """Return whether a value changes nothing, so that the server accepts the value.
 
-        None changes nothing. The types must match: 1 and 1.0 are equal here, but 1 and True are different.
+        None changes nothing. 1 and 1.0 are equal here, but 1 and True are different.
         """
-        return value is None or any(type(value) in _like(each) and value == each for each in self.harmless)
+        return value is None or any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.harmless
+        )
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,6 @@ class Ignored:
 
     routes: tuple[str, ...]
     why: str
-
-
-def _like(value: Any) -> tuple[type, ...]:
-    """Return the Python types that count as the type of a JSON value; int and float are the same type."""
-    return (int, float) if type(value) in (int, float) else (type(value),)
 
 
 _LATER = "remove the field"

@@ -11,22 +11,22 @@ from typing import Any
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from parallelformers_ng.batching.penalties import Penalties
-from parallelformers_ng.serving.answers import Form, Piece, write_all
+from parallelformers_ng.serving.answers import Piece, write_all
 from parallelformers_ng.serving.api_errors import api_error, bad_request
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.engine import Engine, GenerationJob, Places, draw_seed
+from parallelformers_ng.serving.engine import Engine, GenerationJob, draw_seed
+from parallelformers_ng.serving.metrics import AnswerMetrics
 from parallelformers_ng.serving.pictures import Pictures
 from parallelformers_ng.serving.requests import (
-    ApiRequest,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
 from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
-from parallelformers_ng.serving.serve_options import ServeOptions
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
 from parallelformers_ng.serving.structured import Constraint
 
@@ -37,12 +37,10 @@ class Prompt:
 
     Attributes:
         ids: token ids of the prompt.
-        text: text of a chat prompt; "" for a completion.
         inputs: additional model inputs from pictures.
     """
 
     ids: list[int]
-    text: str = ""
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -52,14 +50,12 @@ class Generation:
     Args:
         engine: engine of the model.
         chat: tokenizer of the model.
-        options: limits of the server.
         pictures: reader of pictures; None if the model reads only text.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions, pictures: Pictures | None = None) -> None:
+    def __init__(self, engine: Engine, chat: Chat, pictures: Pictures | None) -> None:
         self._engine = engine
         self._chat = chat
-        self._options = options
         self._pictures = pictures
         self._schemas = Schemas(chat.tokenizer, engine.vocabulary, engine.ends)
 
@@ -71,33 +67,29 @@ class Generation:
             piece of a stream, an error becomes an event of the stream.
 
         Raises:
-            ApiError: the request is invalid, status 400. Or no place is free, status 503. Or the request has a
-                constraint, but the package llguidance is missing, status 501.
+            ApiError: the request is invalid, status 400. Or the model name is unknown, status 404. Or no place is free,
+                status 503. Or the request has a constraint, but the package llguidance is missing, status 501.
             TimeoutError: the answers are not complete within the time limit.
             ParallelError: the workers cannot answer.
             ValueError: llguidance cannot read the tokenizer, or transformers cannot read its response template.
         """
+        name = self._engine.models.named(request.model)
         self._check(request, len(request.prompts))
-        with self._engine.admitted((request.n or 1) * len(request.prompts)) as places:
-            return await self._complete(request, places)
-
-    async def _complete(self, request: CompletionRequest, places: Places) -> Response:
-        prompts = [
-            Prompt(
-                await asyncio.to_thread(self._chat.ids, prompt, request.add_special_tokens)
-                if isinstance(prompt, str)
-                else prompt
-            )
-            for prompt in request.prompts
-        ]
-        shape = CompletionShape(
-            request.model or self._options.name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts]
-        )
-        if request.echo and request.logprobs is not None:
-            for prompt in prompts:
-                self._engine.check_prompt(prompt.ids)
-                shape.before.append(await self._engine.read(prompt.ids, request.logprobs, request.model))
-        return await self._answer(request, prompts, shape, lambda: None, places)
+        with self._engine.admitted((request.n or 1) * len(request.prompts)) as answers:
+            prompts = [
+                Prompt(
+                    await asyncio.to_thread(self._chat.ids, prompt, request.add_special_tokens)
+                    if isinstance(prompt, str)
+                    else prompt
+                )
+                for prompt in request.prompts
+            ]
+            shape = CompletionShape(name, self._chat.tokenizer, request, [prompt.ids for prompt in prompts])
+            if request.echo and request.logprobs is not None:
+                for prompt in prompts:
+                    self._engine.check_prompt(prompt.ids)
+                    shape.before.append(await self._engine.read(prompt.ids, request.logprobs, name))
+            return await self._answer(request, prompts, shape, lambda: None, answers)
 
     async def converse(self, request: ChatRequest) -> Response:
         """Answer a request to `/v1/chat/completions`; the result is the same as in `complete`.
@@ -107,7 +99,8 @@ class Generation:
                 status 400.
             TimeoutError, ParallelError, ValueError: see `complete`.
         """
-        return await self._converse(request, ChatShape(self._name(request), self._chat.tokenizer, request))
+        name = self._engine.models.named(request.model)
+        return await self._converse(request, ChatShape(name, self._chat.tokenizer, request))
 
     async def respond(self, request: ResponsesRequest) -> Response:
         """Answer a request to `/v1/responses`; the result is the same as in `complete`.
@@ -115,24 +108,21 @@ class Generation:
         Raises:
             ApiError, TimeoutError, ParallelError, ValueError: see `converse`.
         """
-        chat = request.chat()
-        return await self._converse(chat, ResponseShape(self._name(request), self._chat.tokenizer, chat, request))
-
-    def _name(self, request: ApiRequest) -> str:
-        """Return the name of the model that answers."""
-        return request.model or self._options.name
+        name, chat = self._engine.models.named(request.model), request.chat()
+        return await self._converse(chat, ResponseShape(name, self._chat.tokenizer, chat, request))
 
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
-        with self._engine.admitted(request.n or 1) as places:
-            return await self._converse_at(request, shape, places)
-
-    async def _converse_at(self, request: ChatRequest, shape: Shape, places: Places) -> Response:
-        choice = request.tool_choice_read
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, choice.tools, request.template_arguments)
-        prompt = await self._prompt(request, text)
-        forced = self._chat.forced_calls(choice) if choice.forced else None
-        return await self._answer(request, [prompt], shape, lambda: self._chat.reader(text, choice), places, forced)
+        with self._engine.admitted(request.n or 1) as answers:
+            choice = request.tool_choice_read
+            text = await asyncio.to_thread(
+                self._chat.prompt, request.messages, choice.tools, request.template_arguments
+            )
+            prompt = await self._prompt(request, text)
+            forced = self._chat.forced_calls(choice) if choice.forced else None
+            return await self._answer(
+                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, forced
+            )
 
     async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
         """Return the prompt of a chat, with additional model inputs if the chat has pictures."""
@@ -140,13 +130,13 @@ class Generation:
         special = self._chat.begins_with_special(text) if special is None else special
         pictures = [address for message in request.messages or () for address in message.pictures]
         if not pictures or self._pictures is None:  # without a reader of pictures, `Chat.prompt` has refused pictures
-            return Prompt(await asyncio.to_thread(self._chat.ids, text, special), text)
+            return Prompt(await asyncio.to_thread(self._chat.ids, text, special))
         self._chat.check_length(text)
         inputs = await self._pictures.inputs(text, pictures, special)
         ids = inputs.pop("input_ids")
-        return Prompt(ids[0].tolist(), text, inputs)
+        return Prompt(ids[0].tolist(), inputs)
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Answer a request to `/tokenize` with the token ids of a prompt or a chat.
 
         Args:
@@ -154,26 +144,42 @@ class Generation:
                 tokens to a prompt, and `Chat.begins_with_special` decides for a chat.
 
         Returns:
-            Token ids, including the tokens that stand for pictures.
+            JSON object in vLLM's format. The token ids include the tokens that stand for pictures.
 
         Raises:
-            ApiError: status 400. The text is too long or invalid, or a picture cannot be read. Or no chat template
+            ApiError: status 404: the model name is unknown. Status 400: the request has neither a prompt nor messages,
+                or both. The text is too long or invalid, or a picture cannot be read. Or no chat template
                 accepts the messages, or two fields of the chat template contradict each other.
         """
+        self._engine.models.named(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("send exactly one of prompt and messages")
         if request.messages is None:
             special = request.add_special_tokens is not False
-            return await asyncio.to_thread(self._chat.ids, request.prompt or "", special)
-        tools = [tool.model_dump() for tool in request.tools or ()]
-        text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
-        return (await self._prompt(request, text)).ids
+            ids = await asyncio.to_thread(self._chat.ids, request.prompt or "", special)
+        else:
+            tools = [tool.model_dump() for tool in request.tools or ()]
+            text = await asyncio.to_thread(self._chat.prompt, request.messages, tools, request.template_arguments)
+            ids = (await self._prompt(request, text)).ids
+        return {"count": len(ids), "max_model_len": self._engine.positions, "tokens": ids}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
+        """Answer a request to `/detokenize` with the text of the tokens.
+
+        Raises:
+            ApiError: the model name is unknown, status 404. Or the tokens are invalid or too many, status 400.
+        """
+        self._engine.models.named(request.model)
+        self._engine.check_prompt(request.tokens, self._engine.positions)
+        return {"prompt": await asyncio.to_thread(self._chat.tokenizer.decode, request.tokens)}
 
     def _check(self, request: GenerationRequest, prompts: int) -> None:
-        limits = self._options
+        limits = self._engine.options
         if not self._engine.generates:
             raise bad_request("the model generates no text; see GET /docs for other routes", "model")
         for name, value, most in (
             ("n", (request.n or 1) * prompts, limits.max_choices),
-            ("stop", len(request.stops), limits.max_stops),
+            ("stop", len(request.stop), limits.max_stops),
             ("stop_token_ids", len(request.stop_token_ids), limits.max_stops),
             ("min_tokens", request.min_tokens, request.most_tokens or limits.max_tokens),
             ("logprobs", request.alternatives or 0, limits.max_top_logprobs),
@@ -187,7 +193,7 @@ class Generation:
                 raise bad_request(
                     f"{name} has an unknown token id; the model has {self._engine.vocabulary} tokens", name
                 )
-        if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stops):
+        if any(not 0 < len(stop) <= STOP_LENGTH for stop in request.stop):
             raise bad_request(f"a stop string is empty or too long; send 1 to {STOP_LENGTH} characters", "stop")
 
     async def _answer(
@@ -196,13 +202,13 @@ class Generation:
         prompts: list[Prompt],
         shape: Shape,
         reader: Callable[[], Any],
-        places: Places,
+        answers: list[AnswerMetrics],
         forced: Constraint | None = None,
     ) -> Response:
-        jobs = await self._jobs(request, prompts, places, forced)
+        jobs = await self._jobs(request, prompts, answers, forced)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, Form(self._chat.tokenizer, request.stops, reader), jobs)
+        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -213,7 +219,7 @@ class Generation:
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
     async def _jobs(
-        self, request: GenerationRequest, prompts: list[Prompt], places: Places, forced: Constraint | None
+        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], forced: Constraint | None
     ) -> list[GenerationJob]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
@@ -228,29 +234,26 @@ class Generation:
             self._engine.check_prompt(prompt.ids)
         grammar = None if constraint is None else await self._schemas.read(constraint)
         jobs = []
-        for prompt in prompts:
-            for number in range(request.n or 1):
-                processors: list[Any] = (
-                    [] if grammar is None else [self._schemas.processor(grammar, self._engine.answer_start(prompt.ids))]
+        for index, answer in enumerate(answers):
+            at, number = divmod(index, request.n or 1)
+            prompt = prompts[at]
+            start = self._engine.answer_start(prompt.ids)
+            jobs.append(
+                GenerationJob(
+                    prompt.ids,
+                    settings,
+                    # Each answer of a request has its own seed, and the same request seed gives the same answers.
+                    (seed + number) % (1 << 63),
+                    [] if grammar is None else [self._schemas.processor(grammar, start)],
+                    request.alternatives,
+                    ends,
+                    request.min_tokens,
+                    answer,
+                    self._penalties(request, start),
+                    request.model,
+                    prompt.inputs,
                 )
-                penalties = self._penalties(request, self._engine.answer_start(prompt.ids))
-                # Each answer of a request has its own seed, and the same request seed gives the same answers.
-                answer_seed = (seed + number) % (1 << 63)
-                jobs.append(
-                    GenerationJob(
-                        prompt.ids,
-                        settings,
-                        answer_seed,
-                        processors,
-                        request.alternatives,
-                        ends,
-                        request.min_tokens,
-                        places,
-                        penalties,
-                        request.model,
-                        prompt.inputs,
-                    )
-                )
+            )
         return jobs
 
     def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
@@ -268,7 +271,9 @@ class Generation:
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """Return values of `GenerationConfig` from a request; other values come from the model's own configuration."""
-        settings: dict[str, Any] = {"max_new_tokens": min(request.most_tokens or self._options.max_tokens, 1 << 31)}
+        settings: dict[str, Any] = {
+            "max_new_tokens": min(request.most_tokens or self._engine.options.max_tokens, 1 << 31)
+        }
         model_config = self._engine.model.generation_config
         temperature = request.temperature
         if temperature is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from parallelformers_ng.checkpoint.location import base_of_adapter
@@ -14,19 +15,18 @@ class Models:
 
     Args:
         options: options of the server, with the names of the model and the adapters.
-        created: start time of the server, in Unix seconds.
         positions: maximum number of tokens in a prompt plus its answer.
 
     Attributes:
-        name: name of the model itself.
         cards: map from the name of each model or adapter to its entry in `/v1/models`.
     """
 
-    def __init__(self, options: ServeOptions, created: int, positions: int) -> None:
-        self.name = options.name
-        common = {"object": "model", "created": created, "owned_by": "parallelformers_ng", "max_model_len": positions}
-        self.cards: dict[str, dict[str, Any]] = {self.name: {"id": self.name, **common}}
-        self.cards |= {name: {"id": name, "parent": self.name, **common} for name in options.adapters}
+    def __init__(self, options: ServeOptions, positions: int) -> None:
+        self._name = options.name
+        common = {"object": "model", "created": int(time.time()), "owned_by": "parallelformers_ng"}
+        common["max_model_len"] = positions
+        self.cards: dict[str, dict[str, Any]] = {self._name: {"id": self._name, **common}}
+        self.cards |= {name: {"id": name, "parent": self._name, **common} for name in options.adapters}
 
     def named(self, name: str | None) -> str:
         """Return the name of the model or adapter for a request.
@@ -37,7 +37,7 @@ class Models:
         Raises:
             ApiError: the server has no model or adapter of this name, status 404.
         """
-        name = name or self.name
+        name = name or self._name
         if name not in self.cards:
             known = " and ".join(map(repr, self.cards))
             raise ApiError(404, f"the server has no model {name!r}; it has {known}", "model", "model_not_found")

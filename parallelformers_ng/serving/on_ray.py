@@ -23,8 +23,9 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.serving import ray_router
 from parallelformers_ng.serving.app import create_app
+from parallelformers_ng.serving.logs import log
 from parallelformers_ng.serving.model_kinds import kind_of
-from parallelformers_ng.serving.run import load, say
+from parallelformers_ng.serving.run import load
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _NAME = "parallelformers_ng"
@@ -119,9 +120,9 @@ def serve_on_ray(options: ServeOptions) -> int:
         signal.signal(number, lambda *_: ended.set())
     with deployed(options) as address:
         key = "a key" if options.api_key else "no key"
-        say(f"serving {options.name} on {address} with {key}, on Ray with {_scale(options)}")
+        log.info("serving %s on %s with %s, on Ray with %s", options.name, address, key, _scale(options))
         ended.wait()
-        say("shutting down; running requests may complete")
+        log.info("shutting down; running requests may complete")
     return 0
 
 

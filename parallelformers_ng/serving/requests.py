@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictInt, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
-from parallelformers_ng.serving.structured import Fields, GuidedFields
+from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts
 from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -78,7 +78,7 @@ class Sampling(ApiRequest):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MOST_BIASES)] = Field(default_factory=dict)
-    stop: str | list[str] | None = None
+    stop: Texts = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
     ignore_eos: bool = False
@@ -89,11 +89,6 @@ class Sampling(ApiRequest):
     def penalizes(self) -> bool:
         """Whether the request has a presence penalty, a frequency penalty or a logit bias."""
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
-
-    @property
-    def stops(self) -> list[str]:
-        """Stop strings, possibly none."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class GenerationRequest(Sampling, GuidedFields):
@@ -153,7 +148,6 @@ class ImageUrl(Fields):
     """Address of a picture. The server ignores `detail`, because the model's processor chooses the size."""
 
     url: str
-    detail: Any = None
 
 
 class MessagePart(Fields):
@@ -182,6 +176,9 @@ class ToolCall(Fields):
     function: Function
 
 
+_REASONING = AliasChoices("reasoning_content", "reasoning")  # the second is vLLM's newer name
+
+
 class Message(Fields):
     """Message of a chat.
 
@@ -197,20 +194,12 @@ class Message(Fields):
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=_REASONING)] = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     refusal: Any = None
     audio: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_reasoning(cls, data: Any) -> Any:
-        """Accept `reasoning`, vLLM's newer name, for `reasoning_content`."""
-        if isinstance(data, dict) and "reasoning" in data:
-            data = {"reasoning_content": data["reasoning"], **data}
-        return data
 
     @property
     def pictures(self) -> list[str]:
@@ -277,15 +266,16 @@ class TemplateFields(ApiRequest):
                 f"chat_template_kwargs has {reserved[0]}, which is not a variable of the template; remove it",
                 "chat_template_kwargs",
             )
-        arguments = dict(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            arguments = {"enable_thinking": self.reasoning_effort != "none", **arguments}
-            arguments["reasoning_effort"] = self.reasoning_effort
-        arguments["continue_final_message"] = self.continue_final_message
-        arguments["add_generation_prompt"] = (
-            self.add_generation_prompt in (None, True) and not self.continue_final_message
-        )
-        return arguments | {"documents": self.documents}
+        arguments = {
+            **self.chat_template_kwargs,
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt": self.add_generation_prompt is not False and not self.continue_final_message,
+            "documents": self.documents,
+        }
+        if self.reasoning_effort is None:
+            return arguments
+        thinks = self.reasoning_effort != "none"
+        return {"enable_thinking": thinks, **arguments, "reasoning_effort": self.reasoning_effort}
 
 
 class ChatRequest(TemplateFields, GenerationRequest):

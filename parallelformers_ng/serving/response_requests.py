@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RESPONSES
@@ -74,13 +74,6 @@ class Reasoning(Fields):
     effort: str | None = None
 
 
-class ResponseStreamOptions(Fields):
-    """Field `stream_options` of OpenAI's Responses API. The server accepts both fields; none has an effect."""
-
-    include_obfuscation: bool = False  # random characters that hide the token lengths; the server sends none
-    include_usage: bool = True  # the last event always has the usage
-
-
 class ResponsesRequest(Sampling):
     """Request to `/v1/responses`, in the format of OpenAI's Responses API.
 
@@ -89,6 +82,8 @@ class ResponsesRequest(Sampling):
         instructions: system message before the input.
         include: names of additional outputs; only "message.output_text.logprobs" has an effect.
         metadata: values that the response repeats.
+        stream_options: field of OpenAI without effect: the server sends no random characters that hide the lengths of
+            tokens, and the last event always has the usage.
     """
 
     route = RESPONSES
@@ -104,14 +99,15 @@ class ResponsesRequest(Sampling):
     include: list[str] = Field(default_factory=list)
     top_logprobs: Annotated[int, Field(ge=0)] = 0
     metadata: dict[str, Any] = Field(default_factory=dict)
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def chat(self) -> ChatRequest:
         """Convert the request to a request of `/v1/chat/completions`.
 
         Raises:
-            ApiError: a field, an item of the input or a tool is invalid or not supported, status 400.
+            ApiError: an item of the input or a tool is not supported, status 400.
+            ValidationError: an item of the input or a tool has an invalid field.
         """
         fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
         tells_logprobs = _LOGPROBS in self.include
@@ -124,19 +120,12 @@ class ResponsesRequest(Sampling):
             "reasoning_effort": self.reasoning.effort,
             "logprobs": tells_logprobs,
             "top_logprobs": self.top_logprobs if tells_logprobs else None,
+            "structured_outputs": self.structured_outputs,
         }
         if self.text.format is not None:
-            schema = {"name": self.text.format.name, "schema": self.text.format.schema_}
+            schema = {"schema": self.text.format.schema_}
             fields["response_format"] = {"type": self.text.format.type, "json_schema": schema}
-        try:
-            chat = ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise bad_request(
-                f"the input is invalid: {'.'.join(map(str, first['loc']))}: {first['msg']}", "input"
-            ) from None
-        chat.structured_outputs = self.structured_outputs
-        return chat
+        return ChatRequest.model_validate(fields)
 
     def echo(self) -> dict[str, Any]:
         """Return the request fields that the response repeats."""
@@ -212,7 +201,7 @@ def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("image_url") for part in content):
         return _content(content, where)
     return [
-        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+        {"type": "image_url", "image_url": {"url": part["image_url"]}}
         if isinstance(part, dict) and part.get("type") == "input_image" and part.get("image_url")
         else {"type": "text", "text": _content([part], where)}
         for part in content

@@ -44,13 +44,10 @@ class Server(uvicorn.Server):
     Args:
         app: application to serve.
         options: address and limits of the server.
-        say: function that logs one line.
         abandon: function that ends the calls of requests that are still running at the end.
     """
 
-    def __init__(
-        self, app: AccessGuard, options: ServeOptions, say: Callable[[str], None], abandon: Callable[[], None]
-    ) -> None:
+    def __init__(self, app: AccessGuard, options: ServeOptions, abandon: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -66,7 +63,6 @@ class Server(uvicorn.Server):
         )
         self._app = app
         self._options = options
-        self._say = say
         self._abandon = abandon
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,11 +77,11 @@ class Server(uvicorn.Server):
 
     def _begin_shutdown(self) -> None:
         if self._drain is not None:
-            self._say("shutting down now")
+            log.info("shutting down now")
             self._end()
             return
         self._app.draining = True
-        self._say(f"shutting down: {self._app.in_flight} running requests may complete; new requests get status 503")
+        log.info("shutting down: %d running requests may complete; new requests get status 503", self._app.in_flight)
         self._drain = asyncio.ensure_future(self._end_when_served())
 
     async def _end_when_served(self) -> None:
@@ -94,8 +90,8 @@ class Server(uvicorn.Server):
                 while self._app.in_flight:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            self._say(
-                f"shutting down: {self._app.in_flight} requests were not complete after {self._options.drain:g} s"
+            log.info(
+                "shutting down: %d requests were not complete after %g s", self._app.in_flight, self._options.drain
             )
         self._end()
 
@@ -126,28 +122,27 @@ def serve(options: ServeOptions) -> int:
     set_up_logs(options.log_format, options.log_level)
     with bound(options) as listener:  # checked before the model loads, which can take a minute
         kind = kind_of(options.model, options.revision)
-        say(f"loading {options.model}; output: {kind}")
+        log.info("loading %s; output: %s", options.model, kind)
         model, tokenizer = load(options, kind)
         deployment = deployment_of(model)
         close, first = deployment.close, deployment.incarnation
         try:
             app = create_app(model, tokenizer, options, kind)
             app.metrics.restarts = lambda: deployment.incarnation - first
-            server = Server(app, options, say, close)
             warm_up(model)
-            say(started(model, options, listener.getsockname()[1]))
-            server.run([listener])
+            log.info("%s", started(model, options, listener.getsockname()[1]))
+            Server(app, options, close).run([listener])
         finally:
             close()
     return 0
 
 
-def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
+def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
     """Load and parallelize a model, and load its tokenizer.
 
     Args:
         options: options of the server.
-        kind: kind of the model; by default, the class in the model's configuration is loaded.
+        kind: kind of the model.
 
     Returns:
         Parallelized model, and tokenizer. If the model reads pictures or transcribes sound, the second item is the
@@ -171,14 +166,12 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
         has_tokenizer = base is None or (Path(options.model) / "tokenizer_config.json").is_file()
         tokenizer = _tokenizer(options.model if has_tokenizer else base, options.revision, kind)
     if options.adapters:
-        if kind is not None and not kind.writes_text:
+        if not kind.writes_text:
             raise UnsupportedModelError(
                 f"lora_modules is only for models that write text; the output of {options.model} is {kind}"
             )
         names = peft_names(options)
         arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
-    if kind is not None and kind.model_class is not None:
-        arguments["model_class"] = kind.model_class
     model = parallelize(
         source,
         options.num_gpus,
@@ -192,18 +185,19 @@ def load(options: ServeOptions, kind: Kind | None = None) -> tuple[Any, Any]:
             "replicas": options.replicas if options.launcher == "local" else 1,
         },
         batching=options.batching,
+        model_class=kind.model_class,
         **arguments,
     )
     return model, tokenizer
 
 
-def _tokenizer(name: str | None, revision: str | None, kind: Kind | None) -> Any:
+def _tokenizer(name: str | None, revision: str | None, kind: Kind) -> Any:
     """Return the tokenizer of a model, or the processor of a model that reads pictures or sound.
 
     Raises:
         UnsupportedModelError: the processor of a model that transcribes sound cannot be loaded.
     """
-    if kind is not None and (kind.reads_pictures or kind.transcribes):
+    if kind.reads_pictures or kind.transcribes:
         try:
             processor = AutoProcessor.from_pretrained(name, revision=revision)
             for package in ("python_multipart", "soundfile", "soxr") if kind.transcribes else ():
@@ -286,8 +280,3 @@ def started(model: Any, options: ServeOptions, port: int) -> str:
         f" {options.rows} rows, {options.waiting} waiting places, {options.max_tokens} tokens by default,"
         f" {options.timeout:g} s per request"
     )
-
-
-def say(line: str) -> None:
-    """Log a line at the level "info"."""
-    log.info("%s", line)

@@ -88,19 +88,16 @@ class Schemas:
             raise bad_request(
                 f"{param} has {len(grammar)} characters as a grammar; the limit is {MOST_CHARACTERS}", param
             )
-        why = self._why_not(grammar)
+        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it
+        why = matcher.get_error() if matcher.is_error() else ""
+        del matcher
         if len(grammar) > LARGE_CHARACTERS:
             trim_heap()
         if why:
             raise bad_request(f"{param}: {why}", param)
         return grammar
-
-    def _why_not(self, grammar: str) -> str:
-        """Return the error message for an invalid grammar, or "" for a valid grammar."""
-        matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it
-        return matcher.get_error() if matcher.is_error() else ""
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RERANK, SCORE
 from parallelformers_ng.serving.requests import ApiRequest
-from parallelformers_ng.serving.structured import Fields
+from parallelformers_ng.serving.structured import Fields, Texts, as_list
 
 _FIRST = ("text_1", "data_1", "queries")
 _SECOND = ("text_2", "data_2", "documents", "items")
@@ -26,13 +26,13 @@ class ScoreRequest(ApiRequest):
 
     route = SCORE
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
     use_activation: bool = True
 
     @property
@@ -55,12 +55,12 @@ class ScoreRequest(ApiRequest):
         return list(zip(first, second, strict=True))
 
     def _texts(self, names: tuple[str, ...]) -> list[str]:
-        values = [value for name in names if (value := getattr(self, name)) is not None]
+        values: list[list[str]] = [value for name in names if (value := getattr(self, name)) is not None]
         if len(values) != 1:
             raise bad_request(
                 f"the request has {len(values)} of the fields {', '.join(names)}; send exactly one", names[0]
             )
-        return [values[0]] if isinstance(values[0], str) else values[0]
+        return values[0]
 
 
 class Document(Fields):
@@ -80,17 +80,12 @@ class RerankRequest(ApiRequest):
     route = RERANK
 
     query: str
-    documents: list[str | Document]
+    documents: Annotated[
+        list[str | Document], BeforeValidator(as_list, json_schema_input_type=str | list[str | Document])
+    ]
     top_n: Annotated[int, Field(ge=0)] = 0
     return_documents: bool = True
     use_activation: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_one(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("documents"), str):
-            data = {**data, "documents": [data["documents"]]}
-        return data
 
     @property
     def texts(self) -> list[str]:

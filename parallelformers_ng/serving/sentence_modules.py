@@ -145,7 +145,11 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
     for module in listed:
         if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
             raise CheckpointError(f"modules.json of {name} has a module without type or path: {module}")
-    kinds = [_kind(module["type"], name) for module in listed]
+        if not module["type"].startswith("sentence_transformers."):
+            raise UnsupportedModelError(
+                f"{name} has the module {module['type']}, which is not a module of sentence-transformers"
+            )
+    kinds = [module["type"].rpartition(".")[2] for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= _FOLLOWING.keys() | {"Dropout"}:
         raise UnsupportedModelError(
             f"{name} has the modules {', '.join(kinds)}; the server supports Transformer, Pooling, then any of"
@@ -168,14 +172,6 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
             f"{name} excludes its prompt {prompt!r} from the pooling, which the server does not support"
         )
     return Pooling(_modes(pooling, name), following, prompt, lower_case, most)
-
-
-def _kind(module_type: str, name: str) -> str:
-    if not module_type.startswith("sentence_transformers."):
-        raise UnsupportedModelError(
-            f"{name} has the module {module_type}, which is not a module of sentence-transformers"
-        )
-    return module_type.rpartition(".")[2]
 
 
 def _modes(config: dict[str, Any], name: str) -> list[str]:
@@ -209,8 +205,7 @@ def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
 def _prompt(files: SentenceFiles) -> str:
     """Return the default prompt, which is put before every input; "" if the model has no default prompt."""
     config = files.json("config_sentence_transformers.json") or {}
-    prompt: str | None = (config.get("prompts") or {}).get(config.get("default_prompt_name"))
-    return prompt or ""
+    return (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
 
 
 def _dense(files: SentenceFiles, folder: str) -> Module:

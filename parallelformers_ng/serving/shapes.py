@@ -117,10 +117,8 @@ class ChatShape(Shape):
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         calls = [call for piece in pieces for call in piece.read.calls]
-        text, reasoning = (
-            "".join(piece.read.text for piece in pieces),
-            "".join(piece.read.reasoning for piece in pieces),
-        )
+        text = "".join(piece.read.text for piece in pieces)
+        reasoning = "".join(piece.read.reasoning for piece in pieces)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -199,8 +197,7 @@ class CompletionShape(Shape):
     def _echo(self, index: int) -> str:
         if not self._request.echo:
             return ""
-        text: str = self._tokenizer.decode(self._prompts[index // (self._request.n or 1)])
-        return text
+        return self._tokenizer.decode(self._prompts[index // (self._request.n or 1)])
 
     def _logprobs(self, index: int, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if self._request.logprobs is None:

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.serve_options import ServeOptions
 
 _READY_SECONDS = 5.0
 _MEMORY_SECONDS = 5.0  # time between memory measurements, which take time on the ranks
@@ -24,17 +23,11 @@ class Status:
     Args:
         engine: engine of the model.
         chat: tokenizer of the model.
-        options: options of the server.
-
-    Attributes:
-        began: start time of the server, in Unix seconds.
     """
 
-    def __init__(self, engine: Engine, chat: Chat, options: ServeOptions) -> None:
-        self.began = int(time.time())
+    def __init__(self, engine: Engine, chat: Chat) -> None:
         self._engine = engine
         self._chat = chat
-        self._options = options
         self._memory: asyncio.Future[dict[str, int]] | None = None
         self._measured = -_MEMORY_SECONDS
         self._last_memory: dict[str, int] = {}
@@ -69,7 +62,7 @@ class Status:
         `running` is the number of answers with at least one token, `waiting` of answers without a token. `rows` is the
         maximum number of sequences that a replica decodes together.
         """
-        metrics = self._engine.metrics
+        metrics, options = self._engine.metrics, self._engine.options
         if time.monotonic() > self._measured + _MEMORY_SECONDS and (self._memory is None or self._memory.done()):
             self._measured = time.monotonic()
             self._memory = asyncio.ensure_future(asyncio.to_thread(self._engine.model.memory_reserved))
@@ -79,16 +72,16 @@ class Status:
                 self._last_memory = self._memory.result()
         return JSONResponse(
             {
-                "model": self._options.name,
-                "models": [self._options.name, *self._options.adapters],
+                "model": options.name,
+                "models": list(self._engine.models.cards),
                 "generates": self._engine.generates,
                 "chats": self._chat.has_template,
-                "needs_key": self._options.api_key is not None,
+                "needs_key": options.api_key is not None,
                 "memory_bytes": self._last_memory,
                 "tokens_per_second": metrics.rate,
                 "running": metrics.running,
                 "waiting": metrics.waiting,
-                "rows": self._options.rows,
+                "rows": options.rows,
             }
         )
 

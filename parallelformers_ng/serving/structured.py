@@ -6,11 +6,20 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 
 Choices = Annotated[list[str], Field(min_length=1)]
+
+
+def as_list(value: Any) -> Any:
+    """Return a list of one text instead of the text; return another value unchanged."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
+"""One text or several texts."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,9 @@ class JsonSchema(Fields):
     """Field `json_schema` of OpenAI's `response_format`.
 
     Attributes:
-        name: name of the schema; has no effect.
         schema_: JSON schema of the answer; the field `schema` in JSON.
     """
 
-    name: str = ""
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
@@ -138,11 +145,11 @@ class GuidedFields(Fields):
         Raises:
             ApiError: the request has more than one constraint, or a constraint is invalid, status 400.
         """
-        of_text = None if self.response_format is None else self.response_format.constraint()
-        guides = [
-            of_text if forced is None else forced,
-            None if self.structured_outputs is None else self.structured_outputs.constraint(),
-        ]
+        guides = [forced]
+        if self.response_format is not None and forced is None:
+            guides.append(self.response_format.constraint())
+        if self.structured_outputs is not None:
+            guides.append(self.structured_outputs.constraint())
         for kind in ("json", "regex", "choice", "grammar"):
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 older: dict[str, Any] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}

@@ -51,8 +51,7 @@ class TokenBytes:
             return bytes([int(match[1], 16)])
         if "▁" in piece and ("▁" in self._decoders or not self._decoders):
             return str(piece.replace("▁", " ")).encode()
-        text: str = self._tokenizer.decode([token])
-        return text.encode()
+        return self._tokenizer.decode([token]).encode()
 
     def text(self, token: int) -> str:
         """Return the text of a token. If its bytes are not valid UTF-8, all bytes become escapes, such as `\\xf0\\x9f`.

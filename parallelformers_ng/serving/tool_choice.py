@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.structured import Fields
@@ -30,8 +30,8 @@ class _AllowedTools(Fields):
     allowed_tools: _Allowed
 
 
-_Choice = Annotated[_Named | _AllowedTools, Field(discriminator="type")]
-_OBJECTS: TypeAdapter[Any] = TypeAdapter(_Choice)
+class _Choice(Fields):
+    tool_choice: Annotated[_Named | _AllowedTools, Field(discriminator="type")]
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,12 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
         several: field `parallel_tool_calls` of the request.
 
     Raises:
-        ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
+        ApiError: `tool_choice` is an unknown word, names an unknown tool, or requires a call without tools, status 400.
+        ValidationError: `tool_choice` is an object of an unknown form.
     """
     most_calls = None if several else 1
     if isinstance(choice, dict):
-        try:
-            named = _OBJECTS.validate_python(choice)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, ("tool_choice", *first["loc"])))
-            raise bad_request(f"{where}: {first['msg']}", "tool_choice") from None
+        named = _Choice.model_validate({"tool_choice": choice}).tool_choice
         if isinstance(named, _Named):
             return ToolChoice(_among(tools, [named.function.name]), forced=True, most_calls=1)
         allowed = [each.function.name for each in named.allowed_tools.tools]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from fastapi import Request
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.engine import Engine, draw_seed
-from parallelformers_ng.serving.models import Models
-from parallelformers_ng.serving.serve_options import ServeOptions
-from parallelformers_ng.serving.sound import read_sound
 from parallelformers_ng.serving.structured import Fields
 
 _MOST_FIELDS = 32
 _REFUSED = ("timestamp_granularities", "timestamp_granularities[]", "include", "include[]", "known_speaker_names[]")
+_MOST_RATE = 192_000
+_MOST_CHANNELS = 8
+_UNKNOWN = (1 << 63) - 1  # number of frames in a file whose header has no length, such as a recorded stream
+_BLOCK = 1 << 16  # number of frames to decode at a time
 
 
 class TranscriptionRequest(Fields):
@@ -49,21 +52,18 @@ class Transcription:
     Args:
         engine: engine of the model.
         processor: processor of the model; None if the model does not transcribe sound.
-        options: limits of the server.
     """
 
-    def __init__(self, engine: Engine, processor: Any, options: ServeOptions) -> None:
+    def __init__(self, engine: Engine, processor: Any) -> None:
         self._engine = engine
         self._processor = processor
-        self._options = options
         self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
-    async def answer(self, request: Request, models: Models) -> Response:
+    async def answer(self, request: Request) -> Response:
         """Answer a request to `/v1/audio/transcriptions`.
 
         Args:
             request: HTTP request with a form, whose body has been read already.
-            models: names of the model and its adapters.
 
         Returns:
             Plain text, or a JSON object with the text and the length of the sound in whole seconds.
@@ -72,6 +72,7 @@ class Transcription:
             ApiError: the model does not transcribe sound, or the form or the sound is invalid, status 400. Or a page of
                 an unknown origin sent the form, status 403. Or the model name is unknown, status 404. Or no place is
                 free, status 503.
+            ValidationError: a field of the form is invalid.
             TimeoutError: the transcript is not complete within the server's `timeout`.
             ParallelError: the workers cannot answer.
         """
@@ -85,15 +86,10 @@ class Transcription:
             for name in _REFUSED:
                 if name in form:
                     raise bad_request(f"{name} is not supported; remove the field", name, "unsupported_parameter")
-            try:
-                fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise bad_request(f"{where}: {first['msg']}", where) from None
-            models.named(fields.model)
+            fields = TranscriptionRequest.model_validate({k: v for k, v in form.items() if k != "file"})
+            self._engine.models.named(fields.model)
             arguments = self._arguments(fields)
-            with self._engine.counted():
+            with self._engine.admitted(1):
                 async with self._turn:
                     inputs, seconds = await asyncio.to_thread(self._inputs, await file.read())
                 output = await self._engine.model.agenerate(**inputs, **arguments)
@@ -111,7 +107,7 @@ class Transcription:
             ApiError: `cors` does not name the origin, status 403.
         """
         origin, host = request.headers.get("origin"), request.headers.get("host")
-        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._options.cors):
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
             raise ApiError(
                 403,
                 f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
@@ -125,7 +121,7 @@ class Transcription:
             ApiError: the model does not know the language, or the prompt has a special token, status 400.
         """
         config = self._engine.model.generation_config
-        arguments: dict[str, Any] = {"timeout": self._options.timeout}
+        arguments: dict[str, Any] = {"timeout": self._engine.options.timeout}
         if getattr(config, "is_multilingual", False):
             arguments["task"] = "transcribe"
         if request.language:
@@ -150,7 +146,7 @@ class Transcription:
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:
         """Return the model inputs for a sound file, and the length of the sound in seconds."""
         extractor = self._processor.feature_extractor
-        samples = read_sound(data, extractor.sampling_rate, self._options.max_audio_seconds)
+        samples = read_sound(data, extractor.sampling_rate, self._engine.options.max_audio_seconds)
         # Sound that is longer than the model's window keeps its length; `generate` splits the sound at timestamps.
         is_long = len(samples) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
@@ -160,3 +156,51 @@ class Transcription:
         dtype: torch.dtype = self._engine.model.dtype
         inputs = {"input_features": features["input_features"].to(dtype), "attention_mask": features["attention_mask"]}
         return inputs | ({"return_timestamps": True} if is_long else {}), len(samples) / extractor.sampling_rate
+
+
+def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
+    """Decode a sound file, and return samples with all channels mixed into one, a numpy array float32 `[samples]`.
+
+    The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
+    The package soxr resamples the sound.
+
+    Args:
+        data: content of the file in a format of libsndfile, such as WAV, FLAC, Ogg or MP3.
+        rate: sampling rate of the result in Hz.
+        most_seconds: maximum length of the sound in seconds.
+
+    Raises:
+        ApiError: status 400. The file has an unknown format, is empty, is too long, or has samples that are not finite.
+            Or the file has more than 8 channels, or its sampling rate is not from 1 to 192 kHz.
+        ImportError: the package soundfile or soxr is missing.
+    """
+    import soundfile
+    import soxr
+
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
+                raise bad_request(
+                    f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
+                    f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
+                    "file",
+                )
+            most_frames = int(most_seconds * file.samplerate)
+            too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
+            if most_frames < file.frames < _UNKNOWN:
+                raise too_long
+            parts, frames = [], 0
+            while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+                frames += len(block)
+                if frames > most_frames:
+                    raise too_long
+                parts.append(block.mean(1))
+            file_rate = file.samplerate
+    except soundfile.SoundFileError as error:
+        raise bad_request(f"the sound file cannot be read: {error}", "file") from None
+    if not parts:
+        raise bad_request("the file has no sound", "file")
+    samples = np.concatenate(parts)
+    if not np.isfinite(samples).all():
+        raise bad_request("the file has samples that are infinite or not a number", "file")
+    return samples if file_rate == rate else soxr.resample(samples, file_rate, rate, quality="HQ")

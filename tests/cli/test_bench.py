@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from parallelformers_ng.cli import bench
@@ -62,9 +59,7 @@ def test_ranks_in_few_bits_read_fewer_bytes(tmp_path: Path, capsys: pytest.Captu
     assert "it takes one of 'int8', 'int4', 'fp8'" in capsys.readouterr().err
 
 
-def test_configuration_alone_gets_random_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configuration_alone_gets_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     TINY.save_pretrained(tmp_path)
     config = str(tmp_path / "config.json")
     command = ["bench", config, "--device", "cpu", "--prompt", "8", "--tokens", "2", "--rounds", "1", "--no-baseline"]
@@ -75,11 +70,6 @@ def test_configuration_alone_gets_random_weights(
     assert "of the bandwidth" in text
     assert cli.main([*command, "--prompt", "65"]) == 2
     assert "64 positions" in capsys.readouterr().err
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: pytest.fail("the measurement began before the message"))
-    assert cli.main([*command, "--plot", str(tmp_path / "out.png")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_a_model_without_decode_is_refused() -> None:
@@ -93,42 +83,3 @@ def test_missing_devices_are_named_before_measuring(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["bench", "gpt2", "--device", "cuda", "--num-gpus", "3"]) == 2
     assert "num_gpus is 3, but only 0 CUDA devices are visible" in capsys.readouterr().err
-
-
-def _report() -> bench.Report:
-    report = bench.Report("llama", True, "cpu", 2, 512, 64, 10**9, 2e10)
-    report.prefill = {"2 ranks": [90.0, 100.0, 110.0], "one process": [80.0, 85.0, 90.0]}
-    report.decode = {"2 ranks": [17.0, 18.0, 19.0], "one process": [14.0, 15.0, 16.0]}
-    return report
-
-
-def test_plot_shows_values_and_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def saved(figure: Figure, *args: Any, **kwargs: Any) -> None:
-        drawn.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", saved)
-    _report().plot(str(tmp_path / "out.png"))
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    prefill, decode = drawn[0].axes
-    assert [text.get_text() for text in prefill.texts] == ["100.0", "85.0"]
-    assert [text.get_text() for text in decode.texts] == ["18.0", "15.0"]
-    (legend,) = drawn[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["limit of the bandwidth: 20.0"]
-    bars = [bar.get_window_extent() for axes in (prefill, decode) for bar in axes.patches]
-    assert not any(legend.get_window_extent().overlaps(bar) for bar in bars)
-
-
-def test_plot_message_leaves_the_json_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "bench", lambda *args, **kwargs: _report())
-    out = tmp_path / "out.svg"
-    assert cli.main(["bench", "llama", "--plot", str(out), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["median"]["decode"]["2 ranks"] == 18.0
-    assert f"saved the plot to {out}" in said.err
-    assert out.read_text().lstrip().startswith("<?xml")

@@ -136,7 +136,6 @@ class Running:
     server: Server
     app: AccessGuard
     thread: threading.Thread
-    said: list[str]
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until the condition holds, at most `PROMPTLY` seconds."""
@@ -153,17 +152,16 @@ class Running:
 def serving(model: Any, tokenizer: Any, /, kind: Kind | None = None, **options: Any) -> Iterator[Running]:
     """Serve a parallelized model on a free port, until the block ends."""
     read = ServeOptions(**{"model": "tiny", "port": 0, "client_timeout": PROMPTLY, **options})
-    said: list[str] = []
     with bound(read) as listening:
-        app = create_app(model, tokenizer, read, kind)
-        server = Server(app, read, said.append, lambda: None)
+        app = create_app(model, tokenizer, read, kind or Kind())
+        server = Server(app, read, lambda: None)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         try:
             while not server.started:
                 time.sleep(0.01)
-            yield Running(url, server, app, thread, said)
+            yield Running(url, server, app, thread)
         finally:
             server.should_exit = server.force_exit = True
             thread.join(PROMPTLY)

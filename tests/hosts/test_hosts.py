@@ -22,6 +22,7 @@ from parallelformers_ng.model.groups import RUNNER
 from parallelformers_ng.options import FitOptions, RayOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving import run as serving_run
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.patience import await_end, kill
 from tests.helpers.saved_model import save_tiny_model
@@ -311,7 +312,8 @@ def test_ray_server_passes_devices_and_stages_on(monkeypatch):
     )
     monkeypatch.setattr(serving_run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     serving_run.load(
-        ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline")
+        ServeOptions("model", num_gpus=8, replicas=2, device="cuda", launcher="ray", strategy="tensor+pipeline"),
+        Kind(),
     )
     assert received["all"] == ("model", 8)
     assert {name: received["workers"][name] for name in ("device", "launcher", "replicas")} == {

@@ -14,15 +14,16 @@ import torch
 from parallelformers_ng import ParallelError
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.serving import run
+from parallelformers_ng.serving.answers import Detokenizer, Stopper
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.serve_options import read_serve_options
 from parallelformers_ng.serving.structured import Constraint
-from parallelformers_ng.serving.text import Detokenizer, Stopper
 from parallelformers_ng.serving.tools import AnswerReader, response_template
 from tests.helpers.server import tiny_tokenizer
 
@@ -228,13 +229,13 @@ def test_exploding_schemas_are_refused_or_slow(schema):
 
 def test_answers_are_counted_while_waiting_and_written():
     metrics = Metrics("tiny")
-    with metrics.answering() as answer:
-        assert (metrics.running, metrics.waiting, metrics.rate) == (0, 1, 0)
-        answer.has(20)
-        assert (metrics.running, metrics.waiting) == (1, 0)
-        assert metrics.rate > 0
-    with pytest.raises(KeyError), metrics.answering():  # this answer ends without a token
-        raise KeyError
+    answer = metrics.arrive()
+    assert (metrics.running, metrics.waiting, metrics.rate) == (0, 1, 0)
+    metrics.wrote(answer, 20)
+    assert (metrics.running, metrics.waiting) == (1, 0)
+    assert metrics.rate > 0
+    metrics.leave(answer)
+    metrics.leave(metrics.arrive())  # this answer ends without a token
     assert metrics.in_flight == 0
     assert b'vllm:generation_tokens_total{model_name="tiny"} 20.0' in metrics.page()
     assert b'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in metrics.page()
@@ -253,12 +254,12 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     options_seen = {}
     monkeypatch.setattr(run, "parallelize", lambda *_, **options: options_seen.update(options))
     monkeypatch.setattr(run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
-    run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}))
+    run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}), Kind())
     sizes = {0: "10GiB", 1: "4", "cpu": "1GB"}
     assert options_seen["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
-    run.load(read_serve_options(None, {"model": "a"}))
+    run.load(read_serve_options(None, {"model": "a"}), Kind())
     assert options_seen["fit"] == FitOptions()
-    run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}))
+    run.load(read_serve_options(None, {"model": "a", "strategy": "tensor+pipeline", "tensor": 2}), Kind())
     assert options_seen["fit"] == FitOptions("tensor+pipeline", 2)
 
 

@@ -16,6 +16,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.cli import commands
 from parallelformers_ng.errors import CheckpointError, ParallelError
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.run import load
 from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.helpers.adapters import peft
@@ -133,7 +134,7 @@ def test_adapters_are_listed_unknown_names_refused(running):
 def test_lora_modules_flag_loads_adapters(folder, expected):
     """The folder of the model is itself an adapter."""
     words = {"served_model_name": "org/sql-v1.5", "lora_modules": [f"chat={folder / 'chat'}"]}
-    model, tokenizer = load(ServeOptions(str(folder / "sql"), 2, device="cpu", **words))
+    model, tokenizer = load(ServeOptions(str(folder / "sql"), 2, device="cpu", **words), Kind())
     with model, serving(model, tokenizer, model=str(folder / "sql"), **words) as running:
         for name in NAMES[1:]:
             assert ask(running, name)["choices"][0]["text"] == expected[name]

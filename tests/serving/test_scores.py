@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.serving.forwards import activation_of
 from parallelformers_ng.serving.model_kinds import Kind
-from parallelformers_ng.serving.scores import activation_of
 from tests.helpers.server import END, ScriptedModel, serving, tiny_tokenizer
 from tests.zoo.build import build
 
@@ -102,10 +102,10 @@ def test_documents_are_ranked(served, route):
         ("/v1/score", {"text_1": "a"}, "0 of the fields text_2"),
         ("/v1/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "2 of the fields text_1"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 first texts and 1 second texts"),
-        ("/v1/score", {"text_1": [], "text_2": []}, "0 pairs"),
+        ("/v1/score", {"text_1": [], "text_2": []}, "0 texts or pairs of texts"),
         ("/v1/score", {"text_1": "x" * 600, "text_2": "y"}, "tokens; the limit is"),
-        ("/v1/rerank", {"query": "a", "documents": []}, "0 pairs"),
-        ("/v1/rerank", {"query": "a", "documents": ["b"] * 300}, "300 pairs of texts; send 1 to 256"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "0 texts or pairs of texts"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 300}, "300 texts or pairs of texts; send 1 to 256"),
         ("/v1/rerank", {"query": "a", "documents": [5]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
@@ -124,7 +124,7 @@ def test_half_a_character_is_refused(served):
     body = b'{"text_1": "\\ud800", "text_2": "y"}'
     refused = served[1].post("/v1/score", content=body, headers={"content-type": "application/json"})
     assert refused.status_code == 400
-    assert "the tokenizer cannot read a text" in refused.json()["error"]["message"]
+    assert "the tokenizer cannot read the text" in refused.json()["error"]["message"]
 
 
 def test_a_model_of_text_does_not_score():
