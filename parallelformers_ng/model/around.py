@@ -15,7 +15,6 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
-from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
 
@@ -113,12 +112,6 @@ def _end(self: Any, *_: object) -> None:
     self.deparallelize()
 
 
-def _adapters(around: nn.Module) -> Adapters:
-    adapters = remote_of(around).calls.adapters
-    assert adapters is not None, "peft wraps no model without adapter layers"
-    return adapters
-
-
 def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -130,7 +123,7 @@ def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
 def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _adapters(self).switching:
+        with remote_of(self).calls.adapters.switching:
             return original(self, *args, **kwargs)
 
     return switch
@@ -155,8 +148,10 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
         raise ParallelError(
             refusal(self, operation, "all rows of a batch run with one adapter; make a call per adapter")
         )
-    adapters = _adapters(self)
-    with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
+    adapters = remote_of(self).calls.adapters
+    active = adapters.active()
+    assert active is not None, "peft wraps no model without adapter layers"
+    with adapters.of_call(active.with_one(None if names == [_NO_ADAPTER] else names[0])):
         yield
 
 

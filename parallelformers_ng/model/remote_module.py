@@ -7,7 +7,6 @@ class. Modules without weights also compute in the caller's process, see `plain_
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -333,8 +332,7 @@ def switched(name: str, original: Callable) -> Callable:
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapters = remote_of(self).calls.adapters
-        with contextlib.nullcontext() if adapters is None else adapters.switching:
+        with remote_of(self).calls.adapters.switching:
             return original(self, *args, **kwargs)
 
     return switch

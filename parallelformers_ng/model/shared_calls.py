@@ -31,7 +31,7 @@ class SharedCalls:
         options: limits of the batch.
         trial: trial that shows whether calls of the model may share a batch.
         dispatcher: dispatcher of the replica whose workers decode the calls.
-        adapters: adapters of the model; None if the model has no adapters.
+        adapters: adapters of the model.
         steps: decision whether decode steps become CUDA graphs.
 
     Attributes:
@@ -44,7 +44,7 @@ class SharedCalls:
         options: BatchingOptions,
         trial: Trial,
         dispatcher: Dispatcher,
-        adapters: Adapters | None,
+        adapters: Adapters,
         steps: RowSteps,
     ) -> None:
         self.trial = trial
@@ -103,7 +103,7 @@ class SharedCalls:
             self._coming.discard(thread)
         if isinstance(call, str):
             return call
-        call.adapters = None if self._adapters is None else self._adapters.active()
+        call.adapters = self._adapters.active()
         end = self._replica.deadline_of(timeout)
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
