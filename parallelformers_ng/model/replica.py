@@ -172,7 +172,7 @@ class Dispatcher:
         code: the code that the model runs in this process.
 
     Attributes:
-        replica: the replica with the workers.
+        replica, hooks, adapters: the arguments of the same names.
         steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
@@ -191,8 +191,8 @@ class Dispatcher:
         self.steps = steps
         self.edits = Edits(model, code)
         self._stream = stream
-        self._hooks = hooks
-        self._adapters = adapters
+        self.hooks = hooks
+        self.adapters = adapters
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -222,7 +222,7 @@ class Dispatcher:
             ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
         end = self.replica.deadline_of(options.timeout)
-        with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
+        with self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks:
             # Get the group first: the message below is valid only for this incarnation of the workers.
             workers = self.replica.ready(end)
             streams = options.streamer is not None
@@ -265,7 +265,7 @@ class Dispatcher:
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         arrived = self.edits.put_into(call, model, incarnation)
-        call.adapters = self._adapters.active()
+        call.adapters = self.adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
