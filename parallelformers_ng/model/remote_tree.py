@@ -16,7 +16,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.plain_parts import PlainParts, computes_here
+from parallelformers_ng.model.plain_parts import computes_here, enter_plain, leave_plain
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
@@ -41,17 +41,18 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
         calls: calls of the model.
         root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
     """
-    parts, plain_parts = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
-    for path, part in model.named_modules():
-        if path:
-            (plain_parts if computes_here(part) else parts).append((path, part))
-    for path, module in (("", model), *parts):
+    remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for path, module in model.named_modules():
+        (plain if path and computes_here(module) else remote).append((path, module))
+    for path, module in remote:
         vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)
         cls: Any = type(module)
         module.__class__ = _remote_class(RemoteModule if path else root, cls)
-    remote_of(model).parts = [part for _, part in parts]
-    remote_of(model).plain_parts = PlainParts(calls, plain_parts)
+    for path, module in plain:
+        enter_plain(module, calls, path)
+    remote_of(model).parts = [module for path, module in remote if path]
+    remote_of(model).plain_parts = [module for _, module in plain]
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
@@ -70,8 +71,10 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         for module in modules:
             lock(module)
         raise
-    remote_of(model).calls.hooks.leave()
-    remote_of(model).plain_parts.leave()
+    calls = remote_of(model).calls
+    calls.hooks.leave()
+    for part in remote_of(model).plain_parts:
+        leave_plain(part, calls)
     for module in (*modules, *remote_of(model).around):
         object.__setattr__(module, "__class__", whole_class(type(module)))
         del vars(module)[REMOTE]
