@@ -255,12 +255,12 @@ def refusal(module: Any, what: str, why: str) -> str:
 
 def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
     """Return a decorator for the replacement of a method; the replacement keeps the original's signature, which
-    `generate` and pipelines inspect. For a module that is not remote, the original method runs."""
+    `generate` and pipelines inspect. For a module without a `Remote`, the original method runs."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (method if isinstance(self, RemoteModule) else original)(self, *args, **kwargs)
+            return (method if REMOTE in vars(self) else original)(self, *args, **kwargs)
 
         return call
 
