@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
@@ -126,28 +125,13 @@ def _saved(name: str, original: Callable) -> Callable:
             names: Any = self.active_adapters
             state = state_of_adapters(self, names())
             return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)
-        nodes = _Nodes(remote_of(self))
+        remote = remote_of(self)
+        deployment, prefix = remote.calls.deployment, f"{remote.path}." if remote.path else ""
+        names = [name for name in deployment.plan.tensors if name.startswith(prefix)]
+        nodes = {name.removeprefix(prefix): deployment.node(name) for name in names}
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
     return save_pretrained
-
-
-class _Nodes(Mapping[str, Node]):
-    """A mapping of tensor name → source of the tensor, for one module; each source is created when it is read."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._deployment = remote.calls.deployment
-        self._prefix = f"{remote.path}." if remote.path else ""
-
-    def __getitem__(self, name: str) -> Node:
-        return self._deployment.node(self._prefix + name)
-
-    def __iter__(self) -> Iterator[str]:
-        names = self._deployment.plan.tensors
-        return (name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 _MAKERS = {
