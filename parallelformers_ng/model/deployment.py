@@ -22,9 +22,10 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.groups import attach, compare_code
+from parallelformers_ng.model.groups import attach
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
@@ -114,7 +115,8 @@ class Deployment:
             for replica in self.replicas:
                 replica.group.wait_until_ready()
                 self._refuse_weights_from_here(type(model).__name__, replica)
-                self._find_foreign_code(model, replica)
+                if replica is self.replicas[0]:
+                    self._find_foreign_code(model, replica.group)
                 replica.group.call("build", self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             handed = self._checkpoint.of_model(self.plan)
@@ -142,12 +144,10 @@ class Deployment:
         if not self._keeps_weights:
             self._release_store()
 
-    def _find_foreign_code(self, model: nn.Module, replica: Replica) -> None:
-        """Add to the skeleton the code that ranks cannot import or import differently; only replica 0 is checked."""
-        if replica is not self.replicas[0]:
-            return
+    def _find_foreign_code(self, model: nn.Module, group: WorkerGroup) -> None:
+        """Add to the skeleton the code that the ranks of a group cannot import or import differently."""
         modules_by_value = set(self.code.by_value)
-        changes = self.code.compare(functools.partial(compare_code, replica.group))
+        changes = self.code.compare(functools.partial(group.call, "differences"))
         if self.code.by_value != modules_by_value:  # the ranks cannot import some modules
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes
