@@ -173,7 +173,9 @@ class Calls:
     ) -> torch.Tensor | None:
         """Decode a call in a shared batch; return None if the call has to run alone."""
         busy = dispatcher.replica.group.busy
-        if not self._may_share(shared, busy):
+        if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
+            return None
+        if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
         draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
@@ -183,12 +185,6 @@ class Calls:
             return None
         self._tell_of_lost_notes(arguments)
         return sequence
-
-    def _may_share(self, shared: SharedCalls, busy: bool) -> bool:
-        """Return whether a call may share a batch. By default, batching starts when two calls first run together."""
-        if not shared.trial.is_due and not busy:
-            return False
-        return not (may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"))
 
     def _generate_alone(
         self,
