@@ -28,8 +28,9 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
 from parallelformers_ng.model.groups import revive
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.worker.call import Answer, Call
 
@@ -69,7 +70,7 @@ class Replica:
         return self.supervisor.current[0]
 
     def keep_alive(
-        self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, limit: RestartLimit | None
+        self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, options: WorkerOptions
     ) -> None:
         """From now on replace the group after a worker has ended, unless the group belongs to the caller.
 
@@ -78,11 +79,11 @@ class Replica:
             plan: plan of the model.
             store: shared memory with the weights, which a new group maps.
             checkpoint: files with all other weights.
-            limit: limit of restarts; None for the defaults of `RestartLimit`.
+            options: limit of restarts.
         """
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
-            self.supervisor = Supervisor(self.group, again, limit)
+            self.supervisor = Supervisor(self.group, again, options.max_restarts, options.restart_window)
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
         """Return the running group and its incarnation; while a new group starts, wait for the new group.
