@@ -65,11 +65,6 @@ class Supervisor:
             )
             self._thread.start()
 
-    @property
-    def group(self) -> WorkerGroup:
-        """The current group, which may have died."""
-        return self.current[0]
-
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """Return the running group and its incarnation; while a new group starts, wait for the new group.
 
@@ -83,7 +78,7 @@ class Supervisor:
             RestartLimitError: the limit of restarts was reached; no new group will start.
             WrongProcessError: this is a forked process.
         """
-        group = self.group
+        group = self.current[0]
         group.check_process()
         if self._revive is None or group.alive:
             return self.current
@@ -104,7 +99,7 @@ class Supervisor:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.group.owner:
+        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.current[0].owner:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join()
             self._close_wakeup()
