@@ -48,7 +48,6 @@ from parallelformers_ng.options import (
 )
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count
-from parallelformers_ng.runtime.supervisor import RestartLimit
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -204,9 +203,7 @@ def parallelize(
             loaded,
             sharding,
             replicas,
-            keep_weights=kind == "cpu" or options.host_copy,
-            restart=options.restart,
-            limit=RestartLimit(options.max_restarts, options.restart_window),
+            options=options,
             checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
             show_progress=progress,
             original=original,

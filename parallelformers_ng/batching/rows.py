@@ -130,7 +130,7 @@ class Rows:
             newest = torch.tensor(ids, device=self._model.device)
         logits = store.step(newest).logits[:, -1]
         if isinstance(store, Slots) and self._captured is not None:
-            self._captured.reason = self._captured.reason or store.reason
+            self._captured.reason = self._captured.reason or store.steps.reason
         full = [index for index, row in enumerate(self._places) if row is not None]
         rows = [*self]
         self._newest = self._choose(rows, logits, full)

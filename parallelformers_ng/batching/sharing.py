@@ -67,15 +67,6 @@ class SharedCall:
                 return ids, True
         return ids, False
 
-    def restore(self, states: dict[int, Any]) -> None:
-        """Write new states to the caller's processors and criteria.
-
-        Args:
-            states: number of a part → its state on the ranks; see `ObjectState.restore`.
-        """
-        if self.objects is not None:
-            self.objects.restore(states)
-
 
 def shared_call(
     model: Any, arguments: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None

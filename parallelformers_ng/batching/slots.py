@@ -39,6 +39,7 @@ class Slots:
         slots: number of slots, a power of two.
 
     Attributes:
+        steps: argument `steps`.
         columns: number of columns with tokens.
     """
 
@@ -46,7 +47,7 @@ class Slots:
         self, model: PreTrainedModel, steps: CapturedSteps, static: ReusableCache, growing: GrowingRows, slots: int
     ) -> None:
         rows, self.columns = growing.mask.shape
-        self._model, self._steps, self._static, self._growing = model, steps, static, growing
+        self._model, self.steps, self._static, self._growing = model, steps, static, growing
         static.fill(growing.cache, slots)
         self._memory = [layer.whole for layer in static.layers]
         self.lend()  # frees the memory of the growing cache
@@ -64,11 +65,6 @@ class Slots:
         for layer, (keys, values) in zip(cache.layers, self._memory, strict=True):
             layer.keys, layer.values = keys[:, :, : self.columns], values[:, :, : self.columns]
         return cache
-
-    @property
-    def reason(self) -> str:
-        """Reason why the latest step ran without a recording; "" if the step had a recording."""
-        return self._steps.reason
 
     @property
     def has_room(self) -> bool:
@@ -131,7 +127,7 @@ class Slots:
         mask, cache = self._mask[:width], self._static.cache
         arguments = {"attention_mask": mask, "use_cache": True, self._growing.name: cache}
         inputs = inputs_of(self._model, newest, mask.sum(-1, keepdim=True) - 1, **arguments)
-        return self._steps.run(self._model, self._static, {**inputs, "return_dict": True})
+        return self.steps.run(self._model, self._static, {**inputs, "return_dict": True})
 
     def packed(self, places: list[int], columns: int) -> GrowingRows:
         """Copy rows to a growing cache, which replaces this object.

@@ -149,8 +149,8 @@ class Ticket:
         while True:
             cancellation.check()
             ended = self.ended  # read before the tokens, because no token comes after the end
-            while self.states:
-                self.call.restore(unpack(*self.states.popleft()))
+            while self.states and self.call.objects is not None:
+                self.call.objects.restore(unpack(*self.states.popleft()))
             before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
             new_count = ids.shape[1] - self.call.prompt.shape[1]
             if self._on_tokens is not None and ids is not before:

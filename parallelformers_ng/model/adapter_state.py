@@ -11,36 +11,33 @@ from torch import nn
 
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 
-_of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapters", default=None)
+_of_call = contextvars.ContextVar[tuple[object, ActiveAdapters | None] | None]("adapters", default=None)
 
 
 class Adapters:
-    """The adapters (LoRA or IA3) of one model.
+    """The adapters (LoRA or IA3) of one model; also for a model without adapters.
 
     Args:
-        layers: layers of the model that have adapters.
+        model: the model.
 
     Attributes:
         switching: lock for switching adapters and for reading which adapters are active.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.switching = threading.RLock()
-        self._layers = layers
+        self._layers = layers_with_adapters(model)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Adapters | None:
-        """Return the adapters of a model; None if the model has no adapters."""
-        layers = layers_with_adapters(model)
-        return cls(layers) if layers else None
+    def active(self) -> ActiveAdapters | None:
+        """Return the adapters of this thread's current call, or the active adapters outside of a call.
 
-    def active(self) -> ActiveAdapters:
-        """Return the adapters of this thread's current call, or the active adapters outside of a call."""
+        None if the model has no adapters.
+        """
         of_call = _of_call.get()
         if of_call is not None and of_call[0] is self:
             return of_call[1]
         with self.switching:
-            return ActiveAdapters.of(self._layers)
+            return ActiveAdapters.of(self._layers) if self._layers else None
 
     @contextlib.contextmanager
     def of_call(self, active: ActiveAdapters | None = None) -> Iterator[None]:

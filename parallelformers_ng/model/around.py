@@ -15,9 +15,8 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
-from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
-from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of
+from parallelformers_ng.model.remote_module import REMOTE, refusal, refused, remote_of, switched
 
 _KINDS = ("LORA", "IA3")
 _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
@@ -96,12 +95,12 @@ def _surrounding(cls: Any) -> Any:
     """Return a subclass of `cls` with the same name, for peft wrappers of a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
-    for name, why in {**REFUSED, **REFUSED_OF_PEFT}.items():
+    for name in (*REFUSED, *REFUSED_OF_PEFT):
         if hasattr(cls, name) and not hasattr(nn.Module, name):
-            members[name] = _refusing(getattr(cls, name), why)
+            members[name] = refused(name, getattr(cls, name))
     for name in SWITCHES:
         if hasattr(cls, name):
-            members[name] = _switching(getattr(cls, name))
+            members[name] = switched(name, getattr(cls, name))
     if hasattr(cls, "_enable_peft_forward_hooks") and hasattr(cls, "get_base_model"):
         members |= {"_enable_peft_forward_hooks": _with_names, "agenerate": _agenerate}
     if hasattr(cls, "save_pretrained"):
@@ -111,29 +110,6 @@ def _surrounding(cls: Any) -> Any:
 
 def _end(self: Any, *_: object) -> None:
     self.deparallelize()
-
-
-def _adapters(around: nn.Module) -> Adapters:
-    adapters = remote_of(around).calls.adapters
-    assert adapters is not None, "peft wraps no model without adapter layers"
-    return adapters
-
-
-def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ParallelError(refusal(self, f"{original.__name__}()", f"it {why}"))
-
-    return refuse
-
-
-def _switching(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _adapters(self).switching:
-            return original(self, *args, **kwargs)
-
-    return switch
 
 
 @contextlib.contextmanager
@@ -155,8 +131,10 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
         raise ParallelError(
             refusal(self, operation, "all rows of a batch run with one adapter; make a call per adapter")
         )
-    adapters = _adapters(self)
-    with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
+    adapters = remote_of(self).calls.adapters
+    active = adapters.active()
+    assert active is not None, "peft wraps no model without adapter layers"
+    with adapters.of_call(active.with_one(None if names == [_NO_ADAPTER] else names[0])):
         yield
 
 

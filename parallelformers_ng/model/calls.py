@@ -29,7 +29,6 @@ from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
-from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
@@ -52,7 +51,7 @@ class Calls:
     Attributes:
         deployment: argument `deployment`.
         hooks: forward hooks that the caller has registered on the model.
-        adapters: adapters of the model; None if the model has no adapters.
+        adapters: adapters of the model.
         dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
     """
@@ -68,7 +67,7 @@ class Calls:
     ) -> None:
         self.deployment = deployment
         self.hooks = HookRegistry(model, deployment.plan)
-        self.adapters = Adapters.of(model)
+        self.adapters = Adapters(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
@@ -79,10 +78,7 @@ class Calls:
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
             needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
-            self.shared = [
-                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
-                for each in self.dispatchers
-            ]
+            self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
         self._in_flight = [0] * len(self.dispatchers)
         self._lock = threading.Lock()
 
@@ -117,7 +113,7 @@ class Calls:
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
         refuse_modes()
-        with self.with_adapters(), self._turn(args, kwargs) as place:
+        with self.adapters.of_call(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, options)
 
     def generate(
@@ -153,7 +149,7 @@ class Calls:
                 that a rank raised also has its original type.
         """
         refuse_modes()
-        with self.with_adapters(), self._turn(args, kwargs) as place:
+        with self.adapters.of_call(), self._turn(args, kwargs) as place:
             bound = inspect.signature(original).bind_partial(module, *args)
             by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
             arguments = {**by_name, **kwargs}
@@ -177,22 +173,18 @@ class Calls:
     ) -> torch.Tensor | None:
         """Decode a call in a shared batch; return None if the call has to run alone."""
         busy = dispatcher.replica.group.busy
-        if not self._may_share(shared, busy):
+        if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
+            return None
+        if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
-        draw_seed = self._stream.draw_seed if shared.busy or busy else None
+        draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
         sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
         if isinstance(sequence, str):
             log.debug("generate runs alone: %s", sequence)
             return None
         self._tell_of_lost_notes(arguments)
         return sequence
-
-    def _may_share(self, shared: SharedCalls, busy: bool) -> bool:
-        """Return whether a call may share a batch. By default, batching starts when two calls first run together."""
-        if not shared.trial.is_due and not busy:
-            return False
-        return not (may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"))
 
     def _generate_alone(
         self,
@@ -291,17 +283,13 @@ class Calls:
             ParallelError, StaleCacheError, GroupError: see `Remote.call`, or `generate` if the method runs here.
             BatchingError: see `generate`.
         """
-        with self.with_adapters():
+        with self.adapters.of_call():
             if not has_own_loop():
                 try:
                     return call()
                 except NotPortableError as error:
                     self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
             return original(module, *args, **kwargs)
-
-    def with_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread's calls keep the adapters that are active at its start."""
-        return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:

@@ -22,10 +22,11 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.groups import attach, compare_code
+from parallelformers_ng.model.groups import attach
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
-from parallelformers_ng.runtime.supervisor import RestartLimit
+from parallelformers_ng.options import WorkerOptions
+from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
@@ -44,10 +45,9 @@ class Deployment:
         model: the model with loaded weights. After `start` the model's tensors are on `meta`.
         plan: plan of the model.
         replicas: groups of workers, each with the plan's world size.
-        keep_weights: whether to keep the memory in which the workers received the weights. On CPU the kept memory is
-            the shards themselves; on CUDA the kept memory is a copy in host memory, which a restart needs.
-        restart: whether a dead group is replaced, which also needs `keep_weights` or a checkpoint.
-        limit: limit of restarts; None for the defaults of `RestartLimit`.
+        options: whether and how often a dead group is replaced, which needs kept weights. On CPU the memory in which
+            the workers received the weights is kept: it is the shards themselves. On CUDA it is kept for `host_copy`,
+            or if there is a checkpoint: few weights are not in the files.
         show_progress: whether to show a progress bar while the weights are gathered.
         checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
             start and after a restart.
@@ -65,12 +65,10 @@ class Deployment:
         plan: ShardPlan,
         replicas: Sequence[Replica],
         *,
-        keep_weights: bool = True,
-        restart: bool = True,
-        limit: RestartLimit | None = None,
-        checkpoint: Checkpoint | None = None,
-        show_progress: bool = True,
-        original: ConvertedLayers | None = None,
+        options: WorkerOptions,
+        checkpoint: Checkpoint | None,
+        show_progress: bool,
+        original: ConvertedLayers | None,
         code: LiveCode,
     ) -> None:
         self.plan = plan
@@ -78,10 +76,9 @@ class Deployment:
         self.show_progress = show_progress
         self._given = original
         self._checkpoint = checkpoint or Checkpoint({})
-        keep_weights = keep_weights or checkpoint is not None  # few weights are not in the files
-        self._keeps_weights = keep_weights
-        self._restart = restart and keep_weights
-        self._limit = limit
+        is_copied = self.replicas[0].group.device == "cpu" or options.host_copy
+        self._keeps_weights = is_copied or checkpoint is not None
+        self._options = options
         self._lock = threading.Lock()
         self.ended = False
         self.code = code
@@ -114,7 +111,8 @@ class Deployment:
             for replica in self.replicas:
                 replica.group.wait_until_ready()
                 self._refuse_weights_from_here(type(model).__name__, replica)
-                self._find_foreign_code(model, replica)
+                if replica is self.replicas[0]:
+                    self._find_foreign_code(model, replica.group)
                 replica.group.call("build", self._skeleton)
             store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
             handed = self._checkpoint.of_model(self.plan)
@@ -125,8 +123,8 @@ class Deployment:
                 for replica in self.replicas:
                     attach(replica.group, self.plan, store, self._checkpoint, progress)
                     progress = None  # only the first replica reports progress
-                    if self._restart:
-                        replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._limit)
+                    if self._options.restart and self._keeps_weights:
+                        replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._options)
             except BaseException:
                 take_back(model, store.plan, store.read, handed)
                 raise
@@ -142,12 +140,10 @@ class Deployment:
         if not self._keeps_weights:
             self._release_store()
 
-    def _find_foreign_code(self, model: nn.Module, replica: Replica) -> None:
-        """Add to the skeleton the code that ranks cannot import or import differently; only replica 0 is checked."""
-        if replica is not self.replicas[0]:
-            return
+    def _find_foreign_code(self, model: nn.Module, group: WorkerGroup) -> None:
+        """Add to the skeleton the code that the ranks of a group cannot import or import differently."""
         modules_by_value = set(self.code.by_value)
-        changes = self.code.compare(functools.partial(compare_code, replica.group))
+        changes = self.code.compare(functools.partial(group.call, "differences"))
         if self.code.by_value != modules_by_value:  # the ranks cannot import some modules
             self._skeleton = Skeleton.of(model, self.plan, self.code.by_value)
         self._skeleton.code = changes

@@ -10,7 +10,6 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.hosts.launching import elsewhere
-from parallelformers_ng.live_code.packing import Digests
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -116,16 +115,6 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
                 names, size = [], 0
     if names:
         yield names, size
-
-
-def compare_code(group: WorkerGroup, digests: Digests) -> Digests:
-    """Compare digests of this process's code with the imported code of rank 0; see `live_code.changes.differences`.
-
-    Raises:
-        GroupError: a rank failed or has ended, or did not answer in time; see `WorkerGroup.call`.
-    """
-    unlike: Digests = group.call("differences", digests)
-    return unlike
 
 
 def revive(

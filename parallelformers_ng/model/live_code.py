@@ -55,7 +55,8 @@ class LiveCode:
         self._on_ranks: Digests = {}
         self._sent: set[str] = set()
         self._lock = threading.Lock()
-        self.by_value = {name for name in self._modules() if is_by_value(name)}
+        modules = {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
+        self.by_value = {name for name in modules if is_by_value(name)}
         self.count = 0
         self.moved: dict[tuple[str, str], tuple[int, Any]] = {}
         self._moved_places: set[str] = set()
@@ -80,8 +81,8 @@ class LiveCode:
         """
         local_digests = digests_of(self._slots)
         unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
-        names = {module_of(place) for place in unlike}
-        absent = {name for name in names if self._is_absent(name, local_digests, unlike)}
+        present = {module_of(place) for place in local_digests if unlike.get(place) != b""}
+        absent = {module_of(place) for place in unlike} - present
         self.by_value |= absent
         unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**local_digests, **unlike}
@@ -200,14 +201,6 @@ class LiveCode:
         states += [state for _, state in self._of_modules.values()]
         self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), states)
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
-
-    def _modules(self) -> set[str]:
-        return {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
-
-    def _is_absent(self, name: str, here: Digests, unlike: Digests) -> bool:
-        """Return whether the ranks lack all code of a module."""
-        places = [place for place in here if module_of(place) == name]
-        return bool(places) and all(unlike.get(place) == b"" for place in places)
 
 
 def _in_short(place: str) -> str:

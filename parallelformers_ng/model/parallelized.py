@@ -94,7 +94,7 @@ class Parallelized(RemoteModule):
             CancelledError: the task was cancelled.
             ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
         """
-        with remote_of(self).calls.with_adapters():
+        with remote_of(self).calls.adapters.of_call():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
     # -- end of the parallelization ------------------------------------------------------------------------------------
@@ -198,26 +198,20 @@ def enter(
     """
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
-        weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, _Fetch(model, deployment, names[0]), names[0])
+        fetch = functools.partial(_fetch, weakref.ref(model), deployment, names[0])
+        weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, fetch, names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
     remote_tree.enter(model, Calls(model, deployment, seed, steps, batching, prove_at_once), Parallelized)
 
 
-class _Fetch:
-    """A function that returns one whole weight: from the workers, or from the model after the parallelization."""
-
-    def __init__(self, model: nn.Module, deployment: Deployment, name: str) -> None:
-        self._model = weakref.ref(model)
-        self._deployment = deployment
-        self._name = name
-
-    def __call__(self) -> torch.Tensor:
-        if not self._deployment.ended:
-            return self._deployment.read(self._name)
-        model = self._model()
-        if model is None or is_parallelized(model):
-            raise NotParallelizedError(f"the parallelization of {self._name} has ended; read it from the model")
-        return get_tensor(model, self._name, self._deployment.plan.tensors[self._name].is_buffer).detach()
+def _fetch(reference: weakref.ref[nn.Module], deployment: Deployment, name: str) -> torch.Tensor:
+    """Return one whole weight: from the workers, or from the model after the parallelization."""
+    if not deployment.ended:
+        return deployment.read(name)
+    model = reference()
+    if model is None or is_parallelized(model):
+        raise NotParallelizedError(f"the parallelization of {name} has ended; read it from the model")
+    return get_tensor(model, name, deployment.plan.tensors[name].is_buffer).detach()
 
 
 class Ended(weakref.ref):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -49,32 +48,26 @@ class PlainPart(nn.Module):
         super().__setattr__(name, value)
 
 
-class PlainParts:
-    """The modules of one parallelized model that compute in the caller's process.
-
-    The constructor makes each module a `PlainPart`, in place.
+def enter_plain(part: nn.Module, calls: Calls, path: str) -> None:
+    """Make a module a `PlainPart`, in place.
 
     Args:
+        part: the module.
         calls: calls of the model.
-        parts: (path, module) pairs.
+        path: dotted path of the module in the model.
     """
+    if not isinstance(part, PlainPart):
+        cls: Any = type(part)
+        part.__class__ = _plain_class(cls)
+    _homes.setdefault(part, []).append((weakref.ref(calls), path))
 
-    def __init__(self, calls: Calls, parts: Sequence[tuple[str, nn.Module]]) -> None:
-        self._calls = weakref.ref(calls)
-        self._parts = [part for _, part in parts]
-        for path, part in parts:
-            if not isinstance(part, PlainPart):
-                cls: Any = type(part)
-                part.__class__ = _plain_class(cls)
-            _homes.setdefault(part, []).append((self._calls, path))
 
-    def leave(self) -> None:
-        """Make the modules ordinary again, unless another parallelized model also has the module."""
-        for part in self._parts:
-            _homes[part] = [home for home in _homes[part] if home[0] != self._calls]
-            if not _homes[part]:
-                del _homes[part]
-                object.__setattr__(part, "__class__", whole_class(type(part)))
+def leave_plain(part: nn.Module, calls: Calls) -> None:
+    """Undo `enter_plain`; the module stays a `PlainPart` if another parallelized model also has the module."""
+    _homes[part] = [home for home in _homes[part] if home[0]() is not calls]
+    if not _homes[part]:
+        del _homes[part]
+        object.__setattr__(part, "__class__", whole_class(type(part)))
 
 
 @functools.cache

@@ -7,7 +7,6 @@ class. Modules without weights also compute in the caller's process, see `plain_
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -43,7 +42,7 @@ class Remote:
     Attributes:
         calls, path: the arguments of the same names.
         parts: for the model itself, its remote submodules; otherwise empty.
-        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise None.
+        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
@@ -53,7 +52,7 @@ class Remote:
         self.calls = calls
         self.path = path
         self.parts: list[nn.Module] = []
-        self.plain_parts: Any = None
+        self.plain_parts: list[nn.Module] = []
         self.around: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
 
@@ -256,12 +255,12 @@ def refusal(module: Any, what: str, why: str) -> str:
 
 def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
     """Return a decorator for the replacement of a method; the replacement keeps the original's signature, which
-    `generate` and pipelines inspect. For a module that is not remote, the original method runs."""
+    `generate` and pipelines inspect. For a module without a `Remote`, the original method runs."""
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (method if isinstance(self, RemoteModule) else original)(self, *args, **kwargs)
+            return (method if REMOTE in vars(self) else original)(self, *args, **kwargs)
 
         return call
 
@@ -333,8 +332,7 @@ def switched(name: str, original: Callable) -> Callable:
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapters = remote_of(self).calls.adapters
-        with contextlib.nullcontext() if adapters is None else adapters.switching:
+        with remote_of(self).calls.adapters.switching:
             return original(self, *args, **kwargs)
 
     return switch

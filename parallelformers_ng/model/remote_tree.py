@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.plain_parts import PlainParts, computes_here
+from parallelformers_ng.model.plain_parts import computes_here, enter_plain, leave_plain
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
@@ -41,17 +40,18 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
         calls: calls of the model.
         root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
     """
-    parts, plain_parts = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
-    for path, part in model.named_modules():
-        if path:
-            (plain_parts if computes_here(part) else parts).append((path, part))
-    for path, module in (("", model), *parts):
+    remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for path, module in model.named_modules():
+        (plain if path and computes_here(module) else remote).append((path, module))
+    for path, module in remote:
         vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)
         cls: Any = type(module)
         module.__class__ = _remote_class(RemoteModule if path else root, cls)
-    remote_of(model).parts = [part for _, part in parts]
-    remote_of(model).plain_parts = PlainParts(calls, plain_parts)
+    for path, module in plain:
+        enter_plain(module, calls, path)
+    remote_of(model).parts = [module for path, module in remote if path]
+    remote_of(model).plain_parts = [module for _, module in plain]
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
@@ -70,8 +70,10 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         for module in modules:
             lock(module)
         raise
-    remote_of(model).calls.hooks.leave()
-    remote_of(model).plain_parts.leave()
+    calls = remote_of(model).calls
+    calls.hooks.leave()
+    for part in remote_of(model).plain_parts:
+        leave_plain(part, calls)
     for module in (*modules, *remote_of(model).around):
         object.__setattr__(module, "__class__", whole_class(type(module)))
         del vars(module)[REMOTE]
@@ -123,28 +125,13 @@ def _saved(name: str, original: Callable) -> Callable:
             names: Any = self.active_adapters
             state = state_of_adapters(self, names())
             return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)
-        nodes = _Nodes(remote_of(self))
+        remote = remote_of(self)
+        deployment, prefix = remote.calls.deployment, f"{remote.path}." if remote.path else ""
+        names = [name for name in deployment.plan.tensors if name.startswith(prefix)]
+        nodes = {name.removeprefix(prefix): deployment.node(name) for name in names}
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
     return save_pretrained
-
-
-class _Nodes(Mapping[str, Node]):
-    """A mapping of tensor name → source of the tensor, for one module; each source is created when it is read."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._deployment = remote.calls.deployment
-        self._prefix = f"{remote.path}." if remote.path else ""
-
-    def __getitem__(self, name: str) -> Node:
-        return self._deployment.node(self._prefix + name)
-
-    def __iter__(self) -> Iterator[str]:
-        names = self._deployment.plan.tensors
-        return (name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 _MAKERS = {

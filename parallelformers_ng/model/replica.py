@@ -28,8 +28,9 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
 from parallelformers_ng.model.groups import revive
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.supervisor import RestartLimit, Supervisor
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.worker.call import Answer, Call
 
@@ -69,7 +70,7 @@ class Replica:
         return self.supervisor.current[0]
 
     def keep_alive(
-        self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, limit: RestartLimit | None
+        self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, options: WorkerOptions
     ) -> None:
         """From now on replace the group after a worker has ended, unless the group belongs to the caller.
 
@@ -78,11 +79,11 @@ class Replica:
             plan: plan of the model.
             store: shared memory with the weights, which a new group maps.
             checkpoint: files with all other weights.
-            limit: limit of restarts; None for the defaults of `RestartLimit`.
+            options: limit of restarts.
         """
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
-            self.supervisor = Supervisor(self.group, again, limit)
+            self.supervisor = Supervisor(self.group, again, options.max_restarts, options.restart_window)
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
         """Return the running group and its incarnation; while a new group starts, wait for the new group.
@@ -167,12 +168,12 @@ class Dispatcher:
         replica: the replica with the workers.
         stream: random stream of calls without a seed.
         hooks: forward hooks of the caller.
-        adapters: adapters of the model; None if the model has no adapters.
+        adapters: adapters of the model.
         steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         code: the code that the model runs in this process.
 
     Attributes:
-        replica: the replica with the workers.
+        replica, hooks, adapters: the arguments of the same names.
         steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
@@ -183,7 +184,7 @@ class Dispatcher:
         replica: Replica,
         stream: RandomStream,
         hooks: HookRegistry,
-        adapters: Adapters | None,
+        adapters: Adapters,
         steps: StaticSteps | None,
         code: LiveCode,
     ) -> None:
@@ -191,8 +192,8 @@ class Dispatcher:
         self.steps = steps
         self.edits = Edits(model, code)
         self._stream = stream
-        self._hooks = hooks
-        self._adapters = adapters
+        self.hooks = hooks
+        self.adapters = adapters
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -222,7 +223,7 @@ class Dispatcher:
             ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
         end = self.replica.deadline_of(options.timeout)
-        with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
+        with self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks:
             # Get the group first: the message below is valid only for this incarnation of the workers.
             workers = self.replica.ready(end)
             streams = options.streamer is not None
@@ -265,7 +266,7 @@ class Dispatcher:
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         arrived = self.edits.put_into(call, model, incarnation)
-        call.adapters = None if self._adapters is None else self._adapters.active()
+        call.adapters = self.adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()

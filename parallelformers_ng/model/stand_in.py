@@ -38,8 +38,7 @@ def stand_in(mixin: type, cls: type[nn.Module], members: dict[str, Any]) -> type
 
 def whole_class(cls: Any) -> type[nn.Module]:
     """Return the original class of a class that `stand_in` or `around.surround` made."""
-    whole: type[nn.Module] = cls._whole_class
-    return whole
+    return cls._whole_class
 
 
 def _as_whole(cls: _StandIn) -> Any:

@@ -59,6 +59,9 @@ class WorkerGroup:
         check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
         hosts: starter of the ranks; None if this process started the ranks.
         user: weak reference to the object that uses the group, or None; see `in_use`.
+        submit, do_later: the methods of `RequestLoop`: queue a request without waiting for its answers, and have the
+            group's thread call a function later.
+        wait_until_over: function that waits until the group has ended completely, after one of its workers has died.
 
     Raises:
         StartupError: a worker could not start; the message ends with the worker's standard error.
@@ -96,6 +99,7 @@ class WorkerGroup:
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)
+        self.submit, self.do_later, self.wait_until_over = self._loop.submit, self._loop.do_later, self._loop.join
         self._in_event: set[int] = set()  # ids of threads that are running an on_event
         weakref.finalize(self, self._loop.leave)
         try:
@@ -265,18 +269,6 @@ class WorkerGroup:
             OSError: this process cannot open more files.
         """
         return [os.dup(worker.pidfd) for worker in self._processes.workers]
-
-    def wait_until_over(self) -> None:
-        """Wait until the group has ended completely, after one of its workers has died."""
-        self._loop.join()
-
-    def submit(self, request: Request) -> None:
-        """Queue a request without waiting for its answers; see `RequestLoop.submit`."""
-        self._loop.submit(request)
-
-    def do_later(self, function: Callable[[], object]) -> None:
-        """Have the group's thread call a function later; see `RequestLoop.do_later`."""
-        self._loop.do_later(function)
 
     def error(self) -> GroupError:
         """Return the reason why the group has ended, as an error to raise."""

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -24,19 +23,6 @@ Revive = Callable[[], WorkerGroup]
 _RETRY_SECONDS = 0.5  # pause after a failed attempt to start a group
 
 
-@dataclass(frozen=True)
-class RestartLimit:
-    """The limit of restarts: if `count` restarts within `seconds` were not enough, the group is not restarted again.
-
-    Attributes:
-        count: maximum number of restarts within `seconds`.
-        seconds: length of the time window in seconds.
-    """
-
-    count: int = 3
-    seconds: float = 60.0
-
-
 class Supervisor:
     """An object that provides a running group, and replaces the group in the background after a worker has ended.
 
@@ -46,7 +32,8 @@ class Supervisor:
     Args:
         group: a running group.
         revive: function that starts a new group, ready for requests; with None, the group is never replaced.
-        limit: limit of restarts.
+        max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
+        restart_window: length of the time window in seconds.
 
     Attributes:
         current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
@@ -55,10 +42,12 @@ class Supervisor:
         OSError: this process cannot open more files.
     """
 
-    def __init__(self, group: WorkerGroup, revive: Revive | None = None, limit: RestartLimit | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, revive: Revive | None = None, max_restarts: int = 3, restart_window: float = 60.0
+    ) -> None:
         self.current = (group, 0)
         self._revive = revive
-        self._limit = limit or RestartLimit()
+        self._max_restarts, self._restart_window = max_restarts, restart_window
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -76,11 +65,6 @@ class Supervisor:
             )
             self._thread.start()
 
-    @property
-    def group(self) -> WorkerGroup:
-        """The current group, which may have died."""
-        return self.current[0]
-
     def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
         """Return the running group and its incarnation; while a new group starts, wait for the new group.
 
@@ -94,7 +78,7 @@ class Supervisor:
             RestartLimitError: the limit of restarts was reached; no new group will start.
             WrongProcessError: this is a forked process.
         """
-        group = self.group
+        group = self.current[0]
         group.check_process()
         if self._revive is None or group.alive:
             return self.current
@@ -115,7 +99,7 @@ class Supervisor:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.group.owner:
+        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.current[0].owner:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join()
             self._close_wakeup()
@@ -160,13 +144,13 @@ class Supervisor:
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > self._limit.seconds:
+        while self._restarts and now - self._restarts[0] > self._restart_window:
             self._restarts.popleft()
-        if len(self._restarts) < self._limit.count:
+        if len(self._restarts) < self._max_restarts:
             return True
         text = (
-            f"the workers died {len(self._restarts) + 1} times within {self._limit.seconds:g} s (the limit is"
-            f" {self._limit.count} restarts, see max_restarts) and are not restarted again; model.deparallelize()"
+            f"the workers died {len(self._restarts) + 1} times within {self._restart_window:g} s (the limit is"
+            f" {self._max_restarts} restarts, see max_restarts) and are not restarted again; model.deparallelize()"
             " returns the weights to this process"
         )
         with self._changed:
