@@ -11,33 +11,36 @@ from torch import nn
 
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 
-_of_call = contextvars.ContextVar[tuple[object, ActiveAdapters | None] | None]("adapters", default=None)
+_of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapters", default=None)
 
 
 class Adapters:
-    """The adapters (LoRA or IA3) of one model; also for a model without adapters.
+    """The adapters (LoRA or IA3) of one model.
 
     Args:
-        model: the model.
+        layers: layers of the model that have adapters.
 
     Attributes:
         switching: lock for switching adapters and for reading which adapters are active.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, layers: list[nn.Module]) -> None:
         self.switching = threading.RLock()
-        self._layers = layers_with_adapters(model)
+        self._layers = layers
 
-    def active(self) -> ActiveAdapters | None:
-        """Return the adapters of this thread's current call, or the active adapters outside of a call.
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapters | None:
+        """Return the adapters of a model; None if the model has no adapters."""
+        layers = layers_with_adapters(model)
+        return cls(layers) if layers else None
 
-        None if the model has no adapters.
-        """
+    def active(self) -> ActiveAdapters:
+        """Return the adapters of this thread's current call, or the active adapters outside of a call."""
         of_call = _of_call.get()
         if of_call is not None and of_call[0] is self:
             return of_call[1]
         with self.switching:
-            return ActiveAdapters.of(self._layers) if self._layers else None
+            return ActiveAdapters.of(self._layers)
 
     @contextlib.contextmanager
     def of_call(self, active: ActiveAdapters | None = None) -> Iterator[None]:

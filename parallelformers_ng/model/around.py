@@ -132,9 +132,8 @@ def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__
             refusal(self, operation, "all rows of a batch run with one adapter; make a call per adapter")
         )
     adapters = remote_of(self).calls.adapters
-    active = adapters.active()
-    assert active is not None, "peft wraps no model without adapter layers"
-    with adapters.of_call(active.with_one(None if names == [_NO_ADAPTER] else names[0])):
+    assert adapters is not None, "peft wraps no model without adapter layers"
+    with adapters.of_call(adapters.active().with_one(None if names == [_NO_ADAPTER] else names[0])):
         yield
 
 

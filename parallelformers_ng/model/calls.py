@@ -51,7 +51,7 @@ class Calls:
     Attributes:
         deployment: argument `deployment`.
         hooks: forward hooks that the caller has registered on the model.
-        adapters: adapters of the model.
+        adapters: adapters of the model; None if the model has no adapters.
         dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
     """
@@ -67,7 +67,7 @@ class Calls:
     ) -> None:
         self.deployment = deployment
         self.hooks = HookRegistry(model, deployment.plan)
-        self.adapters = Adapters(model)
+        self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
@@ -113,7 +113,7 @@ class Calls:
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
         refuse_modes()
-        with self.adapters.of_call(), self._turn(args, kwargs) as place:
+        with self.with_adapters(), self._turn(args, kwargs) as place:
             return self.dispatchers[place].call(model, path, method, args, kwargs, options)
 
     def generate(
@@ -149,7 +149,7 @@ class Calls:
                 that a rank raised also has its original type.
         """
         refuse_modes()
-        with self.adapters.of_call(), self._turn(args, kwargs) as place:
+        with self.with_adapters(), self._turn(args, kwargs) as place:
             bound = inspect.signature(original).bind_partial(module, *args)
             by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
             arguments = {**by_name, **kwargs}
@@ -283,13 +283,17 @@ class Calls:
             ParallelError, StaleCacheError, GroupError: see `Remote.call`, or `generate` if the method runs here.
             BatchingError: see `generate`.
         """
-        with self.adapters.of_call():
+        with self.with_adapters():
             if not has_own_loop():
                 try:
                     return call()
                 except NotPortableError as error:
                     self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
             return original(module, *args, **kwargs)
+
+    def with_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread's calls keep the adapters that are active at its start."""
+        return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:

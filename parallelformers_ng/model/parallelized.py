@@ -94,7 +94,7 @@ class Parallelized(RemoteModule):
             CancelledError: the task was cancelled.
             ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
         """
-        with remote_of(self).calls.adapters.of_call():
+        with remote_of(self).calls.with_adapters():
             return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
 
     # -- end of the parallelization ------------------------------------------------------------------------------------

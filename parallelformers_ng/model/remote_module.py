@@ -7,6 +7,7 @@ class. Modules without weights also compute in the caller's process, see `plain_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -332,7 +333,8 @@ def switched(name: str, original: Callable) -> Callable:
 
     @_in_place_of(original)
     def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with remote_of(self).calls.adapters.switching:
+        adapters = remote_of(self).calls.adapters
+        with contextlib.nullcontext() if adapters is None else adapters.switching:
             return original(self, *args, **kwargs)
 
     return switch

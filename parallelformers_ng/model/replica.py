@@ -168,7 +168,7 @@ class Dispatcher:
         replica: the replica with the workers.
         stream: random stream of calls without a seed.
         hooks: forward hooks of the caller.
-        adapters: adapters of the model.
+        adapters: adapters of the model; None if the model has no adapters.
         steps: mode that compiles or captures decode steps; None for ordinary decode steps.
         code: the code that the model runs in this process.
 
@@ -184,7 +184,7 @@ class Dispatcher:
         replica: Replica,
         stream: RandomStream,
         hooks: HookRegistry,
-        adapters: Adapters,
+        adapters: Adapters | None,
         steps: StaticSteps | None,
         code: LiveCode,
     ) -> None:
@@ -266,7 +266,7 @@ class Dispatcher:
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         arrived = self.edits.put_into(call, model, incarnation)
-        call.adapters = self.adapters.active()
+        call.adapters = None if self.adapters is None else self.adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()

@@ -95,7 +95,7 @@ class SharedCalls:
             self._coming.discard(thread)
         if isinstance(call, str):
             return call
-        call.adapters = self._adapters.active()
+        call.adapters = None if self._adapters is None else self._adapters.active()
         end = self._replica.deadline_of(timeout)
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
