@@ -29,6 +29,7 @@ from parallelformers_ng.model.caller_state import RandomStream
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
+from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
@@ -78,7 +79,10 @@ class Calls:
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
             needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
-            self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
+            self.shared = [
+                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
+                for each in self.dispatchers
+            ]
         self._in_flight = [0] * len(self.dispatchers)
         self._lock = threading.Lock()
 
@@ -178,7 +182,7 @@ class Calls:
         if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
-        draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
+        draw_seed = self._stream.draw_seed if shared.busy or busy else None
         sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
         if isinstance(sequence, str):
             log.debug("generate runs alone: %s", sequence)

@@ -173,7 +173,7 @@ class Dispatcher:
         code: the code that the model runs in this process.
 
     Attributes:
-        replica, hooks, adapters: the arguments of the same names.
+        replica: the replica with the workers.
         steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
@@ -192,8 +192,8 @@ class Dispatcher:
         self.steps = steps
         self.edits = Edits(model, code)
         self._stream = stream
-        self.hooks = hooks
-        self.adapters = adapters
+        self._hooks = hooks
+        self._adapters = adapters
 
     def call(
         self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
@@ -223,7 +223,7 @@ class Dispatcher:
             ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
         end = self.replica.deadline_of(options.timeout)
-        with self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks:
+        with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
             # Get the group first: the message below is valid only for this incarnation of the workers.
             workers = self.replica.ready(end)
             streams = options.streamer is not None
@@ -266,7 +266,7 @@ class Dispatcher:
         call.rng = stream[0].numpy().tobytes()
         call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
         arrived = self.edits.put_into(call, model, incarnation)
-        call.adapters = None if self.adapters is None else self.adapters.active()
+        call.adapters = None if self._adapters is None else self._adapters.active()
         call.cache_block = next(registry.blocks)
         if registry.unwanted:
             call.freed_caches = registry.take_freed()
