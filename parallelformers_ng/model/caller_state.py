@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import threading
@@ -20,6 +21,28 @@ from parallelformers_ng.worker.call import Call
 
 Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 """The state of a random stream before a call (uint8), and the function that stores its state after the call."""
+
+
+_generators = threading.Lock()
+"""Lock for reading and setting states of generators.
+
+torch reads a state under a lock of the generator, and then makes a Python object, which may start the garbage collector.
+The collector may give another thread a turn. If that thread read a state meanwhile, it would wait for the generator's
+lock without releasing the interpreter, and both threads would wait forever (`THPGenerator_getState` in
+https://github.com/pytorch/pytorch/blob/main/torch/csrc/Generator.cpp). A wait for this lock releases the interpreter.
+"""
+
+
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Return the state of a generator that other threads may use: uint8 `[bytes]` on CPU."""
+    with _generators:
+        return generator.get_state()
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set the state of a generator that other threads may use; `state` is a result of `state_of`."""
+    with _generators:
+        generator.set_state(state)
 
 
 class RandomStream:
@@ -59,13 +82,13 @@ class RandomStream:
             return
         stream = self._own or torch.default_generator
         try:
-            yield stream.get_state(), stream.set_state
+            yield state_of(stream), functools.partial(set_state, stream)
         finally:
             self._follower.release()
 
     def draw_seed(self) -> int:
         """Return a new 64-bit seed for a concurrent call, without advancing the stream."""
-        state = (self._own or torch.default_generator).get_state()
+        state = state_of(self._own or torch.default_generator)
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
 
 

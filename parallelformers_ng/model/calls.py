@@ -25,7 +25,7 @@ from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapter_state import Adapters
-from parallelformers_ng.model.caller_state import RandomStream
+from parallelformers_ng.model.caller_state import RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
@@ -257,10 +257,14 @@ class Calls:
             with limit, own_loop():
                 return original(model, **arguments)
         with limit, self._stream.of_call(options.seed) as (before, store):
-            with own_loop(), torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(before)
-                output = original(model, **arguments)
-                after = torch.get_rng_state()
+            kept = state_of(torch.default_generator)
+            set_state(torch.default_generator, before)
+            try:
+                with own_loop():
+                    output = original(model, **arguments)
+                after = state_of(torch.default_generator)
+            finally:
+                set_state(torch.default_generator, kept)
             store(after)
         return output
 
