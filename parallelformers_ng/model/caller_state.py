@@ -26,9 +26,9 @@ Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
 _generators = threading.Lock()
 """Lock for reading and setting states of generators.
 
-torch reads a state under a lock of the generator, and then makes a Python object, which may start the garbage collector.
-The collector may give another thread a turn. If that thread read a state meanwhile, it would wait for the generator's
-lock without releasing the interpreter, and both threads would wait forever (`THPGenerator_getState` in
+torch reads a state under a lock of the generator, and then makes a Python object, which may start the garbage
+collector. The collector may give another thread a turn. If that thread read a state meanwhile, it would wait for the
+generator's lock without releasing the interpreter, and both threads would wait forever (`THPGenerator_getState` in
 https://github.com/pytorch/pytorch/blob/main/torch/csrc/Generator.cpp). A wait for this lock releases the interpreter.
 """
 
