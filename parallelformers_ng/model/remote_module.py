@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
+from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.gradients import refuse_gradients
@@ -172,21 +174,45 @@ class RemoteModule(nn.Module):
             GroupError, CheckpointError: a weight cannot be gathered, see `Deployment.read`.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        if kwargs.get("keep_vars"):
+        if kwargs.get("destination") is None:
+            kwargs["destination"] = OrderedDict()
+        destination = kwargs["destination"]
+        if kwargs.get("keep_vars") or hasattr(destination, REMOTE):
             return super().state_dict(**kwargs)
-        state = super().state_dict(**kwargs | {"keep_vars": True})
-        whole: dict[int, torch.Tensor] = {}
-        with remote_of(self).calls.deployment.gathering(type(self).__name__, self._bytes()) as advance:
-            for name, tensor in state.items():
-                if isinstance(tensor, RemoteTensor):
-                    if id(tensor) not in whole:
-                        whole[id(tensor)] = values(tensor).detach()
-                        advance(whole[id(tensor)].nbytes)
-                    state[name] = whole[id(tensor)]
-        return state
+        if not hasattr(destination, "_metadata"):
+            destination._metadata = OrderedDict()
+        remote = remote_of(self)
+        with remote.calls.deployment.gathering(type(self).__name__, self._bytes()) as advance:
+            setattr(destination, REMOTE, _Gathered(advance))
+            try:
+                return super().state_dict(**kwargs)
+            finally:
+                delattr(destination, REMOTE)
 
     def _bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        gathered: _Gathered | None = getattr(destination, REMOTE, None)
+        if gathered is not None:
+            for short, tensor in (*self._parameters.items(), *self._buffers.items()):
+                if prefix + short in destination and isinstance(tensor, RemoteTensor):
+                    destination[prefix + short] = gathered.whole(tensor)
+
+
+class _Gathered:
+    """The whole weights of one state dict; each weight is gathered once."""
+
+    def __init__(self, advance: Progress) -> None:
+        self._advance = advance
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def whole(self, tensor: RemoteTensor) -> torch.Tensor:
+        if id(tensor) not in self._whole:
+            self._whole[id(tensor)] = values(tensor).detach()
+            self._advance(self._whole[id(tensor)].nbytes)
+        return self._whole[id(tensor)]
 
 
 class _Locked(dict):
