@@ -17,6 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
+from parallelformers_ng.serving.model_kinds import Kind
+from parallelformers_ng.serving.pooling import Pooling
 from tests.ecosystem.test_evaluation import KINDS, same, tasks  # noqa: F401  (a fixture)
 from tests.helpers.server import Running, ScriptedModel, serving, tiny_tokenizer
 
@@ -70,7 +72,7 @@ def test_langchain_calls_tools() -> None:
 
 def test_langchain_embeds(encoder) -> None:
     texts = ["The capital of France is Paris.", "Two plus two is four."]
-    with serving(encoder.cut, encoder.tokenizer, model="minilm") as running:
+    with serving(encoder.cut, encoder.tokenizer, Kind(Pooling()), model="minilm") as running:
         client = OpenAIEmbeddings(
             model="minilm", base_url=f"{running.url}/v1", api_key="none", check_embedding_ctx_length=False
         )

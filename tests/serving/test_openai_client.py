@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.pooling import Pooling
 from tests.helpers.patience import await_incarnation, kill
 from tests.helpers.server import Running, serving, serving_on, tiny_model, tiny_tokenizer
@@ -230,7 +231,10 @@ def test_embeddings_are_those_of_one_process(groups, encoder):
     for each in texts:
         inputs = TOKENIZER(each, return_tensors="pt", return_token_type_ids=False)
         want.append(Pooling()(encoder(**inputs).last_hidden_state, inputs["attention_mask"])[0])
-    with parallelize(copy.deepcopy(encoder), workers=groups(2)) as model, serving(model, TOKENIZER) as running:
+    with (
+        parallelize(copy.deepcopy(encoder), workers=groups(2)) as model,
+        serving(model, TOKENIZER, Kind(Pooling())) as running,
+    ):
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         answer = client.embeddings.create(model="tiny", input=texts)  # the client requests base64
         floats = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
