@@ -6,7 +6,8 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.live_code.content import digest, original
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
-from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, package_of, scopes_of
+from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, package_of, reach, scopes_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 ABSENT = b""
@@ -62,10 +63,30 @@ def differences(digests: Digests) -> Digests:
     own_digests: Digests = {}
     for place, other_digest in digests.items():
         value = _look_up(place)
-        own_digest = ABSENT if value is _NOTHING else digest(value)
+        known_value, own_digest = _REMEMBERED.get(place, (_NOTHING, ABSENT))
+        if value is not known_value:
+            own_digest = ABSENT if value is _NOTHING else digest(value)
         if own_digest != other_digest:
             own_digests[place] = own_digest
     return own_digests
+
+
+_REMEMBERED: dict[str, tuple[types.FunctionType, bytes]] = {}
+"""Name of a place → a function and its digest."""
+
+
+def remember_functions(classes: Iterable[type]) -> None:
+    """Digest the functions that these classes reach, once for all processes that this process will fork.
+
+    A fork that digests a function itself copies every page of memory that it reads, because reading an object counts a
+    reference. No program runs here or in the forks before they compare code, so the functions stay as they are.
+
+    Args:
+        classes: classes of modules.
+    """
+    slots = reach(classes).items()
+    values = {place: slot.value for place, slot in slots if isinstance(slot.value, types.FunctionType)}
+    _REMEMBERED.update({place: (value, digest(value)) for place, value in values.items()})
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:

@@ -1,12 +1,14 @@
-"""Imports all modules that ranks need and compares the kernels with transformers, once for all forks of a server."""
+"""Imports all modules that ranks need, compares the kernels with transformers, and digests transformers' code, once for
+all forks of a server."""
 
 from parallelformers_ng.kernels import installation, recognition
+from parallelformers_ng.live_code.changes import remember_functions
 from parallelformers_ng.runtime import service
 from parallelformers_ng.worker import runner
 
 __all__ = ["runner", "service"]
 
-for _family in dict.fromkeys((*recognition.ATTENTIONS, *recognition.LAYERS)):
-    recognition.modelling(_family, "Model")
-
+_families = dict.fromkeys((*recognition.ATTENTIONS, *recognition.LAYERS))
+_models = [recognition.modelling(family, "ForCausalLM") for family in _families]
 installation.compare_before_forks()
+remember_functions(_models)
