@@ -15,7 +15,7 @@ def test_remembered_functions_have_equal_digests(monkeypatch: pytest.MonkeyPatch
     assert changes.differences(caller) == {}
     monkeypatch.setattr(changes, "_REMEMBERED", {})
     changes.remember_functions([LlamaForCausalLM])
-    assert len(changes._REMEMBERED) > 400
+    assert len(changes._REMEMBERED) > 300
     monkeypatch.setattr(changes, "digest", lambda value: b"" if callable(value) else digest(value))
     unlike = changes.differences(caller)
     assert not unlike.keys() & changes._REMEMBERED.keys(), "remembered functions are not digested again"
