@@ -1,12 +1,14 @@
 """Tests the digests that the process which forks ranks computes for all of them."""
 
 import pytest
-from transformers import LlamaForCausalLM
-from transformers.models.llama import modeling_llama
+from transformers import GenerationMixin, LlamaForCausalLM
 
 from parallelformers_ng.live_code import changes
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import reach
+
+_METHOD = "prepare_inputs_for_generation"
+_PLACE = f"{GenerationMixin.__module__}:GenerationMixin.{_METHOD}"
 
 
 def test_remembered_functions_have_equal_digests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,16 +19,15 @@ def test_remembered_functions_have_equal_digests(monkeypatch: pytest.MonkeyPatch
     changes.remember_functions([LlamaForCausalLM])
     assert len(changes._REMEMBERED) > 300
     monkeypatch.setattr(changes, "digest", lambda value: b"" if callable(value) else digest(value))
-    names = ("rotate_half", "LlamaAttention.forward", "LlamaModel.forward")
-    places = {f"{modeling_llama.__name__}:{name}" for name in names}
+    places = {f"{LlamaForCausalLM.__module__}:LlamaForCausalLM.forward", _PLACE}
+    assert places <= changes._REMEMBERED.keys()
     assert not changes.differences(caller).keys() & places, "remembered functions are not digested again"
 
 
 def test_function_replaced_after_remembering_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "_REMEMBERED", {})
     changes.remember_functions([LlamaForCausalLM])
-    place = f"{modeling_llama.__name__}:rotate_half"
-    caller = {place: digest(modeling_llama.rotate_half)}
+    caller = {_PLACE: digest(getattr(GenerationMixin, _METHOD))}
     assert changes.differences(caller) == {}
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -x)
-    assert changes.differences(caller).keys() == {place}
+    monkeypatch.setattr(GenerationMixin, _METHOD, lambda self, ids: {"input_ids": ids})
+    assert changes.differences(caller).keys() == {_PLACE}
