@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -24,8 +25,10 @@ EPSILONS = ("variance_epsilon", "eps", "scaling")
 
 def open_and_running() -> tuple[int, int]:
     """Return the number of memory files this process has open, and the number of its descendants."""
-    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    files = sum(os.path.islink(link) and os.readlink(link).startswith("/memfd") for link in links)
+    files = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            files += os.readlink(f"/proc/self/fd/{number}").startswith("/memfd")
     return files, len(psutil.Process().children(recursive=True))
 
 
