@@ -141,12 +141,18 @@ class Batch:
         return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions, rows)
 
     def _piece(self) -> int:
-        """Return the number of prompt tokens that run in `prefill_patience`: a power of two, so that small changes of
-        the speed do not change the pieces of a prompt."""
+        """Return the number of prompt tokens that run, with a step of the rows, in `prefill_patience` and the time of
+        one step.
+
+        The number is a multiple of a quarter of a power of two, so that small changes of the speed do not change the
+        pieces of a prompt.
+        """
         if not self._prefill_speed:
             return _FIRST_PIECE
-        tokens = int(self._prefill_speed * self._options.prefill_patience / 1000)
-        return 1 << max(_LEAST_PIECE, min(tokens, _WIDEST_PIECE)).bit_length() - 1
+        seconds = self._options.prefill_patience / 1000 + self._step_seconds
+        tokens = max(_LEAST_PIECE, min(int(self._prefill_speed * seconds), _WIDEST_PIECE))
+        least = 1 << tokens.bit_length() - 3
+        return tokens // least * least
 
     def _admitted(self) -> dict[int, Ticket]:
         """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
@@ -189,11 +195,12 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        if news[0].prompt_tokens >= _LEAST_PIECE:
+        typical = order.piece // 2 if self._prefill_speed else 0  # fewer tokens take almost as long
+        if news[0].prompt_tokens >= max(_LEAST_PIECE, typical):
             speed = news[0].prompt_tokens / news[0].prompt_seconds
             average = (self._prefill_speed + speed) / 2
             self._prefill_speed = min(average, speed) if self._prefill_speed else speed  # slower at once, for the rows
-        elif not order.joins:
+        elif not news[0].prompt_tokens:
             self._step_seconds = seconds / order.steps
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
         if news[0].uncaptured and order.positions:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
+from parallelformers_ng.kernels.joint_pass import JointPass
 
 _WORTH_A_PASS = 128
 """Kept tokens of a prompt that save more time than a forward pass of the prompt's own costs. A prompt runs beside
@@ -51,10 +53,11 @@ class Prompts:
 
     Attributes:
         latest: number of tokens in the latest forward pass, padding included.
+        ran_beside: whether the latest forward pass has run `beside`.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
-        self.latest = 0
+        self.latest, self.ran_beside = 0, False
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
@@ -75,13 +78,15 @@ class Prompts:
             self._done = 0
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
 
-    def run(self, piece: int) -> Ran | None:
+    def run(self, piece: int, beside: Callable[[], object] | None = None) -> Ran | None:
         """Run one piece of the first prompt, or several whole prompts that fit in one piece with their padding.
 
         Tokens whose keys and values are kept from earlier sequences do not run again.
 
         Args:
             piece: most tokens to run; 0 runs the whole first prompt.
+            beside: function that runs the model for other rows, and that runs in the same pass if possible; None for no
+                rows.
 
         Returns:
             The results of the complete prompts; None if the first prompt has tokens left to run.
@@ -93,15 +98,15 @@ class Prompts:
         if kept:
             self._prefixes.fill(rows[0].cache, [row.ids for row in rows], kept)
         if len(rows) > 1:
-            return self._run_together(rows, kept)
+            return self._run_together(rows, kept, beside)
         row = rows[0]
         length = row.ids.shape[1]
         self._done = self._done or kept
-        begin, end = self._done, min(self._done + (piece or length), length)
-        if end == length - 1 or row.call.config.use_cache is False:
-            end = length  # a single last token would run as a decode step, which some models round in another way
+        begin, left = self._done, length - self._done
+        pieces = 1 if row.call.config.use_cache is False else math.ceil(left / (piece or left))
+        end = begin + math.ceil(left / pieces)  # equal pieces, because a short piece reads the same weights
         mask = row.prompt_mask[:, :end]
-        logits = self._forward(row, row.ids[:, :end], mask, begin)
+        logits = self._forward(row, row.ids[:, :end], mask, begin, [end - 1] if end == length else [], beside)
         self._done = end
         if end < length:
             return None
@@ -109,10 +114,10 @@ class Prompts:
         self._done = 0
         cache = row.cache
         if (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, row):
-            return Ran([row], logits[:, -1], None, mask)
+            return Ran([row], logits, None, mask)
         if row.may_be_kept:
             self._prefixes.keep(row.ids, cache, 0)
-        return Ran([row], logits[:, -1], cache, mask)
+        return Ran([row], logits, cache, mask)
 
     def _side_by_side(self, piece: int) -> tuple[list[BatchRow], int]:
         """Return (rows, tokens): the rows of the first prompt and of next prompts that may run together with it.
@@ -139,7 +144,7 @@ class Prompts:
         reuses = row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
         return self._prefixes.length(row.ids) if reuses else 0
 
-    def _run_together(self, rows: list[BatchRow], begin: int) -> Ran:
+    def _run_together(self, rows: list[BatchRow], begin: int, beside: Callable[[], object] | None) -> Ran:
         """Run prompts from column `begin` on, with padding after the shorter prompts; no token attends to the
         padding."""
         for _ in rows:
@@ -148,28 +153,46 @@ class Prompts:
         longest = max(lengths)
         empty = [longest - length for length in lengths]
         ids = torch.cat([pad(row.ids, (0, behind)) for row, behind in zip(rows, empty, strict=True)])
-        last, cache = list(range(begin, longest)), rows[0].cache
-        more: dict[str, Any] = {}
-        if "logits_to_keep" in rows[0].call.model_kwargs:
-            last = sorted({length - 1 for length in lengths})
-            more = {"logits_to_keep": ids.new_tensor(last) - begin}
-        logits = self._forward(rows[0], ids, None, begin, **more)
-        ends = [last.index(length - 1) for length in lengths]
+        cache = rows[0].cache
+        logits = self._forward(rows[0], ids, None, begin, [length - 1 for length in lengths], beside)
         row_caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)
         for index, row in enumerate(rows):
             mask[index, : empty[index]] = 0
             if row.may_be_kept:
                 self._prefixes.keep(row.ids, cache, index)
-        return Ran(rows, logits[range(len(rows)), ends], cache, mask)
+        return Ran(rows, logits, cache, mask)
 
     def _forward(
-        self, row: BatchRow, ids: torch.Tensor, mask: torch.Tensor | None, begin: int, **more: Any
+        self,
+        row: BatchRow,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        begin: int,
+        last: list[int],
+        beside: Callable[[], object] | None,
     ) -> torch.Tensor:
-        """Run prompts from column `begin` on with the cache of `row`. Return logits `[rows, tokens, vocabulary]`."""
+        """Run prompts from column `begin` on with the cache of `row`.
+
+        Args:
+            row: row whose arguments the model gets.
+            ids: the prompts, `[rows, columns]`.
+            mask: mask of the prompts; None for no padding.
+            begin: first column to run.
+            last: column of each prompt's last token; empty if the first prompt has tokens left to run.
+            beside: see `run`.
+
+        Returns:
+            Logits of the last tokens, `[rows, vocabulary]`; any tensor if `last` is empty.
+        """
         whole = torch.ones_like(ids[:1]) if mask is None else mask
-        self.latest = ids[:, begin:].numel()
+        self.latest, self.ran_beside = ids[:, begin:].numel(), False
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
+        arguments = {name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT}
+        columns = list(range(begin, ids.shape[1]))
+        if "logits_to_keep" in arguments and len(ids) > 1:
+            columns = sorted(set(last))
+            arguments["logits_to_keep"] = ids.new_tensor(columns) - begin
         inputs = inputs_of(
             self._model,
             ids,
@@ -177,17 +200,20 @@ class Prompts:
             next_sequence_length=ids.shape[1] - begin,
             attention_mask=mask,
             is_first_iteration=begin == 0,
-            **{
-                **{name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT},
-                **more,
-            },
+            **arguments,
         )
-        output = self._model(**inputs, return_dict=True)
+        joint = None if beside is None else JointPass.of(self._model, [column - begin for column in last])
+        if joint is None or beside is None:
+            output = self._model(**inputs, return_dict=True)
+        elif (output := joint.run(inputs, beside)) is None:
+            self.ran_beside = True
+            return joint.logits
         if row.cache is None and (name := row_caches.name_in(output)):
             row.call.model_kwargs[name] = output[name]  # the model makes its own cache
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
             raise BatchingError(f"rows cannot be added to the cache {name} of this model")
-        return output.logits
+        logits: torch.Tensor = output.logits
+        return logits[range(len(ids)), [columns.index(column) for column in last]] if len(ids) > 1 else logits[:, -1]
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:

@@ -140,17 +140,23 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
+
+        def step() -> None:
+            changed_rows.update(self._rows.step(order.positions, order.most_rows))
+
+        steps = order.steps
         if len(self._prompts):
             began = time.monotonic()
-            ran = self._prompts.run(order.piece if len(self._rows) else order.widest)
+            ran = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
+            steps -= self._prompts.ran_beside
             if ran is not None:
                 self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
                 changed_rows.update(ran.rows)
-        for _ in range(order.steps):
+        for _ in range(steps):
             if not len(self._rows):
                 break
-            changed_rows.update(self._rows.step(order.positions, order.most_rows))
+            step()
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":

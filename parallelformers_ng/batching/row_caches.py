@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from parallelformers_ng.errors import BatchingError
+from parallelformers_ng.generation.in_place_cache import spread
 from parallelformers_ng.sharding.cache_names import CACHES
 
 _NAMES = (*CACHES, "state")
@@ -94,17 +95,20 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
     Raises:
         BatchingError: a cache has a tensor whose rows are unknown.
     """
+    for layer in layers_of(cache):
+        if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.ndim == 4:
+            spread(layer, max(count, len(layer.keys)), columns)
     for ours, theirs in zip(_cache_tensors(cache), _cache_tensors(others), strict=True):
         old, new = ours.tensor, theirs.tensor
         wider = 0 if ours.aligned is None else max(0, new.shape[1] - old.shape[1])
         if wider or count > len(old):
             inner = [0, 0] * (old.ndim - 1) if ours.aligned is None else [*[0, 0] * (old.ndim - 2), wider, 0]
-            old = pad(old, [*inner, 0, count - len(old)])
+            old = ours.tensor = pad(old, [*inner, 0, count - len(old)])
         if ours.aligned is None:
             old[rows] = new
         else:
+            old[rows, : old.shape[1] - new.shape[1]] = 0
             old[rows, old.shape[1] - new.shape[1] :] = new
-        ours.tensor = old
     _note_columns(cache, columns)
 
 

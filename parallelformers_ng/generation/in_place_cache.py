@@ -25,14 +25,20 @@ class _Room(NamedTuple):
 
     Attributes:
         owner: id of the layer.
-        keys, values: weak references to tensors `[…, tokens, width]`.
+        keys, values: weak references to tensors `[batch, …, tokens, width]`.
         room: capacity of the memory in tokens.
+        rows: capacity of the memory in sequences of the batch.
     """
 
     owner: int
     keys: weakref.ref[Tensor]
     values: weakref.ref[Tensor]
     room: int
+    rows: int
+
+    @classmethod
+    def of(cls, layer: Any, room: int, rows: int) -> _Room:
+        return cls(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room, rows)
 
     def fits(self, layer: Any, end: int) -> bool:
         """Return whether a layer may write tokens up to `end` (exclusive) into the memory of its keys and values."""
@@ -60,7 +66,7 @@ def _keeping_room(crop: Any) -> Any:
         if own is None or begin is None or (layer.keys.data_ptr(), layer.values.data_ptr()) != begin:
             return
         if _has_sole_view(layer.keys) and _has_sole_view(layer.values):
-            layer._room = own._replace(keys=weakref.ref(layer.keys), values=weakref.ref(layer.values))
+            layer._room = _Room.of(layer, own.room, own.rows)
 
     return cropped
 
@@ -110,13 +116,39 @@ def extended(
     end = (keys.shape[-2] if keys.numel() else 0) + tokens
     own: _Room | None = getattr(layer, "_room", None)
     if own is not None and own.fits(layer, end):
-        room = own.room
+        room, rows = own.room, own.rows
     else:
         room = end + max(end // 4, LEAST_SPARE_TOKENS)
-        keys, values = _moved(keys, key_like, room), _moved(values, value_like, room)
+        rows = own.rows if own is not None and own.fits(layer, 0) else key_like.shape[0]
+        keys, values = _moved(keys, key_like, rows, room), _moved(values, value_like, rows, room)
     layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)
-    layer._room = _Room(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room)
+    layer._room = _Room.of(layer, room, rows)
     return layer.keys, layer.values
+
+
+def spread(layer: Any, rows: int, columns: int) -> None:
+    """Give a layer more sequences, and more tokens before its tokens. The new keys and values are 0.
+
+    On CPU, the memory has room for twice the sequences: unused memory costs nothing, and later sequences no copy.
+
+    Args:
+        layer: a `DynamicLayer` of transformers with keys and values `[batch, heads, tokens, width]`; changed.
+        rows: number of sequences afterwards, at least the number of now.
+        columns: number of tokens of each sequence afterwards, at least the number of now.
+    """
+    own: _Room | None = getattr(layer, "_room", None)
+    before, *_, tokens, _ = layer.keys.shape
+    if own is not None and own.fits(layer, columns) and rows <= own.rows and columns == tokens:
+        room, most = own.room, own.rows
+        layer.keys, layer.values = (
+            old.as_strided((rows, *old.shape[1:]), old.stride()) for old in (layer.keys, layer.values)
+        )
+        for states in (layer.keys, layer.values):
+            states[before:].zero_()
+    else:
+        room, most = columns + LEAST_SPARE_TOKENS, rows * 2 if layer.keys.is_cpu else rows
+        layer.keys, layer.values = (_spread(old, most, room, rows, columns) for old in (layer.keys, layer.values))
+    layer._room = _Room.of(layer, room, most)
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
@@ -130,11 +162,25 @@ def _follows(old: Tensor, new: Tensor) -> bool:
     return mine == (0,) or (mine[-1] == its[-1] and mine[:-2] == its[:-2])
 
 
-def _moved(old: Tensor, new: Tensor, room: int) -> Tensor:
-    """Copy `old` to new memory with a capacity of `room` tokens, and return the copy."""
-    *lead, _, width = new.shape
-    roomy = new.new_empty((*lead, room, width))
+def _moved(old: Tensor, new: Tensor, rows: int, room: int) -> Tensor:
+    """Copy `old` to new memory with a capacity of `rows` sequences and `room` tokens, and return the copy."""
+    batch, *lead, _, width = new.shape
+    roomy = new.new_empty((rows, *lead, room, width))[:batch]
     return roomy.narrow(-2, 0, old.shape[-2]).copy_(old) if old.numel() else roomy
+
+
+def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tensor:
+    """Copy `old`, `[batch, heads, tokens, width]`, to the last columns of the first rows of new memory.
+
+    Returns:
+        `[rows, heads, columns, width]`, in memory with a capacity of `most` rows and `room` columns.
+    """
+    batch, heads, tokens, width = old.shape
+    spread = old.new_empty((most, heads, room, width))[:rows, :, :columns]
+    spread[:batch, :, columns - tokens :] = old
+    spread[:batch, :, : columns - tokens] = 0
+    spread[batch:] = 0
+    return spread
 
 
 def _reaching(old: Tensor, like: Tensor, end: int) -> Tensor:

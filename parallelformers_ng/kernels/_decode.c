@@ -61,17 +61,21 @@ DEFINE_FUNCTION(attention, Attention, 1)
 DEFINE_FUNCTION(attention_half, AttentionHalf, 4)
 DEFINE_FUNCTION(feed_half, FeedHalf, 1)
 
-/* Runs decoder layers. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a bytes object of
- * `Layer` structs; the fields of `Shared`; the fields of `Cached` for each layer. Returns a status of `Kernel.all_reduce`. */
+/* Runs decoder layers for one or more steps. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a
+ * bytes object of `Layer` structs; the address of x; the fields of each `Step`; then, step by step, the fields of `Cached` for
+ * each layer. Returns a status of `Kernel.all_reduce`. */
 static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { FIRST = 3, SHARED = sizeof(Shared) / sizeof(size_t), CACHED = sizeof(Cached) / sizeof(size_t) };
-    if (nargs < FIRST + SHARED || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer))
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: expected a kernel, a kind, layers and %d numbers", SHARED);
-    size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), numbers = (size_t)nargs - FIRST - SHARED;
-    if (!count || numbers != count * CACHED)
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers of caches do not fit %zu layers", numbers, count);
-    Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count};
+    enum { FIRST = 4, STEP_SIZES = sizeof(Step) / sizeof(size_t), CACHED = sizeof(Cached) / sizeof(size_t) };
+    if (nargs < FIRST || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer) || !PyBytes_GET_SIZE(args[2]))
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: expected a kernel, a kind, layers and an address");
+    size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), of_step = STEP_SIZES + count * CACHED;
+    size_t numbers = (size_t)nargs - FIRST, steps = numbers / of_step;
+    if (numbers % of_step || !steps || steps > MOST_STEPS)
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers do not fit %zu layers and 1 to %d steps", numbers,
+                            count, MOST_STEPS);
+    numbers = steps * count * CACHED;
+    Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count, .steps = steps};
     if (args[0] != Py_None) {
         stack.kernel = args[0];
         stack.sums = PyCapsule_Import(KERNEL_API, 0);
@@ -82,12 +86,14 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
         if (stack.layers[i].attention_is_partial || stack.layers[i].feed_is_partial)
             return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu needs a kernel for sums over the ranks", i);
     if (PyErr_Occurred()) return NULL;
-    if (read_struct("decoder_layers", args + FIRST, SHARED, &stack.shared) < 0) return NULL;
+    if (read_numbers(args + FIRST - 1, 1, &stack.x) < 0) return NULL;
+    for (size_t i = 0; i < steps; i++)
+        if (read_struct("decoder_layers", args + FIRST + i * STEP_SIZES, STEP_SIZES, &stack.step[i]) < 0) return NULL;
     Cached *caches = malloc(numbers * sizeof(size_t));
     float *work = new_work(stack_work_bytes(&stack));
     PyObject *result = NULL;
     if (!caches || !work) PyErr_NoMemory();
-    else if (read_numbers(args + FIRST + SHARED, numbers, caches) == 0) {
+    else if (read_numbers(args + FIRST + steps * STEP_SIZES, numbers, caches) == 0) {
         stack.caches = caches;
         result = run_stack(&stack, work);
     }
@@ -126,7 +132,7 @@ static PyMethodDef methods[] = {
     FUNCTION(attention, "*Attention, scale"),
     FUNCTION(attention_half, "*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale"),
     FUNCTION(feed_half, "*FeedHalf, epsilon"),
-    FUNCTION(decoder_layers, "kernel, sum_kind, layers, *Shared, *caches"),
+    FUNCTION(decoder_layers, "kernel, sum_kind, layers, x, *steps, *caches"),
     FUNCTION(spans, "*Seen"),
     FUNCTION(use_threads, "threads"),
     {NULL, NULL, 0, NULL},

@@ -69,16 +69,33 @@ INLINE Attention attention_of(const AttentionHalf *is, const void *q, void *y)
 
 INLINE size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-INLINE size_t attention_half_work_bytes(const AttentionHalf *is)
+/* Halves of the same layer, for tokens over different caches: `x` and `y` of the first half have the rows of all halves. */
+typedef struct {
+    const AttentionHalf *halves;
+    size_t count;
+} AttentionHalves;
+
+INLINE size_t rows_of(AttentionHalves all)
 {
-    const AttentionWeights *w = &is->weights;
-    const Attention attention = attention_of(is, NULL, NULL);
-    const size_t rows = is->step.rows, q = w->heads * w->width, kv = w->kv_heads * w->width;
-    const size_t own = rounded_up(rows * (w->hidden + 2 * q + 2 * kv) * sizeof(float), ALIGNED);
-    const size_t products = integers_work_bytes(rows, larger(w->hidden, q), larger(w->hidden, q));
-    return own + larger(input_work_bytes(rows, w->hidden), input_work_bytes(rows, q)) +
-           larger(attention_work_bytes(&attention), products);
+    size_t rows = 0;
+    for (size_t i = 0; i < all.count; i++) rows += all.halves[i].step.rows;
+    return rows;
 }
+
+INLINE size_t attention_halves_work_bytes(AttentionHalves all)
+{
+    const AttentionWeights *w = &all.halves->weights;
+    const size_t rows = rows_of(all), q = w->heads * w->width, kv = w->kv_heads * w->width;
+    const size_t own = rounded_up(rows * (w->hidden + 2 * q + 2 * kv) * sizeof(float), ALIGNED);
+    size_t most = integers_work_bytes(rows, larger(w->hidden, q), larger(w->hidden, q));
+    for (size_t i = 0; i < all.count; i++) {
+        const Attention attention = attention_of(all.halves + i, NULL, NULL);
+        most = larger(most, attention_work_bytes(&attention));
+    }
+    return own + larger(input_work_bytes(rows, w->hidden), input_work_bytes(rows, q)) + most;
+}
+
+INLINE size_t attention_half_work_bytes(const AttentionHalf *is) { return attention_halves_work_bytes((AttentionHalves){is, 1}); }
 
 INLINE size_t feed_half_work_bytes(const FeedHalf *is)
 {
@@ -103,14 +120,30 @@ INLINE void silu(Floats *g)
     INLINE void rotate_##NAME(TYPE *x, const TYPE *cos, const TYPE *sin, size_t heads, size_t width)                  \
     {                                                                                                                 \
         const size_t half = width / 2;                                                                                \
-        for (; heads; heads--, x += width)                                                                            \
-            for (size_t i = 0, j = half; i < half; i++, j++) {                                                        \
+        for (; heads; heads--, x += width) {                                                                          \
+            size_t i = 0, j = half;                                                                                   \
+            for (; i + LANES <= half; i += LANES, j += LANES) {                                                       \
+                Floats a, b, c, d, e, f;                                                                              \
+                LOAD(a, x + i);                                                                                       \
+                LOAD(b, x + j);                                                                                       \
+                LOAD(c, cos + i);                                                                                     \
+                LOAD(d, cos + j);                                                                                     \
+                LOAD(e, sin + i);                                                                                     \
+                LOAD(f, sin + j);                                                                                     \
+                c *= a, d *= b, e *= b, f *= a;                                                                       \
+                round_##NAME(&c), round_##NAME(&d), round_##NAME(&e), round_##NAME(&f);                               \
+                c -= e, d += f;                                                                                       \
+                store_vector_##NAME(&c, x + i);                                                                       \
+                store_vector_##NAME(&d, x + j);                                                                       \
+            }                                                                                                         \
+            for (; i < half; i++, j++) {                                                                              \
                 float a = load_##NAME(x[i]), b = load_##NAME(x[j]);                                                   \
                 x[i] = store_##NAME(rounded_##NAME(a * load_##NAME(cos[i])) -                                         \
                                     rounded_##NAME(b * load_##NAME(sin[i])));                                         \
                 x[j] = store_##NAME(rounded_##NAME(b * load_##NAME(cos[j])) +                                         \
                                     rounded_##NAME(a * load_##NAME(sin[j])));                                         \
             }                                                                                                         \
+        }                                                                                                             \
     }                                                                                                                 \
     CLONES static void positioned_##NAME(const AttentionHalf *is, TYPE *q, TYPE *k, const TYPE *v)                    \
     {                                                                                                                 \
@@ -132,10 +165,11 @@ INLINE void silu(Floats *g)
             }                                                                                                         \
         }                                                                                                             \
     }                                                                                                                 \
-    static void attention_half_##NAME(const AttentionHalf *is, const float *floats, float *work)                      \
+    static void attention_halves_##NAME(AttentionHalves all, const float *floats, float *work)                        \
     {                                                                                                                 \
+        const AttentionHalf *is = all.halves;                                                                         \
         const AttentionWeights *w = &is->weights;                                                                     \
-        const size_t rows = is->step.rows, hidden = w->hidden, q_width = w->heads * w->width;                         \
+        const size_t rows = rows_of(all), hidden = w->hidden, q_width = w->heads * w->width;                          \
         const size_t kv_width = w->kv_heads * w->width;                                                               \
         TYPE *n = (TYPE *)work, *q = (TYPE *)(work + rows * hidden), *k = q + rows * q_width;                         \
         TYPE *v = k + rows * kv_width, *seen = v + rows * kv_width;                                                   \
@@ -149,33 +183,43 @@ INLINE void silu(Floats *g)
         matrix_##NAME(&x, &w->v, v, kv_width, work);                                                                  \
         if (w->q_norm) rms_norm_##NAME(q, w->q_norm, q, rows * w->heads, w->width, floats[1]);                        \
         if (w->k_norm) rms_norm_##NAME(k, w->k_norm, k, rows * w->kv_heads, w->width, floats[2]);                     \
-        positioned_##NAME(is, q, k, v);                                                                               \
-        const Attention attention = attention_of(is, q, seen);                                                        \
-        attention_##NAME(&attention, floats + 3, work);                                                               \
+        for (size_t i = 0, r = 0; i < all.count; r += is[i].step.rows, i++) {                                         \
+            const Attention attention = attention_of(is + i, q + r * q_width, seen + r * q_width);                    \
+            positioned_##NAME(is + i, q + r * q_width, k + r * kv_width, v + r * kv_width);                           \
+            attention_##NAME(&attention, floats + 3, work);                                                           \
+        }                                                                                                             \
         matrix_##NAME(&y, &w->o, is->y, hidden, work);                                                                \
     }                                                                                                                 \
     CLONES static void add_##NAME(const TYPE *x, const TYPE *a, TYPE *r, size_t count)                                \
     {                                                                                                                 \
-        for (size_t i = 0; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                \
+        Floats b, c;                                                                                                  \
+        size_t i = 0;                                                                                                 \
+        for (; i + LANES <= count; i += LANES) {                                                                      \
+            LOAD(b, x + i);                                                                                           \
+            LOAD(c, a + i);                                                                                           \
+            b += c;                                                                                                   \
+            store_vector_##NAME(&b, r + i);                                                                           \
+        }                                                                                                             \
+        for (; i < count; i++) r[i] = store_##NAME(load_##NAME(x[i]) + load_##NAME(a[i]));                            \
+    }                                                                                                                 \
+    INLINE void gate_##NAME(TYPE *g, const TYPE *u)                                                                   \
+    {                                                                                                                 \
+        Floats a, b;                                                                                                  \
+        LOAD(a, g);                                                                                                   \
+        LOAD(b, u);                                                                                                   \
+        silu(&a);                                                                                                     \
+        round_##NAME(&a);                                                                                             \
+        a *= b;                                                                                                       \
+        store_vector_##NAME(&a, g);                                                                                   \
     }                                                                                                                 \
     /* Computes g ← silu(g) ⊙ u. */                                                                                   \
     CLONES static void gated_##NAME(TYPE *g, const TYPE *u, size_t count)                                             \
     {                                                                                                                 \
-        Floats a, b;                                                                                                  \
-        for (size_t i = 0; i < count; i += LANES, g += LANES, u += LANES) {                                           \
-            const size_t n = count - i < LANES ? count - i : LANES;                                                   \
-            TYPE ends[3 * LANES] = {0};                                                                               \
-            if (n < LANES) memcpy(ends, g, n * sizeof(TYPE)), memcpy(ends + LANES, u, n * sizeof(TYPE));              \
-            LOAD(a, n < LANES ? ends : g);                                                                            \
-            LOAD(b, n < LANES ? ends + LANES : u);                                                                    \
-            silu(&a);                                                                                                 \
-            store_vector_##NAME(&a, ends + 2 * LANES); /* rounded */                                                  \
-            LOAD(a, ends + 2 * LANES);                                                                                \
-            a *= b;                                                                                                   \
-            store_vector_##NAME(&a, ends);                                                                            \
-            if (n < LANES) memcpy(g, ends, n * sizeof(TYPE));                                                         \
-            else memcpy(g, ends, LANES * sizeof(TYPE));                                                               \
-        }                                                                                                             \
+        for (; count >= LANES; count -= LANES, g += LANES, u += LANES) gate_##NAME(g, u);                             \
+        TYPE ends[2 * LANES] = {0};                                                                                   \
+        memcpy(ends, g, count * sizeof(TYPE)), memcpy(ends + LANES, u, count * sizeof(TYPE));                         \
+        gate_##NAME(ends, ends + LANES);                                                                              \
+        memcpy(g, ends, count * sizeof(TYPE));                                                                        \
     }                                                                                                                 \
     static void feed_half_##NAME(const FeedHalf *is, const float *epsilon, float *work)                               \
     {                                                                                                                 \
@@ -198,7 +242,16 @@ DEFINE_LAYER(f32, float, LOAD_F32)
 DEFINE_LAYER(bf16, uint16_t, LOAD_BF16)
 
 /* `floats` has the epsilons of the norms, 0 for a missing norm, and for attention the scale of the scores. */
-DEFINE_FOR_BOTH(attention_half, AttentionHalf, step.kind)
+static void attention_halves(AttentionHalves all, const float *floats, float *work)
+{
+    (all.halves->step.kind == F32 ? attention_halves_f32 : attention_halves_bf16)(all, floats, work);
+}
+
+static void attention_half(const AttentionHalf *is, const float *floats, float *work)
+{
+    attention_halves((AttentionHalves){is, 1}, floats, work);
+}
+
 DEFINE_FOR_BOTH(feed_half, FeedHalf, kind)
 
 #endif

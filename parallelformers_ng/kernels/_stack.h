@@ -27,27 +27,33 @@ typedef struct {
     float feed_epsilon, unused;
 } Layer;
 
-typedef struct {
-    void *x; /* input of the first layer; becomes the output of the last layer */
-    Step step;
-} Shared;
+enum { MOST_STEPS = 2 };
 
 typedef struct {
     const Layer *layers;
-    const Cached *caches; /* one for each layer */
-    size_t count, sum_kind;
-    Shared shared;
+    size_t count, sum_kind, steps; /* numbers of layers, and of steps that run together */
+    void *x;                       /* input of the first layer; becomes the output of the last layer */
+    Step step[MOST_STEPS];         /* the rows of x are the rows of all steps, in order */
+    const Cached *caches;          /* for each step, one for each layer */
     PyObject *kernel;
     const KernelAPI *sums; /* NULL if no outputs are summed over the ranks */
 } Stack;
 
+INLINE size_t rows_of_stack(const Stack *s)
+{
+    size_t rows = 0;
+    for (size_t i = 0; i < s->steps; i++) rows += s->step[i].rows;
+    return rows;
+}
+
 static size_t stack_work_bytes(const Stack *s)
 {
-    size_t most = 0, rows = s->shared.step.rows;
+    size_t most = 0, rows = rows_of_stack(s);
     for (const Layer *layer = s->layers; layer < s->layers + s->count; layer++) {
-        const AttentionHalf attention = {.weights = layer->attention, .step = s->shared.step};
+        AttentionHalf halves[MOST_STEPS];
+        for (size_t i = 0; i < s->steps; i++) halves[i] = (AttentionHalf){.weights = layer->attention, .step = s->step[i]};
         const FeedHalf feed = {.weights = layer->feed, .rows = rows};
-        size_t bytes[] = {attention_half_work_bytes(&attention), feed_half_work_bytes(&feed)};
+        size_t bytes[] = {attention_halves_work_bytes((AttentionHalves){halves, s->steps}), feed_half_work_bytes(&feed)};
         for (size_t half = 0; half < 2; half++) most = bytes[half] > most ? bytes[half] : most;
     }
     return most + 3 * rows * s->layers->attention.hidden * sizeof(float);
@@ -56,26 +62,28 @@ static size_t stack_work_bytes(const Stack *s)
 /* Replaces `count` numbers at `y` by their sums over the ranks. Meanwhile prefetches `next`, a matrix with `out` rows. */
 static int sum(const Stack *s, float *y, size_t count, const Matrix *next, size_t out)
 {
-    const size_t bytes = matrix_bytes(next, out, s->shared.step.kind);
+    const size_t bytes = matrix_bytes(next, out, s->step->kind);
     return s->sums->all_reduce(s->kernel, y, count, s->sum_kind, next->w, bytes < NEXT_BYTES ? bytes : NEXT_BYTES);
 }
 
 static int run_layers(const Stack *s, float *work)
 {
-    const Step *step = &s->shared.step;
-    const size_t count = step->rows * s->layers->attention.hidden;
-    void *x = s->shared.x;
+    const size_t rows = rows_of_stack(s), kind = s->step->kind, count = rows * s->layers->attention.hidden;
+    void *x = s->x;
     float *a = work, *r = a + count, *y = r + count;
     int status = 0;
     work = y + count;
     begin_step();
     for (size_t i = 0; i < s->count; i++) {
         const Layer *layer = &s->layers[i];
-        const AttentionHalf attention = {layer->attention, s->caches[i], x, a, *step};
-        const FeedHalf feed = {layer->feed, x, a, r, y, step->rows, step->kind};
+        const FeedHalf feed = {layer->feed, x, a, r, y, rows, kind};
         const AttentionWeights *next = &s->layers[i + 1 < s->count ? i + 1 : 0].attention;
 
-        attention_half(&attention, layer->floats, work);
+        AttentionHalf halves[MOST_STEPS];
+        for (size_t j = 0; j < s->steps; j++)
+            halves[j] = (AttentionHalf){layer->attention, s->caches[j * s->count + i], x, a, s->step[j]};
+
+        attention_halves((AttentionHalves){halves, s->steps}, layer->floats, work);
         if (layer->attention_is_partial) status = sum(s, a, count, &layer->feed.gate, layer->feed.inner);
         if (status) break;
 
@@ -83,7 +91,7 @@ static int run_layers(const Stack *s, float *work)
         if (layer->feed_is_partial) status = sum(s, y, count, &next->q, next->heads * next->width);
         if (status) break;
 
-        if (step->kind == F32) add_f32(r, y, x, count);
+        if (kind == F32) add_f32(r, y, x, count);
         else add_bf16((uint16_t *)r, (uint16_t *)y, x, count);
     }
     end_step();

@@ -109,7 +109,7 @@ class _Half:
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
         self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
         is_quantized = any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
-        self._most_rows = (MOST_ROWS_OF_INTEGERS if is_quantized else MOST_ROWS)[self.dtype]
+        self.most_rows = (MOST_ROWS_OF_INTEGERS if is_quantized else MOST_ROWS)[self.dtype]
         self.kind = KINDS[self.dtype]
         weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
         self.static = (
@@ -126,7 +126,7 @@ class _Half:
         """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
         run."""
         batch, tokens, width = hidden.shape
-        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self._most_rows
+        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.most_rows
         return fits and not self.guard.has_hooks()
 
     def summed(self, partial: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -67,24 +69,43 @@ class DecoderStack(LayersAsOne):
     """Decoder layers that the C kernels compute in one call.
 
     The modules compute a step that the kernels cannot compute.
+
+    Attributes:
+        instead: function that `run` calls instead of `run_alone`; None for no function.
     """
 
+    instead: Callable[..., Tensor] | None = None
+
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        stack: _StackInC | None = self.view() if is_step(hidden) and may_serve() else None
-        step = None if stack is None else stack.step_for(hidden, **kwargs)
+        return (self.instead or self.run_alone)(hidden, **kwargs)
+
+    def run_alone(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """Return the output of `run`, although `instead` is set."""
+        step = self.step_in_c(hidden, **kwargs)
         layer: Any
         last = self[-1]
-        if stack is None or step is None or (isinstance(last, Placed) and not last.is_merged):
+        if step is None or (isinstance(last, Placed) and not last.is_merged):
             return self.run_modules(hidden, **kwargs)
-        run = functools.partial(stack.run, step=step, cache=kwargs[CACHE])
         if not isinstance(last, Placed):
-            return run(hidden)
+            return step.run()
         for layer in self:
             if not layer.is_here:
                 hidden = layer(hidden, **kwargs)
             elif layer.stop.ends:
-                hidden = layer.give(functools.partial(run, hidden))
+                hidden = layer.give(step._replace(hidden=hidden).run)
         return hidden
+
+    def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
+        """Return the arguments of one call of C that computes all layers of this rank; None if C cannot compute the
+        layers.
+
+        Args:
+            hidden: input of the first layer, `[batch, tokens, hidden]`.
+            kwargs: further arguments of every layer.
+        """
+        stack: _StackInC | None = self.view() if is_step(hidden) and may_serve() else None
+        step = None if stack is None else stack.step_for(hidden, **kwargs)
+        return None if stack is None or step is None else StepInC(stack, hidden, step, kwargs[CACHE])
 
     def _new_view(self) -> tuple[_StackInC | None, Sequence[Guard]]:
         own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
@@ -122,6 +143,7 @@ class _StackInC:
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
         self._first = self._attentions[0]
+        self._most_rows = min(half.most_rows for pair in halves for half in pair)
         self.guard = Guard.together([half.guard for pair in halves for half in pair] + [Guard((), layers)])
         self._sum_kind = SUM_KINDS[self._first.dtype]
         communicators = {half.communicator for pair in halves for half in pair if _is_partial(half)}
@@ -146,6 +168,10 @@ class _StackInC:
         stack = cls(layers, known) if alike and summed else None
         return None if stack is None or stack.guard.patched else stack
 
+    def fits(self, rows: int) -> bool:
+        """Return whether the kernel multiplies that many rows at once."""
+        return rows <= self._most_rows
+
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
         """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
         if self.guard.has_hooks():
@@ -158,18 +184,55 @@ class _StackInC:
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 
-    def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Append new keys and values to the cache, and return the last layer's output, `[batch, tokens, hidden]`."""
-        out = hidden.clone()
-        cache_arguments = [number for attention in self._attentions for number in attention.lengthen(cache, step)]
+    def run(self, *steps: StepInC) -> list[Tensor]:
+        """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
+        hidden]`."""
+        flat = [each.hidden.flatten(0, 1) for each in steps]
+        out = torch.cat(flat)
+        of_caches = [
+            number
+            for each in steps
+            for attention in self._attentions
+            for number in attention.lengthen(each.cache, each.step)
+        ]
+        of_steps = chain.from_iterable(
+            (*each.step.arguments, self._first.tokens_in(each.cache), self._first.kind) for each in steps
+        )
         kernel = None if self._communicator is None else self._communicator.kernel
-        status = _decode.decoder_layers(
-            kernel, self._sum_kind, self._layers, out.data_ptr(), *step.arguments, self._first.tokens_in(cache),
-            self._first.kind, *cache_arguments,
-        )  # fmt: skip
+        status = _decode.decoder_layers(kernel, self._sum_kind, self._layers, out.data_ptr(), *of_steps, *of_caches)
         if status:
             self._communicator.check(status, "all_reduce")
-        return out
+        outputs = out.split([len(rows) for rows in flat])
+        return [output.view(each.hidden.shape) for output, each in zip(outputs, steps, strict=True)]
+
+
+class StepInC(NamedTuple):
+    """A step of decoder layers that one call of C computes, alone or beside another step over another cache.
+
+    Attributes:
+        stack: the layers.
+        hidden: input of the first layer, `[batch, tokens, hidden]`.
+        step: arguments of the step.
+        cache: cache of the step.
+    """
+
+    stack: _StackInC
+    hidden: Tensor
+    step: Step
+    cache: DynamicCache
+
+    def run(self) -> Tensor:
+        """Return the last layer's output, `[batch, tokens, hidden]`."""
+        return self.stack.run(self)[0]
+
+    def fits_beside(self, other: StepInC) -> bool:
+        """Return whether one call of C can compute both steps."""
+        rows = sum(each.hidden.shape[:2].numel() for each in (self, other))
+        return self.stack is other.stack and self.cache is not other.cache and self.stack.fits(rows)
+
+    def run_beside(self, other: StepInC) -> list[Tensor]:
+        """Return the last layer's outputs for both steps, which read the weights once."""
+        return self.stack.run(self, other)
 
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:

@@ -35,6 +35,8 @@ from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.errors import GroupError
+from parallelformers_ng.kernels.installation import install
+from parallelformers_ng.kernels.operators import _decode
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.options import BatchingOptions
@@ -467,6 +469,29 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
         assert seen == forwards
 
 
+@pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
+@torch.inference_mode()
+def test_prompts_run_beside_decoding_rows():
+    """Three prompts join one after another, the longest in equal pieces, while earlier rows go on."""
+    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
+    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 20, 5)]
+    want = [model.generate(ids, max_new_tokens=9, do_sample=False) for ids in requests]
+    install(model)
+    prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
+    for number, ids in enumerate(requests):
+        prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
+    everyone, pieces = [*prompts], list[tuple[int, bool]]()
+    while len(prompts):
+        ran = prompts.run(12, rows.step if len(rows) else None)
+        pieces.append((prompts.latest, prompts.ran_beside))
+        if ran is not None:
+            rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+    while len(rows):
+        rows.step()
+    assert pieces == [(9, False), (10, True), (10, True), (5, True)]
+    assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
+
+
 def test_prompts_that_begin_alike_share_on_the_ranks(groups):
     numbers = torch.Generator().manual_seed(0)
     base = torch.randint(5, 95, (1, 24), generator=numbers)
@@ -557,7 +582,7 @@ def test_bad_options_are_named(groups):
 def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
     with parallelize(gpt2(), workers=groups(2), batching={"prefill_patience": 50}) as model:
         batch = remote_of(model).calls.shared[0].batch
-        for speed, tokens in ((0.0, 128), (1.0, 8), (1000.0, 32), (20_000.0, 512), (1e9, 1024)):
+        for speed, tokens in ((0.0, 128), (1.0, 8), (1000.0, 48), (20_000.0, 896), (1e9, 1024)):
             batch._prefill_speed = speed
             assert batch._piece() == tokens
         batch._prefill_speed = 0.0

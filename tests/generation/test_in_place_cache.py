@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place
+from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place, spread
 
 CONCATENATE, CROP = DynamicLayer.update, DynamicLayer.crop
 
@@ -133,3 +133,28 @@ def test_unfitting_tensors_are_concatenated(grow: Callable[..., object]) -> None
     grow(learning, keys, keys)
     grow(learning, keys, keys)
     assert learning.keys.requires_grad
+
+
+@torch.inference_mode()
+def test_more_sequences_need_no_copy() -> None:
+    """The cache gets sequences, tokens before the others, and then tokens behind them."""
+    append_in_place()
+    try:
+        layer, states = DynamicLayer(), torch.randn(2, 3, 7, 8)
+        layer.update(states, states)
+        spread(layer, 3, 9)
+        assert torch.equal(layer.keys[:2, :, 2:], states)
+        assert not layer.keys[:2, :, :2].any()
+        assert not layer.keys[2:].any()
+        memory = layer.keys.data_ptr()
+        spread(layer, 6, 9)
+        new = torch.randn(6, 3, 1, 8)
+        layer.update(new, new)
+        assert layer.keys.data_ptr() == memory
+        assert torch.equal(layer.keys[:, :, -1:], new)
+        assert torch.equal(layer.values[:2, :, 2:9], states)
+        assert not layer.values[3:, :, :9].any()
+        spread(layer, 7, 10)
+        assert layer.keys.data_ptr() != memory, "the memory has room for six sequences"
+    finally:
+        DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
