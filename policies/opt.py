@@ -8,11 +8,3 @@ class OPTPolicy(Policy):
 
     block = "OPTDecoderLayer"
     plan = {**ATTENTION, "fc1": Column(), "fc2": Row()}
-
-
-class OPTProjectionPolicy(Policy):
-    """OPT-350m's projections from the width of the embeddings to that of the blocks, and back."""
-
-    block = "OPTDecoder"
-    plan = {"project_in": Column(gather=True), "project_out": Column(gather=True)}
-    optional = ("project_in", "project_out")

@@ -20,12 +20,3 @@ class XLMFeedForwardPolicy(Policy):
 
     block = ("xlm.TransformerFFN", "flaubert.TransformerFFN")
     plan = {"lin1": Column(), "lin2": Row()}
-
-
-class XLMPoolerPolicy(Policy):
-    """The dense layers before the heads that predict the end of an answer and whether an answer exists."""
-
-    block = (
-        "XLMPoolerEndLogits", "XLMPoolerAnswerClass", "FlaubertPoolerEndLogits", "FlaubertPoolerAnswerClass",
-    )  # fmt: skip
-    plan = {"dense_0": Column(gather=True)}
