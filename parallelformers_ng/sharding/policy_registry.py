@@ -123,7 +123,7 @@ def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
     model without such layers.
     """
     places = written_places(model, policies)
-    vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
+    vocabulary = find_vocabulary(model)
     total = left = 0
     for path, module in model.named_modules():
         large = [p.numel() for p in module._parameters.values() if p is not None and p.ndim == 3]
