@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class LxmertSelfAttentionPolicy(Policy):
@@ -34,11 +34,3 @@ class LxmertFeedForwardPolicy(Policy):
         "visn_output.dense": Row(),
     }
     optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")
-
-
-class LxmertVocabularyPolicy(Policy):
-    """The word embedding and its output head, which the model does not name as its output embeddings."""
-
-    block = ("LxmertEmbeddings", "LxmertLMPredictionHead")
-    plan = {"word_embeddings": Vocabulary(), "decoder": Column(gather=True)}
-    optional = ("word_embeddings", "decoder")

@@ -53,7 +53,7 @@ class Decoded(Computed):
 
 
 @dataclass(eq=False)
-class Encoded(ByLines):
+class EncodedPart(ByLines):
     """The quantized numbers or the scales of a weight, computed from the weight in high precision.
 
     Attributes:
@@ -123,8 +123,8 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
         dtype = plan.tensors[name].dtype
         node = Operation(node.shape, dtype, "aten._to_copy.default", (node,), {"dtype": dtype})
     return {
-        numbers.name: Encoded(numbers.shape, numbers.dtype, encoding, node),
-        scales.name: Encoded(scales.shape, scales.dtype, encoding, node, is_scales=True),
+        numbers.name: EncodedPart(numbers.shape, numbers.dtype, encoding, node),
+        scales.name: EncodedPart(scales.shape, scales.dtype, encoding, node, is_scales=True),
     }
 
 
@@ -162,10 +162,6 @@ def stored_encoding(node: Node) -> Decoded | None:
     return Decoded(node.shape, node.dtype, encoding, (passed(0, encoding.per_byte), passed(1, encoding.block)))
 
 
-def _kept(node: Operation, size: int, dim: int) -> int:
-    return dim
-
-
 def _swapped(node: Operation, size: int, dim: int) -> int:
     first, second = (other % size for other in (node.args[1:] or (0, 1)))
     return {first: second, second: first}.get(dim, dim)
@@ -184,7 +180,7 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
 
 
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
-    "aten._to_copy.default": _kept,
+    "aten._to_copy.default": lambda node, size, dim: dim,
     "aten.t.default": _swapped,
     "aten.transpose.int": _swapped,
     "aten.cat.default": _across,

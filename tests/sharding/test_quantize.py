@@ -195,7 +195,7 @@ def test_slice_of_numbers_equals_that_of_whole(
         want = encoding.encode(weight)
         assert [(part.shape, part.dtype) for part in (numbers, scales)] == [(tuple(p.shape), p.dtype) for p in want]
         for part, values, is_scales in ((numbers, want[0], False), (scales, want[1], True)):
-            node = encoded.Encoded(part.shape, part.dtype, encoding, source.node, is_scales)
+            node = encoded.EncodedPart(part.shape, part.dtype, encoding, source.node, is_scales)
             read = read_shard(node, part.shards[0])
             assert torch.equal(bits(read), bits(part.shards[0].of(values)))
         leaves = [FetchedLeaf(tuple(part.shape), part.dtype, lambda part=part: part) for part in want]

@@ -74,7 +74,11 @@ def _weights(
     """
     weights = {}
     for path in stored.ending_with(".qweight"):
-        name, words, zeros, scales = _parts(stored, path)
+        name = f"{path}.weight"
+        if name in stored.state:
+            raise stored.damaged(f"it has both {name} and {path}.qweight")
+        words, zeros = (stored.take(f"{path}.{part}", name, _WORDS, (None, None)) for part in ("qweight", "qzeros"))
+        scales = stored.take(f"{path}.scales", name, FLOATS, (None, None))
         shape = tuple(size * len(places) if at == dim else size for at, size in enumerate(words.shape))
         size = _group(stored, shape[0])
         blocks: Blocks = size
@@ -115,13 +119,3 @@ def _group(stored: StoredTensors, inputs: int) -> int:
     if not isinstance(size, int) or size < -1 or size == 0:
         raise stored.damaged(f"group_size in its configuration is {size}; it must be at least 1, or -1 for all inputs")
     return inputs if size == -1 else size
-
-
-def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
-    """Return the name of a layer's weight, and the nodes of its words, its zero points and its scales."""
-    name = f"{path}.weight"
-    if name in stored.state:
-        raise stored.damaged(f"it has both {name} and {path}.qweight")
-    words = stored.take(f"{path}.qweight", name, _WORDS, (None, None))
-    zeros = stored.take(f"{path}.qzeros", name, _WORDS, (None, None))
-    return name, words, zeros, stored.take(f"{path}.scales", name, FLOATS, (None, None))
