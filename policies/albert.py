@@ -14,16 +14,3 @@ class AlbertPolicy(Policy):
         "ffn": Column(),
         "ffn_output": Row(),
     }
-
-
-class AlbertProjectionPolicy(Policy):
-    """Projections from the width of the embeddings to that of the block, and back, and the pooler of the first
-    token."""
-
-    block = ("AlbertTransformer", "AlbertMLMHead", "AlbertModel")
-    plan = {
-        "embedding_hidden_mapping_in": Column(gather=True),
-        "dense": Column(gather=True),
-        "pooler": Column(gather=True),
-    }
-    optional = ("dense", "pooler")

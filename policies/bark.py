@@ -12,18 +12,3 @@ class BarkPolicy(Policy):
         "mlp.in_proj": Column(),
         "mlp.out_proj": Row(),
     }
-
-
-class BarkHeadPolicy(Policy):
-    """The output head of the semantic and the coarse acoustic model. The head's vocabulary differs from the
-    embeddings'."""
-
-    block = "BarkCausalModel"
-    plan = {"lm_head": Column(gather=True)}
-
-
-class BarkFinePolicy(Policy):
-    """The embedding and the output head of each codebook."""
-
-    block = "BarkFineModel"
-    plan = {"input_embeds_layers.*": Column(gather=True), "lm_heads.*": Column(gather=True)}

@@ -15,6 +15,8 @@ class BartPolicy(Policy):
     """Encoder and decoder layers. A decoder layer has cross-attention if the model has an encoder.
 
     The blocks differ in what needs no rule: places of norms, positions, biases, and what the layers before them read.
+    `num_heads` is set per rank, because OPT's forward views q as `(batch, -1, num_heads, head_dim)`: with the whole
+    number of heads, `-1` would become a wrong length.
     """
 
     block: ClassVar[str | tuple[str, ...]] = (
@@ -24,7 +26,7 @@ class BartPolicy(Policy):
         "M2M100DecoderLayer", "PLBartEncoderLayer", "PLBartDecoderLayer", "BigBirdPegasusDecoderLayer",
         "MusicgenDecoderLayer", "MusicgenMelodyDecoderLayer", "Speech2TextEncoderLayer", "Speech2TextDecoderLayer",
         "TimeSeriesTransformerEncoderLayer", "TimeSeriesTransformerDecoderLayer", "WhisperEncoderLayer",
-        "WhisperDecoderLayer",
+        "WhisperDecoderLayer", "OPTDecoderLayer",
     )  # fmt: skip
     plan = {
         **ATTENTION,

@@ -25,39 +25,3 @@ class BertPolicy(Policy):
     )  # fmt: skip
     plan = {**ATTENTION, **moved(ATTENTION, "attention", "crossattention"), **MLP}
     optional: ClassVar[tuple[str, ...]] = ("crossattention",)
-
-
-class BertHeadPolicy(Policy):
-    """A dense layer between the blocks and an output head: the masked-language transform, the first token's pooler, or
-    the layer before a classifier."""
-
-    block: ClassVar[str | tuple[str, ...]] = (
-        "BertPredictionHeadTransform", "BertPooler", "BigBirdPredictionHeadTransform", "BigBirdClassificationHead",
-        "BigBirdPegasusClassificationHead", "BlipTextPredictionHeadTransform", "BlipTextPooler",
-        "ConvBertGeneratorPredictions", "ConvBertClassificationHead", "ConvBertPredictionHeadTransform", "DeiTPooler",
-        "ElectraGeneratorPredictions", "ElectraDiscriminatorPredictions", "ElectraClassificationHead", "IBertPooler",
-        "IBertClassificationHead", "LayoutLMPredictionHeadTransform", "LayoutLMPooler", "LEDClassificationHead",
-        "LongformerLMHead", "LongformerPooler", "LongformerClassificationHead", "LukeLMHead", "LukePooler",
-        "LxmertPredictionHeadTransform", "LxmertPooler", "MegatronBertPredictionHeadTransform", "MegatronBertPooler",
-        "MobileBertPredictionHeadTransform", "MobileBertPooler", "MPNetLMHead", "MPNetPooler",
-        "MPNetClassificationHead", "ReformerClassificationHead", "RobertaLMHead", "RobertaPooler",
-        "RobertaClassificationHead", "XLMRobertaLMHead", "XLMRobertaPooler", "XLMRobertaClassificationHead",
-        "XLMRobertaXLLMHead", "XLMRobertaXLPooler", "XLMRobertaXLClassificationHead", "CamembertLMHead",
-        "CamembertPooler", "CamembertClassificationHead", "RobertaPreLayerNormLMHead", "RobertaPreLayerNormPooler",
-        "RobertaPreLayerNormClassificationHead", "Data2VecTextLMHead", "Data2VecTextPooler",
-        "Data2VecTextClassificationHead", "RoFormerPredictionHeadTransform", "RoFormerClassificationHead",
-        "SqueezeBertPredictionHeadTransform", "SqueezeBertPooler", "TapasPredictionHeadTransform", "TapasPooler",
-        "VisualBertPredictionHeadTransform", "VisualBertPooler",
-    )  # fmt: skip
-    plan = {"dense": Column(gather=True)}
-
-
-class BertProjectionPolicy(Policy):
-    """The projections beside BERT's blocks: from embeddings or image features of another width, from three
-    neighbouring embeddings (MobileBERT), and to the width in which DPR compares questions and passages."""
-
-    block = (
-        "ElectraModel", "ConvBertModel", "RoFormerModel", "VisualBertEmbeddings", "MobileBertEmbeddings", "DPREncoder",
-    )  # fmt: skip
-    optional = ("embeddings_project", "visual_projection", "embedding_transformation", "encode_proj")
-    plan = dict.fromkeys(optional, Column(gather=True))

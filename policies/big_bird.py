@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import BertPolicy
-from parallelformers_ng.sharding.rules import Column, Policy, Renewed
+from parallelformers_ng.sharding.rules import Renewed
 
 
 class BigBirdPolicy(BertPolicy):
@@ -8,11 +8,3 @@ class BigBirdPolicy(BertPolicy):
 
     block = "BigBirdLayer"
     plan = {**BertPolicy.plan, "attention": Renewed("self")}
-
-
-class BigBirdPoolerPolicy(Policy):
-    """The pooler of the first token."""
-
-    block = "BigBirdModel"
-    plan = {"pooler": Column(gather=True)}
-    optional = ("pooler",)

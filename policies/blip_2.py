@@ -16,14 +16,3 @@ class Blip2QFormerPolicy(Policy):
         "output_query.dense": Row(),
     }
     optional = ("crossattention", "intermediate", "output")
-
-
-class Blip2ProjectionPolicy(Policy):
-    """The projection from the queries to the width of the language model."""
-
-    block = (
-        "Blip2Model", "Blip2ForConditionalGeneration", "InstructBlipModel", "InstructBlipForConditionalGeneration",
-        "InstructBlipVideoModel", "InstructBlipVideoForConditionalGeneration",
-    )  # fmt: skip
-    plan = {"language_projection": Column(gather=True)}
-    optional = ("language_projection",)

@@ -10,13 +10,3 @@ class CLIPPolicy(Policy):
         "SmolVLMEncoderLayer", "SiglipEncoderLayer", "UnlimitedOcrEncoderLayer",
     )  # fmt: skip
     plan = {**ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
-
-
-class CLIPProjectionPolicy(Policy):
-    """The projections from the text tower and the vision tower into their shared space."""
-
-    block = (
-        "CLIPModel", "CLIPTextModelWithProjection", "CLIPVisionModelWithProjection", "BlipModel",
-    )  # fmt: skip
-    plan = {"text_projection": Column(gather=True), "visual_projection": Column(gather=True)}
-    optional = ("text_projection", "visual_projection")

@@ -24,14 +24,6 @@ class DFineDecoderPolicy(DFineEncoderPolicy):
     optional = ("gateway",)
 
 
-class DFineDeformablePolicy(Policy):
-    """Deformable attention whose heads are slices of the hidden state, without value and output projections. Only the
-    projections of sampling offsets and attention weights are cut."""
-
-    block = ("DFineMultiscaleDeformableAttention", "Deimv2MultiscaleDeformableAttention")
-    plan = {"sampling_offsets": Column(gather=True), "attention_weights": Column(gather=True)}
-
-
 class DFineMLPPolicy(Policy):
     """An MLP of two layers in a block, or of three layers that predict the distributions of a box's edges."""
 

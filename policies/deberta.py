@@ -1,4 +1,3 @@
-from parallelformers_ng.policies.bert import BertHeadPolicy
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
@@ -42,17 +41,6 @@ class DebertaV2Policy(Policy):
         "output.dense": Row(),
     }
     optional = ("attention.self.pos_key_proj", "attention.self.pos_query_proj")
-
-
-class DebertaHeadPolicy(BertHeadPolicy):
-    """The dense layers before the output heads, and the projection from embeddings to blocks of another width."""
-
-    block = (
-        "LegacyDebertaPredictionHeadTransform", "LegacyDebertaV2PredictionHeadTransform", "ContextPooler",
-        "DebertaEmbeddings", "DebertaV2Embeddings",
-    )  # fmt: skip
-    plan = {**BertHeadPolicy.plan, "embed_proj": Column(gather=True)}
-    optional = ("dense", "embed_proj")
 
 
 class DebertaMaskedLMPolicy(Policy):

@@ -14,11 +14,3 @@ class DistilBertPolicy(Policy):
         "ffn.lin1": Column(),
         "ffn.lin2": Row(),
     }
-
-
-class DistilBertHeadPolicy(Policy):
-    """The dense layers before the output heads for masked language, classification and multiple choice."""
-
-    block = ("DistilBertForMaskedLM", "DistilBertForSequenceClassification", "DistilBertForMultipleChoice")
-    plan = {"vocab_transform": Column(gather=True), "pre_classifier": Column(gather=True)}
-    optional = ("vocab_transform", "pre_classifier")

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bart import BartPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
+from parallelformers_ng.sharding.rules import Heads
 
 
 class FSMTPolicy(BartPolicy):
@@ -12,10 +12,3 @@ class FSMTPolicy(BartPolicy):
         "self_attn": Heads("num_heads", input_width=True),
         "encoder_attn": Heads("num_heads", input_width=True),
     }
-
-
-class FSMTVocabularyPolicy(Policy):
-    """The decoder's embedding and output head. The decoder's vocabulary differs from the encoder's."""
-
-    block = "FSMTDecoder"
-    plan = {"embed_tokens": Vocabulary(), "output_projection": Column(gather=True)}

@@ -20,11 +20,3 @@ class FunnelPolicy(Policy):
         "ffn.linear_1": Column(),
         "ffn.linear_2": Row(),
     }
-
-
-class FunnelHeadPolicy(Policy):
-    """The dense layers before the output heads of Funnel."""
-
-    block = ("FunnelDiscriminatorPredictions", "FunnelClassificationHead")
-    plan = {"dense": Column(gather=True), "linear_hidden": Column(gather=True)}
-    optional = ("dense", "linear_hidden")

@@ -14,15 +14,3 @@ class Gemma3nPolicy(Policy):
         "per_layer_input_gate": Column(gather=True),
         "per_layer_projection": Column(gather=True),
     }
-
-
-class Gemma3nInputsPolicy(Policy):
-    """The per-layer embeddings, and the projections between the parallel hidden states."""
-
-    block = "Gemma3nTextModel"
-    plan = {
-        "embed_tokens_per_layer": Column(gather=True),
-        "per_layer_model_projection": Column(gather=True),
-        "altup_projections.*": Column(gather=True),
-        "altup_unembed_projections.*": Column(gather=True),
-    }

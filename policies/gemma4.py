@@ -18,17 +18,6 @@ class Gemma4Policy(Policy):
     optional = ("self_attn.v_proj", "experts", "per_layer_input_gate", "per_layer_projection")
 
 
-class Gemma4InputsPolicy(Policy):
-    """The per-layer embeddings: one table for all layers, as large as all other weights of the small models."""
-
-    block = "Gemma4TextModel"
-    plan = {
-        "embed_tokens_per_layer": Column(gather=True),
-        "per_layer_model_projection": Column(gather=True),
-    }
-    optional = ("embed_tokens_per_layer", "per_layer_model_projection")
-
-
 class Gemma4VisionPolicy(Policy):
     """The layer of Gemma 4's vision tower. Its linear layers may clip inputs and outputs."""
 

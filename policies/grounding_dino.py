@@ -55,11 +55,3 @@ class GroundingDinoFeedForwardPolicy(Policy):
         "MMGroundingDinoTextEnhancerLayer", "MMGroundingDinoDeformableLayer", "MMGroundingDinoDecoderLayer",
     )  # fmt: skip
     plan = {"fc1": Column(), "fc2": Row()}
-
-
-class GroundingDinoProjectionPolicy(Policy):
-    """The projections of the text tower's output and of the encoder's output."""
-
-    block = ("GroundingDinoModel", "MMGroundingDinoModel")
-    plan = {"text_projection": Column(gather=True), "enc_output": Column(gather=True)}
-    optional = ("enc_output",)

@@ -1,13 +1,5 @@
 from parallelformers_ng.policies.deepseek_v2 import DeepseekV2MoEPolicy
-from parallelformers_ng.policies.llama import ATTENTION, LlamaPolicy
 from parallelformers_ng.sharding.rules import Policy, moved
-
-
-class HunYuanMoEAttentionPolicy(LlamaPolicy):
-    """HunYuan's attention in blocks with experts."""
-
-    block = "HunYuanMoEV1DecoderLayer"
-    plan = ATTENTION
 
 
 class HunYuanMoEPolicy(Policy):

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import ATTENTION, MLP
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Slice, Vocabulary
+from parallelformers_ng.sharding.rules import Heads, Policy, Slice
 
 
 class IBertPolicy(Policy):
@@ -19,16 +19,3 @@ class IBertPolicy(Policy):
         "output.dense.weight_integer": Slice(1),
     }
     requires = {"attention.self.quant_mode": False}
-
-
-class IBertVocabularyPolicy(Policy):
-    """The word embeddings, which can also be quantized, and the output head."""
-
-    block = ("IBertEmbeddings", "IBertLMHead")
-    plan = {
-        "word_embeddings": Vocabulary(),
-        "word_embeddings.weight_integer": Slice(0),
-        "dense": Column(gather=True),
-        "decoder": Column(gather=True),
-    }
-    optional = ("word_embeddings", "dense", "decoder")

@@ -34,7 +34,8 @@ class LlamaMoEPolicy(LlamaPolicy):
 
     block = (
         "DeepseekOcr2VisionEncoderLayer", "DeepseekOcr2TextDecoderLayer", "Ernie4_5DecoderLayer",
-        "Ernie4_5_MoeDecoderLayer", "Glm4MoeDecoderLayer", "Glm4vMoeTextDecoderLayer", "UnlimitedOcrTextDecoderLayer",
+        "Ernie4_5_MoeDecoderLayer", "Glm4MoeDecoderLayer", "Glm4vMoeTextDecoderLayer", "HunYuanMoEV1DecoderLayer",
+        "UnlimitedOcrTextDecoderLayer",
     )  # fmt: skip
     optional = ("mlp",)
 

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.bert import ATTENTION, MLP, BertPolicy
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Vocabulary
+from parallelformers_ng.sharding.rules import Column, Heads
 
 
 class LukePolicy(BertPolicy):
@@ -16,16 +16,3 @@ class LukePolicy(BertPolicy):
         "attention.self.e2e_query": Column(),
     }
     optional = ("attention.self.w2e_query", "attention.self.e2w_query", "attention.self.e2e_query")
-
-
-class LukeEntityPolicy(Policy):
-    """The embedding of entities, whose vocabulary is larger than that of words, and its output head."""
-
-    block = ("LukeEntityEmbeddings", "EntityPredictionHead")
-    plan = {
-        "entity_embeddings": Vocabulary(),
-        "entity_embedding_dense": Column(gather=True),
-        "transform.dense": Column(gather=True),
-        "decoder": Column(gather=True),
-    }
-    optional = ("entity_embedding_dense", "transform", "decoder")

@@ -1,4 +1,4 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Vocabulary, moved
+from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
 class LxmertSelfAttentionPolicy(Policy):
@@ -34,25 +34,3 @@ class LxmertFeedForwardPolicy(Policy):
         "visn_output.dense": Row(),
     }
     optional = ("intermediate", "output", "lang_inter", "lang_output", "visn_inter", "visn_output")
-
-
-class LxmertVisualPolicy(Policy):
-    """The layers from region features to blocks, and the layers that predict answers and masked region features."""
-
-    block = ("LxmertVisualFeatureEncoder", "LxmertVisualAnswerHead", "LxmertVisualObjHead")
-    plan = {
-        "visn_fc": Column(gather=True),
-        "logit_fc.0": Column(gather=True),
-        "logit_fc.3": Column(gather=True),
-        "transform.dense": Column(gather=True),
-        "decoder_dict.*": Column(gather=True),
-    }
-    optional = ("visn_fc", "logit_fc", "transform", "decoder_dict")
-
-
-class LxmertVocabularyPolicy(Policy):
-    """The word embedding and its output head, which the model does not name as its output embeddings."""
-
-    block = ("LxmertEmbeddings", "LxmertLMPredictionHead")
-    plan = {"word_embeddings": Vocabulary(), "decoder": Column(gather=True)}
-    optional = ("word_embeddings", "decoder")

@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.llama import ATTENTION, MLP
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, moved
+from parallelformers_ng.sharding.rules import Heads, Policy, moved
 
 _ATTENTION = {**ATTENTION, "self_attn": Heads("num_heads", "num_key_value_heads", groups="num_key_value_groups")}
 
@@ -11,10 +11,3 @@ class MllamaPolicy(Policy):
     block = ("MllamaSelfAttentionDecoderLayer", "MllamaCrossAttentionDecoderLayer")
     plan = {**_ATTENTION, **MLP, **moved(_ATTENTION, "self_attn", "cross_attn")}
     optional = ("self_attn", "cross_attn")
-
-
-class MllamaProjectorPolicy(Policy):
-    """The projection between the vision tower and the decoder."""
-
-    block = "MllamaModel"
-    plan = {"multi_modal_projector": Column(gather=True)}

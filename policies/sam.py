@@ -24,10 +24,11 @@ class SamDecoderAttentionPolicy(Policy):
 
 
 class SamMLPPolicy(Policy):
-    """The MLP of SAM's vision tower and mask decoder."""
+    """The MLP of SAM's vision tower and mask decoder, and XLM's feed-forward."""
 
     block = (
-        "SamMLPBlock", "SamHQMLPBlock", "DeepseekOcr2SamMLPBlock", "UnlimitedOcrSamMLPBlock",
+        "SamMLPBlock", "SamHQMLPBlock", "DeepseekOcr2SamMLPBlock", "UnlimitedOcrSamMLPBlock", "xlm.TransformerFFN",
+        "flaubert.TransformerFFN",
     )  # fmt: skip
     plan = {"lin1": Column(), "lin2": Row()}
 

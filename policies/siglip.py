@@ -7,10 +7,3 @@ class SiglipPoolingPolicy(Policy):
 
     block = "SiglipMultiheadAttentionPoolingHead"
     plan = {"mlp.fc1": Column(), "mlp.fc2": Row()}
-
-
-class SiglipProjectionPolicy(Policy):
-    """The projection from the text tower into the space that text tower and vision tower share."""
-
-    block = ("SiglipTextModel", "SiglipTextTransformer")
-    plan = {"head": Column(gather=True)}

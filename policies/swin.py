@@ -1,5 +1,5 @@
 from parallelformers_ng.policies.vit import ViTPolicy
-from parallelformers_ng.sharding.rules import Column, Policy, Slice
+from parallelformers_ng.sharding.rules import Slice
 
 
 class SwinPolicy(ViTPolicy):
@@ -7,10 +7,3 @@ class SwinPolicy(ViTPolicy):
 
     block = "SwinLayer"
     plan = {**ViTPolicy.plan, "attention.relative_position_bias.relative_position_bias_table": Slice(1)}
-
-
-class SwinMergingPolicy(Policy):
-    """The layer that merges four patches into one between two stages of Swin."""
-
-    block = ("SwinPatchMerging", "Swinv2PatchMerging")
-    plan = {"reduction": Column(gather=True)}

@@ -26,19 +26,3 @@ class Wav2Vec2Policy(Policy):
         "adapter_layer.linear_2": Row(),
     }
     optional = ("adapter_layer",)
-
-
-class Wav2Vec2EdgesPolicy(Policy):
-    """The projection from the convolutions to the encoder, SEW's projections before and after its encoder on squeezed
-    time steps, and the output head over characters, which the models do not name as their output embeddings."""
-
-    block = (
-        "Wav2Vec2FeatureProjection", "HubertFeatureProjection", "UniSpeechFeatureProjection",
-        "UniSpeechSatFeatureProjection", "Data2VecAudioFeatureProjection", "WavLMFeatureProjection",
-        "SeamlessM4TConformerFeatureProjection", "SeamlessM4Tv2ConformerFeatureProjection",
-        "SEWModel", "SEWUpsampling",
-        "Wav2Vec2ForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC", "Data2VecAudioForCTC", "SEWForCTC",
-        "WavLMForCTC",
-    )  # fmt: skip
-    optional = ("projection", "feature_projection", "lm_head")
-    plan = dict.fromkeys(optional, Column(gather=True))

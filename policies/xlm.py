@@ -3,7 +3,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
 class XLMAttentionPolicy(Policy):
     """XLM's attention; the model keeps attentions and feed-forwards in separate lists. In a decoder, XLM may have
-    cross-attention."""
+    cross-attention. `SamMLPPolicy` cuts the feed-forwards."""
 
     block = ("xlm.MultiHeadAttention", "flaubert.MultiHeadAttention")
     plan = {
@@ -13,19 +13,3 @@ class XLMAttentionPolicy(Policy):
         "v_lin": Column(),
         "out_lin": Row(),
     }
-
-
-class XLMFeedForwardPolicy(Policy):
-    """XLM's feed-forward."""
-
-    block = ("xlm.TransformerFFN", "flaubert.TransformerFFN")
-    plan = {"lin1": Column(), "lin2": Row()}
-
-
-class XLMPoolerPolicy(Policy):
-    """The dense layers before the heads that predict the end of an answer and whether an answer exists."""
-
-    block = (
-        "XLMPoolerEndLogits", "XLMPoolerAnswerClass", "FlaubertPoolerEndLogits", "FlaubertPoolerAnswerClass",
-    )  # fmt: skip
-    plan = {"dense_0": Column(gather=True)}

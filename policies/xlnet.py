@@ -27,11 +27,3 @@ class XLNetPolicy(Policy):
         "ff.layer_1": Column(),
         "ff.layer_2": Row(),
     }
-
-
-class XLNetSummaryPolicy(Policy):
-    """The summary of a sequence before the classifiers."""
-
-    block = "XLNetSequenceSummary"
-    plan = {"summary": Column(gather=True)}
-    optional = ("summary",)

@@ -25,10 +25,3 @@ class Zamba2MLPPolicy(Policy):
         "gate_up_proj_adapter_list.*.1": Column(fused=2),
         "down_proj": Row(),
     }
-
-
-class Zamba2ProjectionPolicy(Policy):
-    """The projections from the shared layers back to the mixer layers."""
-
-    block = "Zamba2HybridLayer"
-    plan = {"linear": Column(gather=True)}

@@ -52,7 +52,7 @@ class RuleSearch:
         covered = written_places(self.model, self.trials.base.policies)
         single = set(self.trials.twin.single_layers)
         live = {name for name in self.trials.twin.gradients if name.rpartition(".")[0] not in single}
-        vocabulary_layers = {layer.path for layer in find_vocabulary(self.model, taken=set())}
+        vocabulary_layers = set(find_vocabulary(self.model))
         layers = [
             layer
             for layer in called_layers(self.model, self.trials.twin.calls, live)

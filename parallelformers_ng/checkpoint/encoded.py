@@ -8,8 +8,7 @@ each row. If each group has a scale, a rank reads only its own groups.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,10 +35,6 @@ class Decoded(Computed):
     encoding: Encoding
     parts: tuple[Node, Node]
 
-    @property
-    def sources(self) -> Sequence[Node]:
-        return self.parts
-
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         numbers, scales = self.parts
         dim, per_byte, block = self.encoding.dim % len(self.shape), self.encoding.per_byte, self.encoding.block
@@ -58,15 +53,18 @@ class Decoded(Computed):
 
 
 @dataclass(eq=False)
-class _Encoding(ByLines):
-    """The quantized numbers or the scales of a weight, computed from the weight in high precision."""
+class EncodedPart(ByLines):
+    """The quantized numbers or the scales of a weight, computed from the weight in high precision.
+
+    Attributes:
+        encoding: format of the numbers and scales.
+        weight: node of the weight in high precision.
+        is_scales: whether the tensor is the scales, not the numbers.
+    """
 
     encoding: Encoding
     weight: Node
-
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.weight,)
+    is_scales: bool = False
 
     @property
     def across(self) -> int:
@@ -93,34 +91,10 @@ class _Encoding(ByLines):
             pieces.append(piece.narrow(dim, start - first // each, stop - start))
         return torch.cat(pieces, dim)
 
-    @abstractmethod
     def _of(self, weight: Tensor) -> Tensor:
         """Return the numbers or the scales of a part of the weight with whole blocks."""
-
-
-class Numbers(_Encoding):
-    """The quantized numbers of a weight.
-
-    Attributes:
-        encoding: format of the numbers.
-        weight: node of the weight in high precision.
-    """
-
-    def _of(self, weight: Tensor) -> Tensor:
-        numbers, _ = self.encoding.encode(weight)
-        return numbers
-
-
-class Scales(_Encoding):
-    """The scales of a weight.
-
-    Attributes:
-        encoding: format of the scales.
-        weight: node of the weight in high precision.
-    """
-
-    def _of(self, weight: Tensor) -> Tensor:
-        return self.encoding.scales(weight)
+        scales = self.encoding.scales(weight)
+        return scales if self.is_scales else self.encoding.numbers(weight, scales)
 
 
 def _widened(start: int, stop: int, block: int) -> Range:
@@ -149,8 +123,8 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
         dtype = plan.tensors[name].dtype
         node = Operation(node.shape, dtype, "aten._to_copy.default", (node,), {"dtype": dtype})
     return {
-        numbers.name: Numbers(numbers.shape, numbers.dtype, encoding, node),
-        scales.name: Scales(scales.shape, scales.dtype, encoding, node),
+        numbers.name: EncodedPart(numbers.shape, numbers.dtype, encoding, node),
+        scales.name: EncodedPart(scales.shape, scales.dtype, encoding, node, is_scales=True),
     }
 
 
@@ -188,10 +162,6 @@ def stored_encoding(node: Node) -> Decoded | None:
     return Decoded(node.shape, node.dtype, encoding, (passed(0, encoding.per_byte), passed(1, encoding.block)))
 
 
-def _kept(node: Operation, size: int, dim: int) -> int:
-    return dim
-
-
 def _swapped(node: Operation, size: int, dim: int) -> int:
     first, second = (other % size for other in (node.args[1:] or (0, 1)))
     return {first: second, second: first}.get(dim, dim)
@@ -210,7 +180,7 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
 
 
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
-    "aten._to_copy.default": _kept,
+    "aten._to_copy.default": lambda node, size, dim: dim,
     "aten.t.default": _swapped,
     "aten.transpose.int": _swapped,
     "aten.cat.default": _across,

@@ -5,7 +5,6 @@ Each process opens and maps a file by itself.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import mmap
@@ -15,7 +14,6 @@ import socket
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
-_OF_ONE_PROCESS = ("_close", "_mapping", "_start", "_state")
+_OF_ONE_PROCESS = ("_close", "_mapping", "_state")
 """Attributes of a `CheckpointFile` that are not pickled."""
 
 
@@ -88,10 +86,6 @@ class CheckpointFile:
             KeyError: the file has no such tensor.
         """
         raise NotImplementedError
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the memory of `tensor` is certainly part of the mapped file."""
-        return False
 
     def maps(self, key: str) -> bool:
         """Return whether `tensor(key)` certainly returns a view of the mapped file."""
@@ -152,7 +146,6 @@ class SafetensorsFile(CheckpointFile):
     """
 
     _mapping: mmap.mmap | None = None
-    _start = 0
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -188,9 +181,6 @@ class SafetensorsFile(CheckpointFile):
             return torch.frombuffer(data, dtype=dtype).view(shape)
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._mapping is not None and self._start <= tensor.data_ptr() < self._start + len(self._mapping)
-
     def maps(self, key: str) -> bool:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         return math.prod(shape) > 0 and offset % dtype.itemsize == 0
@@ -205,7 +195,6 @@ class SafetensorsFile(CheckpointFile):
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
                 self._mapping = map_file(file.fileno())
-            self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         return self._mapping
 
 
@@ -266,9 +255,6 @@ class FileLeaf(Leaf):
     def release(self) -> None:
         self.file.release(self.key)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self.file.holds(tensor)
-
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
     """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file.
@@ -277,12 +263,6 @@ def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
         CheckpointError: the file cannot be read, is damaged, or has data that cannot be read; see the two classes.
     """
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
-
-
-def file_leaves(file: CheckpointFile) -> Iterator[FileLeaf]:
-    """Yield a leaf for each tensor in a file."""
-    for key, (shape, dtype) in file.entries.items():
-        yield FileLeaf(shape, dtype, file, key)
 
 
 def mounts() -> tuple[str, str]:

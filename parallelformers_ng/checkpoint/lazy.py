@@ -14,7 +14,7 @@ workers would not see the change. torch's schema of an operation says which argu
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,16 @@ class LazyTensor(torch.Tensor):
             nodes = (_node(name, args, kwargs, index, shape) for index, shape in enumerate(shapes))
             return type(shapes)(cls(node, shape.stride()) for node, shape in zip(nodes, shapes, strict=True))
         return _run(func, args, kwargs)
+
+
+def applied(node: Node, function: Callable[[Any], Any]) -> Node:
+    """Return the node of the tensor that torch operations compute from the tensor of a node."""
+    return function(LazyTensor(node)).node
+
+
+def turned(node: Node) -> Node:
+    """Return the node of a tensor with its last two dimensions swapped."""
+    return applied(node, lambda tensor: tensor.transpose(-2, -1))
 
 
 class RemoteTensor(LazyTensor):

@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes
-from parallelformers_ng.checkpoint.files import FileLeaf, file_leaves
+from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
@@ -336,4 +336,8 @@ def lazy_state(location: Location) -> dict[str, LazyTensor]:
     """
     if is_sharded_directory(location.directory):
         return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
-    return {leaf.key: LazyTensor(leaf) for file in open_weights(location) for leaf in file_leaves(file)}
+    return {
+        key: LazyTensor(FileLeaf(shape, dtype, file, key))
+        for file in open_weights(location)
+        for key, (shape, dtype) in file.entries.items()
+    }

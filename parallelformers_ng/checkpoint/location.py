@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import _add_variant
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -223,7 +224,7 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     Raises:
         CheckpointError: a file is missing or damaged, or a download failed.
     """
-    names = [_variant(name, location.variant) for name in _CANDIDATES]
+    names = [_add_variant(name, location.variant) for name in _CANDIDATES]
     file = next((path for name in names if (path := _cached(location, name)) is not None), None)
     if file is None:
         raise CheckpointError(f"{location} holds none of {', '.join(names)}; the weights must be in one of these files")
@@ -247,12 +248,6 @@ def open_weights(location: Location) -> list[CheckpointFile]:
         if key not in files[name].entries:
             raise CheckpointError(f"{file} lists {key} in {name}, and {name} has no {key}: one of the files is damaged")
     return list(files.values())
-
-
-def _variant(name: str, variant: str | None) -> str:
-    """Return the file name of a variant as on the hub: `model.safetensors` → `model.fp16.safetensors`."""
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}.{variant}.{ending}" if variant else name
 
 
 def _cached(location: Location, name: str) -> str | None:

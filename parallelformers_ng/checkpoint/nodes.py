@@ -48,10 +48,6 @@ class Leaf(Node, ABC):
     def release(self) -> None:
         """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of the stored data, not a copy."""
-        return False
-
 
 @dataclass(eq=False)
 class FetchedLeaf(Leaf):
@@ -102,9 +98,9 @@ class Computed(Node, ABC):
     """A tensor whose parts are computed from parts of other nodes."""
 
     @property
-    @abstractmethod
-    def sources(self) -> Sequence[Node]:
-        """Nodes that this tensor is computed from."""
+    def sources(self) -> list[Node]:
+        """Nodes that this tensor is computed from: all nodes among its attributes."""
+        return [each for each in tree_leaves(list(vars(self).values())) if isinstance(each, Node)]
 
     @abstractmethod
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:

@@ -21,12 +21,6 @@ View = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns another view of a tensor."""
 
 
-@functools.cache
-def _operation(name: str) -> Any:
-    """Return the torch operation of a name, for example "aten.cat.default"."""
-    return functools.reduce(getattr, name.split("."), torch.ops)
-
-
 def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
     """Run an operation on whole operands, and return the whole result.
 
@@ -34,7 +28,8 @@ def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tenso
         operand: function that returns the tensor of an operand.
     """
     args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
-    result = _operation(node.name)(*args, **kwargs)
+    operation: Any = functools.reduce(getattr, node.name.split("."), torch.ops)
+    result = operation(*args, **kwargs)
     return result if node.output is None else result[node.output]
 
 

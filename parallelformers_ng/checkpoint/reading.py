@@ -15,7 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.checkpoint.files import FileLeaf
-from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, leaves, release
+from parallelformers_ng.checkpoint.mapping import file_at
+from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, release
 from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Piece, run, unchanged
 from parallelformers_ng.sharding.partition import width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
@@ -51,7 +52,7 @@ def read_shard(
     if not copy:
         return part
     if part.is_contiguous() or (rows_apart and part.ndim == 2 and part.stride(1) == 1):
-        if any(leaf.holds(part) for leaf in leaves(node)):
+        if file_at(part.data_ptr()) is not None:
             return part
         release(node)
         return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -142,12 +142,9 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
         OSError: the disk is full, or the directory cannot be written to.
     """
     target = target.absolute()
-    replaceable: set[str] = set()
-    if target.exists():
-        known = ours(target) if target.is_dir() else None
-        if known is None and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"{target} exists and is no sharded checkpoint; choose another directory")
-        replaceable = known or set()
+    replaceable = ours(target) if target.is_dir() else None
+    if replaceable is None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is no sharded checkpoint; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     partial.mkdir()
@@ -155,7 +152,7 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
         yield partial
         if target.exists():
             for kept in target.iterdir():
-                if kept.name not in replaceable and not (partial / kept.name).exists():
+                if kept.name not in (replaceable or ()) and not (partial / kept.name).exists():
                     copy = shutil.copytree if kept.is_dir() else shutil.copy2
                     copy(kept, partial / kept.name)
         _sync(partial)

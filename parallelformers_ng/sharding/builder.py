@@ -123,9 +123,6 @@ class _Builder:
         self.uncut: dict[str, str] = {}
         self.units: dict[str, tuple[str, ...]] = {}
         self.whole_attentions: dict[type[Policy], str] = {}
-        self._reasons: dict[tuple[type[Policy], CutUnit, str], str] = {}
-        self.model = draft.model
-        self.world_size = draft.world_size
         self.draft = draft
         self.blocks: list[str] = []
 
@@ -143,7 +140,7 @@ class _Builder:
                 for unit in units_of(policy, heads):
                     if unit.is_attention:
                         roots.setdefault(policy, []).append(dotted(block, unit.root))
-                        if reason := self._not_stock(policy, unit, block):
+                        if reason := self._not_stock(unit, block):
                             self.whole_attentions.setdefault(policy, reason)
         for policy, reason in [*self.whole_attentions.items()]:
             for other, places in roots.items():
@@ -154,13 +151,10 @@ class _Builder:
     def _blocks(self, policy: type[Policy]) -> list[tuple[str, nn.Module]]:
         return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
 
-    def _not_stock(self, policy: type[Policy], unit: CutUnit, block: str) -> str:
+    def _not_stock(self, unit: CutUnit, block: str) -> str:
         """Return why the rules of a unit cannot be applied to a block; "" if the rules can be applied."""
-        key = policy, unit, block
-        if key not in self._reasons:
-            layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
-            self._reasons[key] = unit.not_stock(self.draft, block, layers)
-        return self._reasons[key]
+        layers = [target for path in unit.paths for target in self._targets(dotted(block, path))]
+        return unit.not_stock(self.draft, block, layers)
 
     def apply(self, policy: type[Policy]) -> None:
         blocks = self._blocks(policy)
@@ -193,7 +187,7 @@ class _Builder:
         targets = {path: self._targets(dotted(block, path)) for path in unit.paths}
         if policy not in self.customs:
             reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""
-            if reason := self._not_stock(policy, unit, block) or reason:
+            if reason := self._not_stock(unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
                 return {
                     path
@@ -248,24 +242,27 @@ class _Builder:
             if not isinstance(rule, Heads) or (module := self.draft.modules.get(dotted(path, rule_path))) is None:
                 continue
             self.draft.who = f"{policy.__name__}: rule {rule_path!r} on {dotted(path, rule_path)}"
-            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.world_size, self.draft.parts)
+            shares[rule_path] = share_heads(*rule.count(self.draft, module), self.draft.world_size, self.draft.parts)
         return shares
 
     def cut_vocabulary(self) -> None:
         """Cut input embeddings and output heads by rows of the vocabulary, tied or not."""
         readers = [path for path in self.draft.foreign if "weight" in names_of(self.draft.modules[path])]
-        for layer in find_vocabulary(self.model, taken=set(self.draft.cuts)):
-            if reader := next((path for path in readers if is_within(layer.path, path)), None):
-                self.uncut[layer.path] = f"{reader or 'the model'}: {self.draft.foreign[reader]}"
+        cut_by_policies = set(self.draft.cuts)
+        for path, cls in find_vocabulary(self.draft.model).items():
+            if not cut_by_policies.isdisjoint((f"{path}.weight", f"{path}.bias")):
                 continue
-            self.draft.who = f"vocabulary of {layer.path}"
-            cut_rows(self.draft, layer, rule="vocabulary")
+            if reader := next((other for other in readers if is_within(path, other)), None):
+                self.uncut[path] = f"{reader or 'the model'}: {self.draft.foreign[reader]}"
+                continue
+            self.draft.who = f"vocabulary of {path}"
+            cut_rows(self.draft, path, cls, rule="vocabulary")
 
     def finish(
         self, selection: Selection, dtype: torch.dtype | None, quantize: QuantizeOptions | None = None
     ) -> ShardPlan:
-        keep_whole = (WHOLE,) * self.world_size
-        casts = CastRule(self.model, dtype)
+        keep_whole = (WHOLE,) * self.draft.world_size
+        casts = CastRule(self.draft.model, dtype)
         tensors: dict[str, TensorPlan] = {}
         holders: dict[tuple[int, tuple[Shard, ...]], str] = {}
         cuttable = set()
@@ -278,10 +275,10 @@ class _Builder:
                 tensors[name] = TensorPlan(name, tuple(tensor.shape), target, shards, storage, is_buffer, rule)
                 if not is_buffer and tensor.ndim >= 2 and not isinstance(module, _ConvNd):
                     cuttable.add(name)
-        quantized, misfits = choose_encodings(self.model, quantize, tensors, self.blocks)
+        quantized, misfits = choose_encodings(self.draft.model, quantize, tensors, self.blocks)
         return ShardPlan(
-            model_class=type(self.model).__name__,
-            world_size=self.world_size,
+            model_class=type(self.draft.model).__name__,
+            world_size=self.draft.world_size,
             tensors=tensors,
             layers=list(self.draft.layers.values()),
             blocks=self.blocks,
@@ -291,7 +288,7 @@ class _Builder:
             settings=casts.settings(),
             quantized=quantized,
             misfits=misfits,
-            uncut=self.uncut if self.world_size > 1 else {},
+            uncut=self.uncut if self.draft.world_size > 1 else {},
             units=self.units,
             selection=selection,
         )

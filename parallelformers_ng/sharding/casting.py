@@ -40,12 +40,11 @@ def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | N
     if dtype == "auto":
         dtype = None
     if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        if name not in _DTYPES:
-            raise ParallelError(f"dtype is {dtype!r}; it takes one of {', '.join(_DTYPES)}")
-        dtype = _DTYPES[name]
+        dtype = _DTYPES.get(dtype.removeprefix("torch."), dtype)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise ParallelError(f"dtype is {dtype!r}; it takes a floating-point torch.dtype")
+        raise ParallelError(
+            f"dtype is {dtype!r}; it takes a floating-point torch.dtype, or one of {', '.join(_DTYPES)}"
+        )
     if fp16 and dtype not in (None, torch.float16):
         raise ParallelError(f"fp16=True and dtype={dtype} contradict each other; give one of them")
     return torch.float16 if fp16 else dtype

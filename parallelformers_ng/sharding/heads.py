@@ -45,7 +45,8 @@ class HeadParallel(ParallelLayer):
     def shown(self, weights: torch.Tensor, dim: int, change: Callable[[torch.Tensor], Any] | None = None) -> Any:
         """Return attention weights in the shape of all heads; ranks gather all heads only if code reads the result.
 
-        The result is an `OwnHeads`. In compiled code it is the gathered tensor, with the errors of `gather_heads`.
+        The result is an `OwnHeads`. In compiled code it is the gathered tensor, with the errors of
+        `Communicator.all_gather`.
 
         Args:
             weights: attention weights of this rank, four or more dimensions. A tensor without a dimension of this
@@ -57,27 +58,13 @@ class HeadParallel(ParallelLayer):
             return weights
 
         def gather() -> torch.Tensor:
-            whole = self.gather_heads(weights, dim)
+            own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])  # without a copied head
+            whole = self.communicator.all_gather(own, dim, self.head_sizes)
             return whole if change is None else change(whole)
 
         if is_compiling():
             return gather()  # the compiler removes results that no code reads
         return OwnHeads(weights, dim, self.head_sizes, gather)
-
-    def gather_heads(self, weights: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather the attention weights of all heads; a collective.
-
-        A rank without heads has weights of a copied head, which are left out.
-
-        Args:
-            weights: attention weights of this rank.
-            dim: dimension of heads in `weights`.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
-        """
-        own = weights.narrow(dim, 0, self.head_sizes[self.communicator.rank])
-        return self.communicator.all_gather(own, dim, self.head_sizes)
 
 
 def of_heads(indices: Sequence[int], whole: torch.Tensor, dim: int) -> torch.Tensor:

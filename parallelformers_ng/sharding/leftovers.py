@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,15 +30,8 @@ _MUCH = 0.15
 A recurrent layer of a decoder is gathered for every token."""
 
 
-@dataclass(frozen=True)
-class _Leftover:
-    """A parameter that no rule has cut."""
-
-    path: str
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
-    is_recurrent: bool
+_Leftover = tuple[str, str, nn.Parameter]
+"""A parameter that no rule has cut: path of its module, its name in the module, and the parameter."""
 
 
 def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
@@ -61,16 +53,20 @@ def cut_leftovers(draft: Draft, exhaustive: bool) -> None:
     kinds, whole, total = _leftovers(draft, where)
     uneven = _regions_that_differ(draft, where)
     smallest = min(draft.parts, default=1 / draft.world_size)
-    for kind in sorted(kinds, key=lambda kind: -sum(leftover.bytes for leftover in kind)):
-        size = sum(leftover.bytes for leftover in kind)
+    for kind in sorted(kinds, key=_bytes_of, reverse=True):
+        size = _bytes_of(kind)
         excess = whole * (1 / smallest - 1) / max(1, total)
         if not exhaustive and (excess <= _ENOUGH or size < _WORTH * total):
             break
-        if not exhaustive and kind[0].is_recurrent and excess <= _MUCH:
+        if not exhaustive and isinstance(draft.modules[kind[0][0]], nn.RNNBase) and excess <= _MUCH:
             continue
-        for leftover in kind:
-            gets_whole = not uneven & set(_instances_above(leftover.path, draft, where))
-            whole -= leftover.bytes if _cut(draft, leftover, gets_whole) else 0
+        for path, name, parameter in kind:
+            gets_whole = not uneven & set(_instances_above(path, draft, where))
+            whole -= parameter.nbytes if _cut(draft, path, name, parameter, gets_whole) else 0
+
+
+def _bytes_of(kind: list[_Leftover]) -> int:
+    return sum(parameter.nbytes for _, _, parameter in kind)
 
 
 def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftover]], int, int]:
@@ -82,39 +78,37 @@ def _leftovers(draft: Draft, where: dict[str, Place]) -> tuple[list[list[_Leftov
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            size = parameter.numel() * parameter.itemsize
-            total += size
+            total += parameter.nbytes
             if dotted(path, name) in draft.cuts:
                 continue
-            whole += size
+            whole += parameter.nbytes
             if parameter.ndim < 2 or used[id(parameter)] > 1:
                 continue
             kind = (where[path].block, re.sub(r"\d+", "*", where[path].path), re.sub(r"\d+", "*", name))
-            recurrent = isinstance(module, nn.RNNBase)
-            kinds.setdefault(kind, []).append(_Leftover(path, name, tuple(parameter.shape), size, recurrent))
+            kinds.setdefault(kind, []).append((path, name, parameter))
     return list(kinds.values()), whole, total
 
 
-def _cut(draft: Draft, leftover: _Leftover, gets_whole: bool) -> bool:
+def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole: bool) -> bool:
     """Cut one parameter; return False if each of its dimensions is smaller than the number of ranks.
 
     Args:
         gets_whole: whether the inputs of its module are the same on all ranks.
     """
-    path, module = leftover.path, draft.modules[leftover.path]
+    module = draft.modules[path]
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
     looks_up = isinstance(module, nn.Embedding) and module.max_norm is None
     is_plain = not foreign_layer(module) and not _owner_is_foreign(draft, path)
     multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
-    called = leftover.name == "weight" and is_plain and is_only_called(draft.model, path)
-    if called and (looks_up or (multiplies and gets_whole)) and leftover.shape[outputs] >= draft.world_size:
+    called = name == "weight" and is_plain and is_only_called(draft.model, path)
+    if called and (looks_up or (multiplies and gets_whole)) and parameter.shape[outputs] >= draft.world_size:
         Column("column", gather=True).apply(draft, path, [])
         return True
-    dim = next((dim for dim, size in enumerate(leftover.shape) if size >= draft.world_size), None)
+    dim = next((dim for dim, size in enumerate(parameter.shape) if size >= draft.world_size), None)
     if dim is None:
         return False
-    store(draft, path, leftover.name, dim)
+    store(draft, path, name, dim)
     return True
 
 

@@ -9,7 +9,7 @@ A layer cut by its outputs needs no class of its own: it is the same layer with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Column(Rule):
         module: Any = draft.modules[path]
         if hasattr(module, "group_out_dim"):
             return _cut_groups(draft, path, 2, "output_size", "group_out_dim")
-        dim, size_names = _output_geometry(draft.who, module)
+        dim, size_names = _geometry(draft.who, module, of_inputs=False)
         size = module.weight.shape[dim]
         ranges = draft.ranges(size, self.unit, self.interleaved or self.fused, heads, bool(self.interleaved))
         draft.cut(f"{path}.weight", dim, ranges)
@@ -114,15 +114,14 @@ class Row(Rule):
         module: Any = draft.modules[path]
         if hasattr(module, "group_in_dim"):
             return _cut_groups(draft, path, 1, "input_size", "group_in_dim")
-        dim, size_name = _input_geometry(draft.who, module)
+        dim, size_names = _geometry(draft.who, module, of_inputs=True)
         ranges = draft.ranges(module.weight.shape[dim], self.unit, self.fused, heads)
         idle = [share.idle for share in heads]
         draft.cut(f"{path}.weight", dim, ranges, idle)
         if getattr(module, "bias", None) is not None:
             draft.cut_on_first_rank(f"{path}.bias")
-        draft.layer(
-            path, RowParallel if self.reduce else None, [{size_name: width_of(rank_ranges)} for rank_ranges in ranges]
-        )
+        sizes = [dict.fromkeys(size_names, width_of(rank_ranges)) for rank_ranges in ranges]
+        draft.layer(path, RowParallel if self.reduce else None, sizes)
 
 
 @dataclass(frozen=True)
@@ -289,49 +288,53 @@ def _pieces(module: nn.Conv1d, rank_ranges: Sequence[Range]) -> tuple[tuple[int,
     return tuple(pieces)
 
 
-def _output_geometry(who: str, module: nn.Module) -> tuple[int, tuple[str, ...]]:
-    """Return the dimension of `weight` that holds the outputs, and the attributes that count the outputs."""
-    if _is_linear(module):
-        return 0, ("out_features",)
-    if isinstance(module, CONVOLUTIONS):
-        # A depthwise convolution has as many input channels as output channels, and each channel is one group.
-        return 0, ("in_channels", "out_channels", "groups") if _is_depthwise(module) else ("out_channels",)
-    if isinstance(module, Conv1D):
-        return 1, ("nf",)
-    if isinstance(module, nn.Embedding):
-        return 1, ("embedding_dim",)
-    if _stacks_linears(module):
-        return 1, ("output_size",)
-    raise PolicyError(cannot_cut(who, module, "columns (a Linear, Conv1D, Embedding or convolution can)"))
-
-
-def _is_depthwise(module: Any) -> bool:
-    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
-
-
-def _input_geometry(who: str, module: nn.Module) -> tuple[int, str]:
-    """Return the dimension of `weight` that holds the inputs, and the attribute that counts the inputs."""
-    if _is_linear(module):
-        return 1, "in_features"
-    if isinstance(module, Conv1D):
-        return 0, "nx"
-    if isinstance(module, nn.Conv1d) and module.groups == 1:
-        return 1, "in_channels"
-    if _stacks_linears(module):
-        return 2, "input_size"
-    raise PolicyError(cannot_cut(who, module, "rows (a Linear, Conv1D or ungrouped Conv1d can)"))
-
-
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a Linear, or a similar layer with a 2-D weight (I-BERT's `QuantLinear`)."""
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (weight is not None and weight.ndim == 2 and hasattr(module, "in_features"))
 
 
+def _is_depthwise(module: Any) -> bool:
+    """Return whether a convolution has as many input channels as output channels, and each channel is one group."""
+    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
+
+
 def _stacks_linears(module: nn.Module) -> bool:
     """Return whether a module is a linear layer for several experts, with the weight `[experts, out, in]`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size")
+
+
+_Side = tuple[int, tuple[str, ...]]
+"""The dimension of a layer's weight that holds the outputs or the inputs, and the attributes that count them."""
+_KINDS: tuple[tuple[Callable[[Any], bool], _Side, _Side | None], ...] = (
+    (_is_linear, (0, ("out_features",)), (1, ("in_features",))),
+    (_is_depthwise, (0, ("in_channels", "out_channels", "groups")), None),
+    (
+        lambda module: isinstance(module, nn.Conv1d) and module.groups == 1,
+        (0, ("out_channels",)),
+        (1, ("in_channels",)),
+    ),
+    (lambda module: isinstance(module, CONVOLUTIONS), (0, ("out_channels",)), None),
+    (lambda module: isinstance(module, Conv1D), (1, ("nf",)), (0, ("nx",))),
+    (lambda module: isinstance(module, nn.Embedding), (1, ("embedding_dim",)), None),
+    (_stacks_linears, (1, ("output_size",)), (2, ("input_size",))),
+)
+"""Kinds of layers that can be cut: test for the kind, outputs, and inputs; None if inputs cannot be cut."""
+_BY_INPUTS = "rows (a Linear, Conv1D or ungrouped Conv1d can)"
+_BY_OUTPUTS = "columns (a Linear, Conv1D, Embedding or convolution can)"
+
+
+def _geometry(who: str, module: nn.Module, of_inputs: bool) -> _Side:
+    """Return the dimension of a module's inputs or outputs in its weight, and the attributes that count them.
+
+    Raises:
+        PolicyError: the module is of no kind that can be cut in this way.
+    """
+    side = next((inputs if of_inputs else outputs for fits, outputs, inputs in _KINDS if fits(module)), None)
+    if side is None:
+        raise PolicyError(cannot_cut(who, module, _BY_INPUTS if of_inputs else _BY_OUTPUTS))
+    return side
 
 
 def cannot_cut(who: str, module: nn.Module, cut: str) -> str:

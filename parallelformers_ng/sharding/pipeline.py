@@ -79,7 +79,7 @@ def in_stages(
 
 def _parts(model: nn.Module) -> list[str]:
     """Return the units that one stage can compute for all ranks: blocks, and layers that are only called."""
-    vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
+    vocabulary = find_vocabulary(model)
     modules = dict(model.named_modules())
     parts = []
     for unit in units(model):

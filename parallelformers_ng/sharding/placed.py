@@ -50,12 +50,12 @@ class Stop:
     cache_layers: tuple[int, ...] = ()
 
 
+@dataclass
 class _Run:
     """A run of consecutive blocks of one stack. On other stages, every block of the run returns the run's output."""
 
-    def __init__(self, stack: str) -> None:
-        self.stack = stack
-        self.output: Any = None
+    stack: str
+    output: Any = None
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)

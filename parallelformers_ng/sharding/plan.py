@@ -13,10 +13,9 @@ from typing import Any, get_args
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.layers import LayerPlan
 from parallelformers_ng.sharding.policy import Selection
-from parallelformers_ng.sharding.table import tensor_table
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tiers import Place, Tiers
-from parallelformers_ng.sharding.wording import human_bytes, pattern_of
+from parallelformers_ng.sharding.wording import human_bytes, pattern_of, tensor_table
 
 _TOO_MUCH = 0.1
 """Fraction of replicated bytes above which the plan warns."""

@@ -123,12 +123,11 @@ def is_covered(model: nn.Module, policies: Sequence[type[Policy]]) -> bool:
     model without such layers.
     """
     places = written_places(model, policies)
-    vocabulary = {layer.path for layer in find_vocabulary(model, taken=set())}
+    vocabulary = find_vocabulary(model)
     total = left = 0
     for path, module in model.named_modules():
-        large = [p.numel() for p in module._parameters.values() if p is not None and p.ndim == 3]
-        if isinstance(module, _ConvNd):
-            large = []
+        stacked = () if isinstance(module, _ConvNd) else module._parameters.values()
+        large = [parameter.numel() for parameter in stacked if parameter is not None and parameter.ndim == 3]
         if isinstance(module, (nn.Linear, Conv1D)):
             large = [module.weight.numel()]
         if not large or path in vocabulary:

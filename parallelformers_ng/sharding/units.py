@@ -42,17 +42,19 @@ class CutUnit:
         Args:
             draft: draft of the model.
             block: dotted path of the block in the model.
-            layers: dotted paths of the layers that the rules name. The layers are checked even if a proof has run
-                their code: a partial sum may exceed a bound that the twin's numbers never reach.
+            layers: dotted paths that the rules name, of layers and tensors; paths that the model does not have are
+                ignored. Layers are checked even if a proof has run their code: a partial sum may exceed a bound that
+                the twin's numbers never reach.
         """
         root = dotted(block, self.root)
         others = [dotted(block, other) for other in self.others]
-        names = {path.rpartition(".")[2] for path in self.paths} | {"weight"}
+        found = [path for path in layers if path in draft.modules or draft.tensor(path) is not None]
+        names = {path.rpartition(".")[2] for path in found} | {"weight"}
         for path, reason in draft.foreign.items():
             inside = is_within(path, root) and not any(is_within(path, other) for other in others)
             if inside or (is_within(root, path) and names & names_of(draft.modules[path])):
                 return f"{path or 'the model'}: {reason}"
-        inner = (path for path in layers if path in draft.modules and draft.modules[path]._parameters)
+        inner = (path for path in found if path in draft.modules and draft.modules[path]._parameters)
         reasons = ((path, foreign_layer(draft.modules[path])) for path in inner)
         return next((f"{path}: {reason}" for path, reason in reasons if reason), "")
 

@@ -89,48 +89,32 @@ class Vocabulary(Rule):
         if not isinstance(module, nn.Embedding) and not hasattr(module, "weight_integer"):
             raise PolicyError(cannot_cut(draft.who, module, "rows of its vocabulary (an Embedding can)"))
         cls = VocabularyParallelEmbedding if isinstance(module, nn.Embedding) else QuantizedEmbeddingParallel
-        cut_rows(draft, VocabularyLayer(path, cls, module.weight.shape[0], (f"{path}.weight",)))
+        cut_rows(draft, path, cls)
 
 
-@dataclass(frozen=True)
-class VocabularyLayer:
-    """One embedding or output head that can be cut by rows of the vocabulary.
-
-    Attributes:
-        path: dotted path of the module.
-        cls: parallel layer that the module becomes.
-        size: number of rows of the vocabulary.
-        tensors: names of the parameters to cut along dimension 0.
-    """
-
-    path: str
-    cls: type[ParallelLayer]
-    size: int
-    tensors: tuple[str, ...]
-
-
-def cut_rows(draft: Draft, layer: VocabularyLayer, rule: str = "") -> None:
+def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer], rule: str = "") -> None:
     """Record in the draft each rank's rows of an embedding or an output head.
 
     Args:
         draft: draft to extend.
-        layer: the embedding or output head.
+        path: dotted path of the module.
+        cls: parallel layer that the module becomes.
         rule: name of the rule in the plan; "" for the name of the rule in `draft.who`.
 
     Raises:
         PolicyError: a tensor of the layer is already cut in another way.
     """
-    ranges = cut_width(layer.size, ["column"], [], draft.world_size, shares=draft.shares)
-    for name in layer.tensors:
-        draft.cut(name, 0, ranges, rule=rule)
+    module: Any = draft.modules[path]
+    ranges = cut_width(module.weight.shape[0], ["column"], [], draft.world_size, shares=draft.shares)
+    for name in ("weight", "bias"):
+        if module._parameters.get(name) is not None:
+            draft.cut(f"{path}.{name}", 0, ranges, rule=rule)
     bounds = [rank_ranges[0] if rank_ranges else (0, 0) for rank_ranges in ranges]
     sizes = tuple(stop - start for start, stop in bounds)
     shared: dict[str, Any] = {"gathered_sizes": sizes}
-    if issubclass(layer.cls, VocabularyParallelEmbedding):
+    if issubclass(cls, VocabularyParallelEmbedding):
         shared["padding_idx"] = None  # torch would check it against this rank's rows; only gradients need it
-    draft.layer(
-        layer.path, layer.cls, [{"first_row": start, "row_count": stop - start, **shared} for start, stop in bounds]
-    )
+    draft.layer(path, cls, [{"first_row": start, "row_count": stop - start, **shared} for start, stop in bounds])
 
 
 def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -140,53 +124,36 @@ def vocabulary_modules(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield _ask(module.get_input_embeddings), _ask(module.get_output_embeddings)
 
 
-def find_vocabulary(model: nn.Module, taken: set[str]) -> list[VocabularyLayer]:
+def find_vocabulary(model: nn.Module) -> dict[str, type[ParallelLayer]]:
     """Return the input embeddings and output heads of a model and its sub-models, and the embeddings tied to any of
-    these.
+    these: dotted path → parallel layer that cuts the module by rows of the vocabulary.
 
     A weight that any other layer also uses stays whole in all its layers, because that other layer needs all rows.
     Layers with foreign code or with submodules, and embeddings with `max_norm`, are left out.
-
-    Args:
-        model: the model, on any device.
-        taken: names of tensors that a policy has cut; layers with such a tensor are left out.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    layers: dict[str, VocabularyLayer] = {}
+    layers: dict[str, type[ParallelLayer]] = {}
     for embedding, head in vocabulary_modules(model):
-        if isinstance(embedding, nn.Embedding) and id(embedding) in paths:
-            _add_embedding(layers, paths[id(embedding)], embedding)
+        if isinstance(embedding, nn.Embedding) and id(embedding) in paths and _is_plain(embedding):
+            layers[paths[id(embedding)]] = VocabularyParallelEmbedding
         if isinstance(head, nn.Linear) and id(head) in paths and _is_plain(head):
-            path = paths[id(head)]
-            tensors = (f"{path}.weight",) if head.bias is None else (f"{path}.weight", f"{path}.bias")
-            layers[path] = VocabularyLayer(path, GatheredColumnParallel, head.weight.shape[0], tensors)
+            layers[paths[id(head)]] = GatheredColumnParallel
 
-    weights = {id(model.get_submodule(layer.path).weight) for layer in layers.values()}
+    weights = {id(model.get_submodule(path).weight) for path in layers}
     owners: dict[int, set[str]] = {}
     for path, module in model.named_modules():
         if module._parameters.get("weight") is not None:
             owners.setdefault(id(module.weight), set()).add(path)
-            if isinstance(module, nn.Embedding) and id(module.weight) in weights:
-                _add_embedding(layers, path, module)
-    return [
-        layer
-        for layer in layers.values()
-        if owners[id(model.get_submodule(layer.path).weight)] <= set(layers) and not taken & set(layer.tensors)
-    ]
-
-
-def _add_embedding(layers: dict[str, VocabularyLayer], path: str, embedding: nn.Embedding) -> None:
-    """Add an embedding to `layers`, unless it renormalises rows in place: a rank could change only its own rows."""
-    if embedding.max_norm is None and _is_plain(embedding):
-        layers[path] = VocabularyLayer(
-            path, VocabularyParallelEmbedding, embedding.weight.shape[0], (f"{path}.weight",)
-        )
+            if isinstance(module, nn.Embedding) and id(module.weight) in weights and _is_plain(module):
+                layers[path] = VocabularyParallelEmbedding
+    return {path: cls for path, cls in layers.items() if owners[id(model.get_submodule(path).weight)] <= set(layers)}
 
 
 def _is_plain(layer: nn.Module) -> bool:
     """Return whether a layer runs no foreign code and contains no layers, such as a part for added tokens or an
-    adapter."""
-    return not any(True for _ in layer.children()) and not foreign_layer(layer)
+    adapter. An embedding that renormalises rows in place is not plain: a rank could change only its own rows."""
+    renormalises = getattr(layer, "max_norm", None) is not None
+    return not renormalises and not any(True for _ in layer.children()) and not foreign_layer(layer)
 
 
 def _ask(accessor: object) -> nn.Module | None:

@@ -194,8 +194,8 @@ def test_slice_of_numbers_equals_that_of_whole(
         numbers, scales = encoding.parts(TensorPlan("w", shape, weight.dtype, (cut,), "w"))
         want = encoding.encode(weight)
         assert [(part.shape, part.dtype) for part in (numbers, scales)] == [(tuple(p.shape), p.dtype) for p in want]
-        for kind, part, values in ((encoded.Numbers, numbers, want[0]), (encoded.Scales, scales, want[1])):
-            node = kind(part.shape, part.dtype, encoding, source.node)
+        for part, values, is_scales in ((numbers, want[0], False), (scales, want[1], True)):
+            node = encoded.EncodedPart(part.shape, part.dtype, encoding, source.node, is_scales)
             read = read_shard(node, part.shards[0])
             assert torch.equal(bits(read), bits(part.shards[0].of(values)))
         leaves = [FetchedLeaf(tuple(part.shape), part.dtype, lambda part=part: part) for part in want]

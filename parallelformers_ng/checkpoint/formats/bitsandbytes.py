@@ -11,7 +11,7 @@ import torch
 from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.formats.numbers import Flat, Scaled, Unpacked
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, StoredTensors
-from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.lazy import applied, turned
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.sharding.encoding import Encoding
@@ -46,16 +46,13 @@ def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
 def _in_8_bits(stored: StoredTensors, path: str) -> Node:
     name = f"{path}.weight"
     values = stored.take(name, f"{path}.SCB", (torch.int8,), (None, None))
-    largest: Any = LazyTensor(stored.take(f"{path}.SCB", name, FLOATS, values.shape[:1]))
+    largest = stored.take(f"{path}.SCB", name, FLOATS, values.shape[:1])
     layout = stored.maybe(f"{path}.weight_format", (torch.uint8,), ())
     if layout is not None and (number := int(read(layout, {}))) != 0:
         raise stored.unread(f"stores {name} in a layout for GPU kernels (weight_format {number}, not 0)")
-    scales = largest.to(torch.float32).unsqueeze(1) / 127
-    if name not in stored.transposed:
-        return Decoded(values.shape, stored.dtype, Encoding("int8", -1, values.shape[1]), (values, scales.node))
-    turned: Any = LazyTensor(values).transpose(0, 1)
-    encoding = Encoding("int8", -2, values.shape[1])
-    return Decoded(tuple(turned.shape), stored.dtype, encoding, (turned.node, scales.transpose(0, 1).node))
+    scales = applied(largest, lambda tensor: tensor.to(torch.float32).unsqueeze(1) / 127)
+    weight = Decoded(values.shape, stored.dtype, Encoding("int8", -1, values.shape[1]), (values, scales))
+    return turned(weight) if name in stored.transposed else weight
 
 
 def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
@@ -72,8 +69,8 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
     if len(shape) != 2 or block < 1 or description.get("quant_type") != kind or (nested and nested[0] < 1):
         raise stored.damaged(f"{name}{_STATE}{kind} is {description}, which is invalid")
     count = shape[0] * shape[1]
-    packed: Any = LazyTensor(stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1)))
-    words = packed.flatten() if packed.dtype is torch.uint8 else packed.flatten().view(torch.uint8)
+    packed = stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1))
+    words = applied(packed, lambda tensor: tensor.flatten().view(torch.uint8))
     if words.shape[0] != -(-count // 2):
         raise stored.damaged(f"{name} has {words.shape[0]} bytes; {list(shape)} in 4 bits needs {-(-count // 2)} bytes")
     blocks = -(-count // block)
@@ -86,11 +83,10 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
         levels = Unpacked((blocks,), torch.float32, codes, 8, 0, (0,), table)
         scales = Scaled((blocks,), torch.float32, levels, large, (nested[0],), offset=nested[1])
     table = _table(stored, f"{name}.quant_map", name, 16)
-    numbers = Unpacked((count,), torch.float32, words.node, 4, 0, (1, 0), table)
+    numbers = Unpacked((count,), torch.float32, words, 4, 0, (1, 0), table)
     stored.reasons[name] = f"it is stored as {kind} codes"
     weight = Flat(shape, stored.dtype, Scaled((count,), torch.float32, numbers, scales, (block,)))
-    turned: Any = LazyTensor(weight)
-    return turned.transpose(0, 1).node if name in stored.transposed else weight
+    return turned(weight) if name in stored.transposed else weight
 
 
 def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:

@@ -5,13 +5,11 @@ Several integers are packed in each word of 32 bits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, INTEGERS, StoredTensors
-from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.lazy import turned
 from parallelformers_ng.checkpoint.nodes import Node
 
 _WORDS = (torch.int32,)
@@ -76,7 +74,11 @@ def _weights(
     """
     weights = {}
     for path in stored.ending_with(".qweight"):
-        name, words, zeros, scales = _parts(stored, path)
+        name = f"{path}.weight"
+        if name in stored.state:
+            raise stored.damaged(f"it has both {name} and {path}.qweight")
+        words, zeros = (stored.take(f"{path}.{part}", name, _WORDS, (None, None)) for part in ("qweight", "qzeros"))
+        scales = stored.take(f"{path}.scales", name, FLOATS, (None, None))
         shape = tuple(size * len(places) if at == dim else size for at, size in enumerate(words.shape))
         size = _group(stored, shape[0])
         blocks: Blocks = size
@@ -89,7 +91,9 @@ def _weights(
                 blocks = groups
         numbers = Unpacked(shape, torch.int8, words, bits, dim, places, _levels(bits))
         points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
-        weights[name] = _turned(stored, name, stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits))
+        weight = stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits)
+        # Linear layers have the outputs first; weights of `Conv1D` stay inputs first.
+        weights[name] = weight if name in stored.transposed else turned(weight)
     stored.refuse_left([".qzeros", ".scales", ".g_idx"])
     return weights
 
@@ -115,19 +119,3 @@ def _group(stored: StoredTensors, inputs: int) -> int:
     if not isinstance(size, int) or size < -1 or size == 0:
         raise stored.damaged(f"group_size in its configuration is {size}; it must be at least 1, or -1 for all inputs")
     return inputs if size == -1 else size
-
-
-def _parts(stored: StoredTensors, path: str) -> tuple[str, Node, Node, Node]:
-    """Return the name of a layer's weight, and the nodes of its words, its zero points and its scales."""
-    name = f"{path}.weight"
-    if name in stored.state:
-        raise stored.damaged(f"it has both {name} and {path}.qweight")
-    words = stored.take(f"{path}.qweight", name, _WORDS, (None, None))
-    zeros = stored.take(f"{path}.qzeros", name, _WORDS, (None, None))
-    return name, words, zeros, stored.take(f"{path}.scales", name, FLOATS, (None, None))
-
-
-def _turned(stored: StoredTensors, name: str, node: Node) -> Node:
-    """Transpose a weight to outputs first, the order of linear layers; weights of `Conv1D` stay inputs first."""
-    weight: Any = LazyTensor(node)
-    return node if name in stored.transposed else weight.transpose(0, 1).node

@@ -5,7 +5,7 @@ w = (q − z) · s + c        q: numbers of a few bits, z and s: zero point and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +40,6 @@ class Scaled(ByLines):
     blocks: tuple[Blocks, ...]
     zeros: Node | None = None
     offset: float = 0.0
-
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.values, self.scales, *([] if self.zeros is None else [self.zeros]))
 
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
         numbers = read(self.values, cut, rank).float()
@@ -82,10 +78,6 @@ class Flat(ByLines):
 
     numbers: Node
 
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.numbers,)
-
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
         ((start, stop),) = cut[0]
         width = self.shape[1]
@@ -110,10 +102,6 @@ class Unpacked(Computed):
     dim: int
     places: tuple[int, ...]
     table: Tensor | None = None
-
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.words,)
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
         each, pieces = len(self.places), []
@@ -145,10 +133,6 @@ class Pairs(ByLines):
     values: Node
     dim: int
     name: str
-
-    @property
-    def sources(self) -> Sequence[Node]:
-        return (self.values,)
 
     def lines(self, cut: Cut, rank: int | None) -> Tensor:
         wanted = cut.get(self.dim)

@@ -9,7 +9,7 @@ import torch
 
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled, Unpacked, in_order
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, INTEGERS, StoredTensors
-from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.lazy import applied, turned
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 
@@ -61,13 +61,12 @@ def mxfp4(stored: StoredTensors) -> dict[str, Node]:
         values = stored.take(f"{name}_blocks", name, (torch.uint8,))
         scales = stored.take(f"{name}_scales", name, (torch.uint8,), values.shape[:-1])
         stored.check(f"{name}_blocks", values, (*values.shape[:-1], 16))
-        words: Any = LazyTensor(values).flatten(-2)
-        exponents: Any = LazyTensor(scales).view(_POWERS)
+        words = applied(values, lambda tensor: tensor.flatten(-2))
+        exponents = applied(scales, lambda tensor: tensor.view(_POWERS))
         dim, shape = len(words.shape) - 1, (*words.shape[:-1], words.shape[-1] * 2)
-        codes = Unpacked(shape, torch.float32, words.node, 4, dim, (0, 1), _E2M1)
+        codes = Unpacked(shape, torch.float32, words, 4, dim, (0, 1), _E2M1)
         stored.reasons[name] = "it is stored as 4-bit floats"
-        weight: Any = LazyTensor(Scaled(shape, stored.dtype, codes, exponents.node, (*(1,) * dim, 32)))
-        weights[name] = weight.transpose(-1, -2).node
+        weights[name] = turned(Scaled(shape, stored.dtype, codes, exponents, (*(1,) * dim, 32)))
     stored.refuse_left(["_scales"])
     return weights
 

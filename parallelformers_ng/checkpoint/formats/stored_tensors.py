@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.formats.numbers import Blocks, Pairs, Scaled
-from parallelformers_ng.checkpoint.lazy import LazyTensor
+from parallelformers_ng.checkpoint.lazy import LazyTensor, applied
 from parallelformers_ng.checkpoint.nodes import Node, leaves
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
@@ -173,8 +173,7 @@ class StoredTensors:
         """
         shape = values.shape
         if len(scales.shape) != len(shape) and max(scales.shape, default=1) == 1:
-            one: Any = LazyTensor(scales)
-            scales = one.reshape((1,) * len(shape)).node
+            scales = applied(scales, lambda one: one.reshape((1,) * len(shape)))
         if blocks is None:
             blocks = [1 if count == size else size for count, size in zip(scales.shape, shape, strict=False)]
         counts = [

@@ -27,7 +27,9 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
         UnsupportedModelError: a weight has a tensor class that cannot be read, or a scale of activations.
     """
     weights = {}
-    for name, description in _described(stored).items():
+    header = stored.header()
+    for name in _read(stored, header, "tensor_names"):
+        description = _read(stored, header, name)
         kind, data = description["_type"], description.get("_data")
         if kind == "Tensor":
             continue
@@ -60,12 +62,6 @@ def _bits(data: Mapping[str, Any]) -> int:
     target = data.get("target_dtype")
     name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8
-
-
-def _described(stored: StoredTensors) -> dict[str, Any]:
-    """Return the description of each tensor, by its name."""
-    header = stored.header()
-    return {name: _read(stored, header, name) for name in _read(stored, header, "tensor_names")}
 
 
 def _read(stored: StoredTensors, header: Mapping[str, str], key: str) -> Any:
