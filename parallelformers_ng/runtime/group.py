@@ -20,7 +20,7 @@ from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
-from parallelformers_ng.runtime.processes import Processes, RankStarter
+from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode
@@ -48,7 +48,8 @@ class WorkerGroup:
         start_timeout: maximum time in seconds until all workers are ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs divided by the ranks.
         among: (index of this group, number of equal groups that share the CPUs).
-        hosts: function that returns the starter of the ranks; None if this process starts the ranks on this machine.
+        hosts: function that returns the `Hosts` that start the ranks; None if this process starts the ranks on this
+            machine.
         wait: whether to wait until the workers are ready. If `wait` is False, the caller can work while the workers
             import torch, and must call `wait_until_ready` before the first call.
 
@@ -57,7 +58,7 @@ class WorkerGroup:
         device_names: device of each rank, such as "cpu:0" or "cuda:3".
         owner: id of the process that started the group; other processes cannot use the group.
         check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
-        hosts: starter of the ranks; None if this process started the ranks.
+        hosts: the `Hosts` that started the ranks; None if this process started the ranks.
         user: weak reference to the object that uses the group, or None; see `in_use`.
         submit, do_later: the methods of `RequestLoop`: queue a request without waiting for its answers, and have the
             group's thread call a function later.
@@ -84,7 +85,7 @@ class WorkerGroup:
         start_timeout: float = 120.0,
         threads: int | None = None,
         among: tuple[int, int] = (0, 1),
-        hosts: Callable[[], RankStarter] | None = None,
+        hosts: Callable[[], Any] | None = None,
         wait: bool = True,
     ) -> None:
         self.world_size, self.device, self.timeout = world_size, device, timeout
