@@ -183,8 +183,8 @@ class Deployment:
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
-                deadline = replica.deadline_of(None)
-                return replica.ready(deadline)[0].call("ping", deadline=deadline)
+                group, _, deadline = replica.ready()
+                return group.call("ping", deadline=deadline)
             except GroupError as error:
                 errors.append(error)
         raise errors[0]
@@ -197,8 +197,8 @@ class Deployment:
         """
         memory: dict[str, Any] = {}
         for replica in self.replicas:
-            deadline, names = replica.deadline_of(None), replica.group.device_names
-            group, _ = replica.ready(deadline)
+            group, _, deadline = replica.ready()
+            names = group.device_names
             memory |= zip(names, group.call_each("memory", [(what, name) for name in names], deadline), strict=True)
         return memory
 
@@ -250,7 +250,7 @@ class Deployment:
         Raises:
             GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
         """
-        group, _ = self.replicas[0].ready()
+        group, _, _ = self.replicas[0].ready()
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:

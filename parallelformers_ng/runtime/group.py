@@ -230,14 +230,13 @@ class WorkerGroup:
         per_rank: Iterable[tuple[Any, ...]],
         deadline: float | None = None,
         on_event: OnEvent | None = None,
-        to_devices: bool = False,
     ) -> list[Any]:
         """Run one method on every rank, and return the value of each rank.
 
         Args:
             method: name of a public method of the target.
             per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
-            deadline, on_event, to_devices: the same as in `call`.
+            deadline, on_event: the same as in `call`.
 
         Returns:
             List with the value of each rank.
@@ -249,8 +248,7 @@ class WorkerGroup:
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
-        return self._request(method, arguments, flags, deadline, on_event)
+        return self._request(method, arguments, Flag.EACH, deadline, on_event)
 
     def close(self) -> None:
         """End the workers; running calls raise GroupClosedError. Idempotent.
@@ -260,8 +258,7 @@ class WorkerGroup:
         if os.getpid() != self.owner:
             return
         text = "the worker group was closed; parallelize the model again to use it"
-        self._processes.note_reason(GroupClosedError(text))
-        self._loop.stop(GOODBYE_SECONDS)
+        self._end_because(GroupClosedError(text), GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
         """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable.
@@ -275,15 +272,6 @@ class WorkerGroup:
         """Return the reason why the group has ended, as an error to raise."""
         why = self._processes.why_over
         return GroupClosedError("the worker group has ended") if why is None else why()
-
-    def why_over(self) -> str:
-        """Return the reason why the group has ended, as text; "" if the group has not ended."""
-        if not self._is_over:
-            return ""
-        try:
-            self._processes.raise_why_over()
-        except GroupError as error:
-            return str(error)
 
     def _request(
         self,
@@ -321,12 +309,13 @@ class WorkerGroup:
                 del error  # the exception refers to this frame, which must not refer to the exception
         return values
 
-    def _end_because(self, cause: GroupError) -> None:
+    def _end_because(self, cause: GroupError, patience: float = 0.0) -> None:
         self._processes.note_reason(cause)
-        self._loop.stop()
+        self._loop.stop(patience)
 
     def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
         """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
+        thread = threading.get_ident()
         while True:
             try:
                 item = request.next()
@@ -335,18 +324,14 @@ class WorkerGroup:
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:
-                    self._run_on_event(on_event, event)
+                    self._in_event.add(thread)
+                    try:
+                        on_event(event)
+                    finally:
+                        self._in_event.discard(thread)
             elif isinstance(item, dict):
                 return item
             elif item is None:
                 self._processes.raise_why_over()
             else:
                 raise item
-
-    def _run_on_event(self, on_event: OnEvent, event: Any) -> None:
-        thread = threading.get_ident()
-        self._in_event.add(thread)
-        try:
-            on_event(event)
-        finally:
-            self._in_event.discard(thread)

@@ -111,7 +111,7 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
     gc.collect()
     llama.parallel(**llama.inputs, use_cache=False)
     deployment = deployment_of(llama.parallel)
-    group, _ = deployment.replicas[0].ready()
+    group, _, _ = deployment.replicas[0].ready()
     assert group.call("held_caches") <= 1
 
 
