@@ -202,20 +202,6 @@ class Deployment:
             memory |= zip(names, group.call_each("memory", [(what, name) for name in names], deadline), strict=True)
         return memory
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of one parameter or buffer, on CPU, with the model's shape and data type.
-
-        The tensor comes from checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
-
-        Args:
-            name: dotted name of the parameter or buffer.
-
-        Raises:
-            GroupError: only the ranks have the weights, and the ranks failed or have ended.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
-        return self._read(self.plan.tensors[name])
-
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
         """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false.
 
@@ -270,7 +256,7 @@ class Deployment:
                 self._leave_groups()  # first, so that memory can be freed while it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
-                take_back(model, self.plan, self._read, names, advance)
+                take_back(model, self.plan, self.read, names, advance)
             self._leave_groups()
             self._release_store()
 
@@ -289,8 +275,20 @@ class Deployment:
             self._leave_groups()
             self._release_store()
 
-    def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """Return a whole tensor: a private mapping of the checkpoint file if it is stored whole, otherwise a copy."""
+    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
+        """Return a whole parameter or buffer, on CPU, with the model's shape and data type.
+
+        The tensor is a private mapping of the checkpoint file if it is stored whole. Otherwise it is a copy from
+        checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
+
+        Args:
+            tensor: plan of the parameter or buffer.
+            release: whether to free the shared memory of the tensor.
+
+        Raises:
+            GroupError: only the ranks have the weights, and the ranks failed or have ended.
+            CheckpointError: a checkpoint file is damaged, or has changed.
+        """
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self._store is not None:
