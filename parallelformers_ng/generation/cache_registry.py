@@ -166,7 +166,7 @@ class CacheRegistry:
         block = next(self.blocks)
         try:
             result, info = group.call(
-                "cache", handle.number, method, args, kwargs, block, subcache, deadline=deadline, to_devices=True
+                "caches.run", handle.number, method, args, kwargs, block, subcache, deadline=deadline, to_devices=True
             )
             handle.info = info
             return self.receive(result, incarnation) if isinstance(result, Handle) else result
@@ -187,7 +187,7 @@ class CacheRegistry:
         group, incarnation, deadline = workers.ready()
         if incarnation != handle.incarnation:
             return False
-        infos = group.call_each("cache_info", [(handle.number,)], deadline)
+        infos = group.call_each("caches.certain_info", [(handle.number,)], deadline)
         return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:

@@ -245,7 +245,7 @@ class Dispatcher:
                 if hooks is not None and isinstance(error, WorkerError):
                     # The rank that raised has run the same hooks as one process; other ranks were interrupted.
                     try:
-                        changes = group.call_each("hook_changes", [(call.cache_block,)])[error.rank]
+                        changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]
                         hooks.bring_home(changes, receive)
                     except GroupError as lost:
                         error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")

@@ -195,7 +195,7 @@ class WorkerGroup:
         """Run one method with the same arguments on every rank.
 
         Args:
-            method: name of a public method of the target.
+            method: name of a public method of the target, or of an attribute of the target: "caches.run".
             *args: arguments of the method; values of any type that `message.encode` accepts.
             deadline: latest time of the answer in seconds of `time.monotonic`, including the wait for other threads'
                 calls; by default `timeout` seconds of the group from now.
@@ -234,7 +234,7 @@ class WorkerGroup:
         """Run one method on every rank, and return the value of each rank.
 
         Args:
-            method: name of a public method of the target.
+            method: name of a public method of the target, or of an attribute of the target: "caches.run".
             per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
             deadline, on_event: the same as in `call`.
 
