@@ -199,7 +199,7 @@ class ModelRunner(RankWeights):
                 check_is_whole(output, self.communicator, call.path)
         return Answer(
             output=output,
-            rng=draws.moved,
+            rng=draws.moved(),
             caches={number: self.caches.info(number) for number in used},
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
