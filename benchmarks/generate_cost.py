@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[arguments.size], pad_token_id=0, eos_token_id=None, tie_word_embeddings=True)
     model: Any = parallelize(LlamaForCausalLM(config).eval(), 2, workers={"device": "cpu"})
-    group, _ = deployment_of(model).replicas[0].ready()
+    group, _, _ = deployment_of(model).replicas[0].ready()
     prompt = torch.randint(3, 1000, (1, 8))
 
     def generate() -> object:

@@ -6,33 +6,13 @@ import functools
 import importlib
 import weakref
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from parallelformers_ng.errors import ParallelError, StaleCacheError
-from parallelformers_ng.generation.caches import SUBCACHES, CacheInfo
-
-
-class Registry(Protocol):
-    """The registry of a handle, which sends requests about the cache to the workers."""
-
-    @property
-    def incarnation(self) -> int | None:
-        """Number of restarts of the workers; None if the workers were stopped."""
-
-    def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether the cache on every rank still matches the handle's `info`.
-
-        Raises:
-            GroupError: the workers failed, or did not answer in time.
-        """
-
-    def call(
-        self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
-    ) -> Any:
-        """Call a method of a cache, or of one of its subcaches, on every rank; see `CacheRegistry.call`."""
+from parallelformers_ng.generation.caches import CacheInfo, parts_of
 
 
 class CacheHandle(Cache):
@@ -58,9 +38,9 @@ class CacheHandle(Cache):
     """Whether a request with this cache failed; the ranks' caches are then compared before the next use."""
     inconsistent = False
     """Whether ranks may have different lengths of the cache."""
-    _registry: weakref.ref[Registry]
+    _registry: weakref.ref[Any]  # the `CacheRegistry`
 
-    def check(self) -> Registry:
+    def check(self) -> Any:
         """Return the registry of the handle.
 
         After a failed request with the cache, the method first sends a request that compares the ranks' caches.
@@ -89,7 +69,8 @@ class CacheHandle(Cache):
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.check().call(self, method, args, kwargs)
+        whole, subcache = self.place()
+        return self.check().call(whole, method, args, kwargs, subcache)
 
     @property
     def layers(self) -> Any:
@@ -189,11 +170,8 @@ class SubcacheHandle(CacheHandle):
         # The whole cache's info has the lengths of the self-attention; -1 makes the workers answer for cross-attention.
         return replace(info, lengths=[-1] * len(info.lengths), flags={})
 
-    def check(self) -> Registry:
+    def check(self) -> Any:
         return self._whole.check()
-
-    def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.check().call(self._whole, method, args, kwargs, self._name)
 
     @property
     def batch_size(self) -> int:
@@ -202,7 +180,7 @@ class SubcacheHandle(CacheHandle):
         return self._remote("__getattribute__", "batch_size")
 
 
-def adopt(cache: Cache | None, registry: Registry, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
+def adopt(cache: Cache | None, registry: Any, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
     """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle.
 
     Args:
@@ -244,20 +222,15 @@ def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> typ
             continue
         attribute = getattr(cls, name)
         if isinstance(attribute, property):
-            members[name] = _flag(name)
+            members[name] = property(functools.partial(_flag, name=name))
         elif callable(attribute):
             members[name] = _forwarded(name, attribute)
     return type(cls.__name__, bases, members)
 
 
-def _flag(name: str) -> property:
-    def read(self: CacheHandle) -> Any:
-        self.check()
-        if name in self.info.flags:
-            return self.info.flags[name]
-        return self._remote("__getattribute__", name)
-
-    return property(read)
+def _flag(handle: CacheHandle, name: str) -> Any:
+    handle.check()
+    return handle.info.flags[name] if name in handle.info.flags else handle._remote("__getattribute__", name)
 
 
 def _forwarded(name: str, original: Any) -> Any:
@@ -276,8 +249,7 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 def is_empty(cache: Cache) -> bool:
     """Return whether a cache of the caller has no keys and values yet, so that the workers can fill the cache."""
-    parts = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
-    return not any(_is_filled(layer) for part in parts for layer in part.layers)
+    return not any(_is_filled(layer) for part in parts_of(cache) for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.caches import SUBCACHES
+from parallelformers_ng.generation.caches import parts_of
 from parallelformers_ng.generation.int8_layer import Int8Layer
 from parallelformers_ng.sharding.cache_names import CACHE
 
@@ -68,21 +67,14 @@ def take_kind(cache: Cache) -> Cache:
     Returns:
         `cache` itself.
     """
-    for part in _parts(cache) if _kind == "int8" else ():
-        if part.layer_class_to_replicate is DynamicLayer:
-            part.layer_class_to_replicate = Int8Layer
-        part.layers[:] = [Int8Layer() if _is_plain(layer) else layer for layer in part.layers]
+    for part in parts_of(cache) if _kind == "int8" else ():
+        if isinstance(part, DynamicCache):
+            if part.layer_class_to_replicate is DynamicLayer:
+                part.layer_class_to_replicate = Int8Layer
+            for place, layer in enumerate(part.layers):
+                if type(layer) is DynamicLayer and not layer.is_initialized:
+                    part.layers[place] = Int8Layer()
     return cache
-
-
-def _parts(cache: Cache) -> Iterator[DynamicCache]:
-    """Yield the dynamic caches among a cache, or among the two subcaches of an encoder-decoder cache."""
-    caches = [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
-    return (part for part in caches if isinstance(part, DynamicCache))
-
-
-def _is_plain(layer: Any) -> bool:
-    return type(layer) is DynamicLayer and not layer.is_initialized
 
 
 def check_kind(kind: str | None, device: str, decode: Any) -> None:

@@ -6,55 +6,22 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import DeadlineExpiredError, NotPortableError, ParallelError, SharedMemoryError
 from parallelformers_ng.generation.cache_handle import CacheHandle, adopt, is_empty
 from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
-from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.wire.frame import Handle
 
 _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
 """Errors that are raised before a request reaches any rank."""
 
 
-class Workers(Protocol):
-    """Owner of a group of workers; starts a new group if the group dies."""
-
-    @property
-    def incarnation(self) -> int:
-        """Number of restarts of the workers."""
-
-    def ready(self, deadline: float | None) -> tuple[WorkerGroup, int]:
-        """Return the group to send requests to, and its incarnation; wait for a new group until `deadline`.
-
-        Args:
-            deadline: latest time to return, in seconds of `time.monotonic`; None for the group's timeout from now.
-
-        Raises:
-            GroupError: no group is ready before the deadline; see `Supervisor.ready`.
-        """
-
-    def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
-
-        Args:
-            timeout: maximum duration of the call in seconds; None for the group's timeout.
-
-        Raises:
-            ParallelError: `timeout` is not a positive number.
-        """
-
-
-class _Entry(weakref.ref[CacheHandle]):
-    """Weak reference to a handle, with the incarnation and the number of its cache."""
-
-    __slots__ = ("incarnation", "number")
-
-    incarnation: int
-    number: int
+_Entry = weakref.KeyedRef[tuple[int, int], CacheHandle]
+"""Weak reference to a handle; its key is the incarnation and the number of the handle's cache."""
 
 
 class CacheRegistry:
@@ -64,7 +31,7 @@ class CacheRegistry:
         workers: owner of the workers; the registry keeps only a weak reference.
     """
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Supervisor) -> None:
         self._workers = weakref.ref(workers)
         self._entries: dict[int, _Entry] = {}
         self.unwanted: deque[_Entry | tuple[int, int]] = deque()
@@ -142,11 +109,9 @@ class CacheRegistry:
         present, freed = self.incarnation, []
         while self.unwanted:
             item = self.unwanted.popleft()
-            if isinstance(item, _Entry):
-                if self._entries.get(item.number) is item:
-                    del self._entries[item.number]
-                item = item.incarnation, item.number
-            incarnation, number = item
+            incarnation, number = item.key if isinstance(item, weakref.KeyedRef) else item
+            if self._entries.get(number) is item:
+                del self._entries[number]
             if incarnation == present:
                 freed.append(number)
         return freed
@@ -196,19 +161,15 @@ class CacheRegistry:
         """
         workers = self._workers()
         assert workers is not None, "the handle was checked"
-        deadline = workers.deadline_of(None)
-        group, incarnation = workers.ready(deadline)
+        group, incarnation, deadline = workers.ready()
         handle.check()  # a handle of an older group is stale
         block = next(self.blocks)
         try:
             result, info = group.call(
-                "cache", handle.number, method, args, kwargs, block, subcache, deadline=deadline, to_devices=True
+                "caches.run", handle.number, method, args, kwargs, block, subcache, deadline=deadline, to_devices=True
             )
             handle.info = info
-            if isinstance(result, Handle):
-                number, info = result.payload["id"], result.payload["info"]
-                return self._enter(adopt(None, self, incarnation, number, info))
-            return result
+            return self.receive(result, incarnation) if isinstance(result, Handle) else result
         except BaseException as error:  # an interrupt may come as late as here
             reads = method in ("copy", "__getattribute__") or method.startswith("get_")
             handle.inconsistent = not (reads or isinstance(error, _NOTHING_SENT))
@@ -223,16 +184,14 @@ class CacheRegistry:
         """
         workers = self._workers()
         assert workers is not None, "the handle was checked"
-        deadline = workers.deadline_of(None)
-        group, incarnation = workers.ready(deadline)
+        group, incarnation, deadline = workers.ready()
         if incarnation != handle.incarnation:
             return False
-        numbers = [(handle.number,)] * group.world_size
-        infos = group.call_each("cache_info", numbers, deadline)
+        infos = group.call_each("caches.certain_info", [(handle.number,)], deadline)
         return all(info == handle.info for info in infos)
 
     def _enter(self, handle: CacheHandle) -> CacheHandle:
         # The callback of the weak reference is a C function: in a Python callback, Ctrl-C would be lost.
-        entry = self._entries[handle.number] = _Entry(handle, self.unwanted.append)
-        entry.incarnation, entry.number = handle.incarnation, handle.number
+        key = handle.incarnation, handle.number
+        self._entries[handle.number] = weakref.KeyedRef(handle, self.unwanted.append, key)
         return handle

@@ -57,6 +57,11 @@ def info_of(cache: Cache) -> CacheInfo:
     return CacheInfo(*_class_of(cache), lengths, int(batch), flags, subcaches)
 
 
+def parts_of(cache: Cache) -> list[Any]:
+    """Return the two subcaches of an encoder-decoder cache; for another cache, a list of the cache itself."""
+    return [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
+
+
 def _class_of(cache: Cache) -> tuple[str, str]:
     return type(cache).__module__, type(cache).__qualname__
 
@@ -88,7 +93,8 @@ class CacheTable:
         self.last_number = 0
         """Number of the newest cache; set to the number of the block when a request begins."""
 
-    def __len__(self) -> int:
+    def held(self) -> int:
+        """Return the number of caches in the table."""
         return len(self._caches)
 
     def get(self, number: int, subcache: str = "") -> Cache:
@@ -116,15 +122,6 @@ class CacheTable:
         """
         return self.info(number) if shows_every_write(self._caches[number]) else None
 
-    def put(self, cache: Cache) -> int:
-        """Return the number of a cache; a cache that is not in the table is added under the next number."""
-        for number, known in self._caches.items():
-            if known is cache:
-                return number
-        self.last_number += 1
-        self._caches[self.last_number] = cache
-        return self.last_number
-
     def adopt(self, number: int, cache: Cache) -> None:
         """Add a cache that the caller made, under the caller's number."""
         self._caches[number] = cache
@@ -148,38 +145,47 @@ class CacheTable:
             cache: the cache; a new cache is added to the table.
             known: numbers of caches whose info the answer contains already.
         """
-        number, subcache = self._whole_of(cache)
-        if not subcache:
-            number = self.put(cache)
+        number, subcache = self._place_of(cache)
         info = None if number in known else info_of(self._caches[number])
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
-    def _whole_of(self, cache: Cache) -> tuple[int, str]:
-        """Return the number of the whole cache of a subcache, and the subcache's name; (0, "") for other caches."""
+    def _place_of(self, cache: Cache) -> tuple[int, str]:
+        """Return (number, ""), or for a subcache the number of the whole cache and the name of the subcache."""
         for number, kept in self._caches.items():
-            if isinstance(kept, EncoderDecoderCache):
-                for name in SUBCACHES:
-                    if getattr(kept, name) is cache:
-                        return number, name
-        return 0, ""
+            if kept is cache:
+                return number, ""
+            for name in SUBCACHES if isinstance(kept, EncoderDecoderCache) else ():
+                if getattr(kept, name) is cache:
+                    return number, name
+        self.last_number += 1
+        self._caches[self.last_number] = cache
+        return self.last_number, ""
 
-    def run(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = "") -> Any:
-        """Call a method of a cache or of a subcache, and return the result; a result that is a cache becomes a handle.
+    def run(
+        self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], block: int, subcache: str = ""
+    ) -> tuple[Any, CacheInfo]:
+        """Call a method of a cache or of a subcache, for the caller.
 
         Args:
             number: number of the cache.
             method: name of the method; "copy" copies the cache.
             args: positional arguments of the method.
             kwargs: keyword arguments of the method.
+            block: number of the request's block, which a new cache's number follows.
             subcache: name of the subcache; "" for the whole cache.
+
+        Returns:
+            Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
 
         Raises:
             KeyError: see `get`.
             Exception: the error of the method.
         """
+        self.last_number = block
         cache = self.get(number, subcache)
-        result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
-        return self.handle(result) if isinstance(result, Cache) else result
+        with torch.inference_mode():
+            result = copy.deepcopy(cache) if method == "copy" else getattr(cache, method)(*args, **kwargs)
+        return self.handle(result) if isinstance(result, Cache) else result, self.info(number)
 
 
 def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -203,17 +202,52 @@ def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
             setattr(torch, name, draw)
 
 
-def _begin_stream(host: bytes, device: torch.device) -> torch.Tensor:
-    """Seed the generator of a CUDA device from the state of a CPU generator, and return the CUDA generator's state."""
-    torch.cuda.manual_seed(zlib.crc32(host))
-    return torch.cuda.get_rng_state(device)
+class CallersRandomness:
+    """Context in which every rank draws the same random numbers, from the state of the caller's generator.
+
+    CPU ranks use the caller's state itself, so sampling chooses the same tokens as in the caller's process. CUDA
+    generators use another algorithm, and are seeded from the caller's state. Each `with` block continues where the
+    last block stopped.
+
+    Args:
+        state: state of the caller's CPU generator.
+        device: device of the rank.
+    """
+
+    def __init__(self, state: bytes, device: torch.device) -> None:
+        self._before = state
+        self._host = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        self._device = device
+        self._of_device: Any = None
+        if device.type == "cuda":
+            torch.cuda.manual_seed(zlib.crc32(state))
+            self._of_device = torch.cuda.get_rng_state(device)
+        self._began_with = self._of_device
+
+    def __enter__(self) -> CallersRandomness:
+        torch.set_rng_state(self._host)
+        if self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._host = torch.get_rng_state()
+        if self._of_device is not None:
+            self._of_device = torch.cuda.get_rng_state(self._device)
+
+    def moved(self) -> torch.Tensor | None:
+        """Return the state of the CPU generator at the end of the context; None if no number was drawn.
+
+        If a CUDA rank drew a number, the state advances by one draw.
+        """
+        if self._began_with is not None and not torch.equal(self._began_with, self._of_device):
+            with self:
+                torch.rand(())
+        return None if self._host.numpy().tobytes() == self._before else self._host  # ten times faster than torch.equal
 
 
-class OwnStream:
-    """Context in which random numbers come from the stream of one call.
-
-    Each `with` block continues the stream where the last block stopped. The stream equals the stream of a call with the
-    same seed that is not batched; see `CallersRandomness`.
+class OwnStream(CallersRandomness):
+    """Context in which random numbers come from the stream of one call, the same as in a call that is not batched.
 
     Args:
         seed: seed of the stream.
@@ -221,55 +255,4 @@ class OwnStream:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._host = torch.Generator().manual_seed(seed).get_state()
-        self._of_device: torch.Tensor | None = None
-        self._device = device
-        if device.type == "cuda":
-            self._of_device = _begin_stream(self._host.numpy().tobytes(), device)
-
-    def __enter__(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._device)
-
-    def __exit__(self, *_: object) -> None:
-        self._host = torch.get_rng_state()
-        if self._of_device is not None:
-            self._of_device = torch.cuda.get_rng_state(self._device)
-
-
-class CallersRandomness:
-    """Context in which every rank draws the same random numbers, from the state of the caller's generator.
-
-    CPU ranks use the caller's state itself, so sampling chooses the same tokens as in the caller's process. CUDA
-    generators use another algorithm, and are seeded from the caller's state. If a CUDA rank drew a number, the caller's
-    generator advances by one draw.
-
-    Args:
-        state: state of the caller's CPU generator; None to change no generator.
-        device: device of the rank.
-    """
-
-    def __init__(self, state: bytes | None, device: torch.device) -> None:
-        self._before = state
-        self._device = device
-        self.moved: torch.Tensor | None = None
-        """State of the CPU generator at the end of the context; None if no number was drawn."""
-
-    def __enter__(self) -> CallersRandomness:
-        if self._before is not None:
-            torch.set_rng_state(torch.frombuffer(bytearray(self._before), dtype=torch.uint8))
-            if self._device.type == "cuda":
-                self._cuda_before = _begin_stream(self._before, self._device)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is None:
-            return
-        if self._device.type == "cuda" and not torch.equal(torch.cuda.get_rng_state(self._device), self._cuda_before):
-            torch.rand(())
-        after = torch.get_rng_state()
-        if after.numpy().tobytes() != self._before:  # ten times faster than torch.equal
-            self.moved = after
+        super().__init__(torch.Generator().manual_seed(seed).get_state().numpy().tobytes(), device)

@@ -51,6 +51,7 @@ class ObjectState:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._functions: set[int] = set()
+        self._globals: set[tuple[int, str]] = set()
         self._stand_in = stand_in
         roots = list(roots)
         self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
@@ -146,35 +147,29 @@ class ObjectState:
         if id(function) in self._functions:
             return
         self._functions.add(id(function))
-        for cell in self._cells(function):
-            self._add(cell)
-            self._walk(cell.cell_contents)
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # the cell is empty
+                continue
+            if id(cell) not in self._numbers:
+                self._add(cell)
+                self._walk(value)
         if function.__module__ in self._modules:
             for value in (*(function.__defaults__ or ()), function.__kwdefaults__, vars(function)):
                 self._walk(value)
             read, assigned, _ = global_names(function.__code__)
             for name in sorted(assigned):
-                self._add_global(function.__globals__, name)
+                key = id(function.__globals__), name
+                if key not in self._globals:
+                    self._globals.add(key)
+                    self._add(_Global(function.__globals__, name))
             for name in sorted(read & function.__globals__.keys()):
                 self._walk(function.__globals__[name])
-
-    def _add_global(self, namespace: dict[str, Any], name: str) -> None:
-        known = (part for part in self.parts if isinstance(part, _Global) and part.name == name)
-        if not any(part.namespace is namespace for part in known):
-            self._add(_Global(namespace, name))
 
     def _add(self, obj: Any) -> None:
         self._numbers[id(obj)] = len(self.parts)
         self.parts.append(obj)
-
-    def _cells(self, function: types.FunctionType) -> Iterator[types.CellType]:
-        for cell in function.__closure__ or ():
-            try:
-                cell.cell_contents  # noqa: B018 (an empty cell raises)
-            except ValueError:
-                continue
-            if id(cell) not in self._numbers:
-                yield cell
 
     def _state(self, part: Any) -> Any:
         if isinstance(part, (list, deque)):

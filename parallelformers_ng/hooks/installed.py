@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import mapped
 from parallelformers_ng.generation.object_state import ObjectState
-from parallelformers_ng.hooks.pickling import Hook, HookChanges, PackedHooks, Placeholder, unpack
+from parallelformers_ng.hooks.pickling import Hook, HookChanges, PackedHooks, unpack
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.wire.frame import Handle
 
@@ -37,6 +37,11 @@ class InstalledHooks:
         self._state: ObjectState | None = None
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
+
+    @property
+    def present(self) -> bool:
+        """Whether any hooks are installed now."""
+        return bool(self._hooks)
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
         """Install the hooks of a call, and remove the caller's other hooks.
@@ -64,7 +69,7 @@ class InstalledHooks:
             if place not in self._handles:
                 self._handles[place] = self._registered(place, place in prepended)
         if packed is None:
-            return  # the caller may still request the changes of the latest call with hooks
+            return  # the caller may still request the changes of a failed call with hooks
         self._attributes = {}
         self._state = ObjectState([hook.call for hook in hooks], self._to_caller, with_globals=True) if hooks else None
         if self._state is not None:
@@ -78,14 +83,19 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return the changes of the hooks in the call with this number; None if that call installed no hooks.
+        """Return the changes of the hooks in the call with this number, once, even if that call failed.
+
+        None if that call installed no hooks.
 
         Raises:
             pickle.PicklingError, TypeError: see `ObjectState.remember`.
         """
         if self._state is None or number != self._number:
             return None
-        return self._state.changes(), {place: self._to_caller(value) for place, value in self._attributes.items()}
+        attributes = {place: self._to_caller(value) for place, value in self._attributes.items()}
+        changes = self._state.changes(), attributes
+        self._state, self._attributes = None, {}  # they may hold large tensors
+        return changes
 
     def _registered(self, place: Place, first: bool) -> RemovableHandle:
         """Register a function that calls the present call's hook of a place, and return the handle.
@@ -115,13 +125,11 @@ class InstalledHooks:
         return module.register_forward_hook(call, prepend=first, with_kwargs=hook.with_kwargs, always_call=hook.always)
 
     def _to_caller(self, value: Any) -> Any:
-        """Return a value for the caller: handles replace caches, modules of the model, and placeholders."""
-        return mapped(value, (Cache, nn.Module, Placeholder), self._stand_in, in_place=False)
+        """Return a value for the caller: handles replace caches and modules of the model."""
+        return mapped(value, (Cache, nn.Module), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:
         if isinstance(part, Cache):
             return self._hand_out(part)
-        if isinstance(part, Placeholder):
-            return Handle("placeholder", part.number)
         path = next((path for path, module in self._model.named_modules() if module is part), None)
         return part if path is None else Handle("module", path)

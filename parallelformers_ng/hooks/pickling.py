@@ -1,6 +1,6 @@
 """Pickles all hooks of a call together and by value, so that objects that hooks share stay shared on the workers.
 
-The pickle refers to modules of the model by path: a worker uses its own modules. A `Placeholder` replaces an object
+The pickle refers to modules of the model by path: a worker uses its own modules. A `Handle` replaces an object
 that only exists in the caller's process, such as the handle of a cache.
 """
 
@@ -22,6 +22,7 @@ from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.object_state import code_of
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
+from parallelformers_ng.wire.frame import Handle
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
@@ -69,17 +70,6 @@ class PackedHooks:
         vars(self).update(state)
 
 
-@dataclass(frozen=True)
-class Placeholder:
-    """Stand-in on a worker for an object that stays in the caller's process.
-
-    Attributes:
-        number: index of the object in the list `local` of `pack`.
-    """
-
-    number: int
-
-
 def is_of_library(hook: Any) -> bool:
     """Return whether a hook belongs to torch or transformers, and not to the caller."""
     while isinstance(hook, functools.partial):
@@ -96,7 +86,8 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     Args:
         model: model with the hooks.
         hooks: hooks to pickle.
-        local: list to which objects are added that stay in the caller's process; a placeholder's number is an index.
+        local: list to which objects are added that stay in the caller's process; the payload of their
+            handles is an index.
 
     Raises:
         ParallelError: a hook cannot be sent.
@@ -129,8 +120,10 @@ def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
         ImportError: this process cannot import a module that a hook needs.
     """
     find: dict[str, Callable[[Any], Any]] = {
-        "module": model.get_submodule, "tensor": packed.tensors.__getitem__, "placeholder": Placeholder
-    }  # fmt: skip
+        "module": model.get_submodule,
+        "tensor": packed.tensors.__getitem__,
+        "placeholder": functools.partial(Handle, "placeholder"),
+    }
     return ReferenceUnpickler(packed.data, lambda reference: find[reference[0]](reference[1])).load()
 
 

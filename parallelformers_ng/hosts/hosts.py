@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
 from parallelformers_ng.hosts.agent import VERSIONS, machine, purpose
-from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker, on_host
+from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
 from parallelformers_ng.wire.frame import FrameKind
@@ -69,7 +69,7 @@ class Launcher(Protocol):
 
 
 class Hosts:
-    """The hosts of one group. The class implements `RankStarter`; each host has an arena of its own.
+    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own.
 
     Args:
         launcher: launcher of the agents.
@@ -146,7 +146,7 @@ class Hosts:
             self._started.wait()
             if self._failure is not None:
                 raise self._failure
-            processes.workers.extend(self._workers)
+            processes.workers = self._workers
             if order["device"] == "cuda":
                 device_names[:] = self._device_names()
 
@@ -155,7 +155,7 @@ class Hosts:
     def _device_names(self) -> list[str]:
         several = len(self._hosts) > 1
         return [
-            f"cuda:{index}{on_host(host.name) if several else ''}"
+            f"cuda:{index}{f' on {host.name}' if several else ''}"
             for host, count in zip(self._hosts, self.counts, strict=True)
             for index in range(count)
         ]

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, WorkerDiedError
-from parallelformers_ng.runtime.spawn import REAP_SECONDS, is_readable
-from parallelformers_ng.runtime.worker_process import EXIT_SECONDS, manner_of_end
+from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError
+from parallelformers_ng.runtime.spawn import REAP_SECONDS
+from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import LOST_SECONDS
 from parallelformers_ng.wire.signed import SignedChannel
 from parallelformers_ng.wire.transport import Channel
 
 STEER_SECONDS = 10.0  # maximum time for an agent to receive a command
-
-
-def on_host(name: str) -> str:
-    """Return the suffix of a device name for a group over several hosts."""
-    return f" on {name}"
 
 
 @dataclass(eq=False)
@@ -62,8 +55,8 @@ class Host:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
 
 
-class RemoteWorker:
-    """A rank that an agent has started; the class implements `Worker`.
+class RemoteWorker(Worker):
+    """A rank that an agent has started.
 
     Args:
         rank: the rank.
@@ -72,13 +65,15 @@ class RemoteWorker:
         pid: process id of the rank on its host.
 
     Attributes:
-        rank, host, channel, pid: the arguments of the same names.
+        host: argument `host`.
         pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
     """
 
+    unknown_end = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
+
     def __init__(self, rank: int, host: Host, channel: Channel, pid: int) -> None:
         self.rank = rank
-        self.host = host
+        self.host, self.host_name = host, host.name
         self.channel = channel
         self.pid = pid
         self.pidfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -95,37 +90,13 @@ class RemoteWorker:
             self._status = number, code
             os.eventfd_write(self.pidfd, 1)
 
-    def has_ended(self, timeout: float = 0.0) -> bool:
-        pidfd = self.pidfd  # read once: another thread may be closing it
-        return pidfd < 0 or is_readable(pidfd, timeout)
-
     def kill(self) -> None:
         """Kill all ranks on the host of this rank."""
         self.host.say("kill")
 
-    def reap(self) -> None:
-        """Wait up to 5 s until the rank has ended."""
+    def reap(self) -> tuple[int | None, int | None]:
         self.has_ended(REAP_SECONDS)
-
-    def exit_status(self) -> tuple[int | None, int | None]:
-        if not self.has_ended(EXIT_SECONDS):
-            self.kill()
-            self.reap()
         return self._status
-
-    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        number, code = self.exit_status()
-        host = self.host.name
-        if number is None and code is None:
-            manner = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
-        else:
-            manner = manner_of_end(number, code)
-        text = (
-            f"the worker of rank {self.rank} (pid {self.pid}, {device_name.removesuffix(on_host(host))}) on host {host}"
-            f" died: {manner};"
-            " a group needs all its ranks, so the group has ended"
-        )
-        return functools.partial(WorkerDiedError, text, self.rank, number, code, host)
 
     def close(self) -> None:
         self.channel.close()

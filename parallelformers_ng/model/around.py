@@ -16,7 +16,7 @@ from torch import nn
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
-from parallelformers_ng.model.remote_module import REMOTE, refusal, refused, remote_of, switched
+from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of, replaced
 
 _KINDS = ("LORA", "IA3")
 _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
@@ -97,10 +97,10 @@ def _surrounding(cls: Any) -> Any:
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
     for name in (*REFUSED, *REFUSED_OF_PEFT):
         if hasattr(cls, name) and not hasattr(nn.Module, name):
-            members[name] = refused(name, getattr(cls, name))
+            members[name] = replaced("refused", name, getattr(cls, name))
     for name in SWITCHES:
         if hasattr(cls, name):
-            members[name] = switched(name, getattr(cls, name))
+            members[name] = replaced("switched", name, getattr(cls, name))
     if hasattr(cls, "_enable_peft_forward_hooks") and hasattr(cls, "get_base_model"):
         members |= {"_enable_peft_forward_hooks": _with_names, "agenerate": _agenerate}
     if hasattr(cls, "save_pretrained"):

@@ -50,17 +50,16 @@ class RandomStream:
 
     Args:
         seed: seed of the model's own stream; with None, calls use torch's default CPU generator in this process.
+
+    Attributes:
+        is_own: whether the model has a stream of its own.
     """
 
     def __init__(self, seed: int | None) -> None:
-        self._own = None if seed is None else torch.Generator().manual_seed(seed)
+        self.is_own = seed is not None
+        self._stream = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
         self._follower = threading.RLock()  # for the one call that advances the stream
         self._draws = itertools.count()
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the model has a stream of its own."""
-        return self._own is not None
 
     @contextlib.contextmanager
     def of_call(self, seed: int | None) -> Iterator[Stream]:
@@ -80,15 +79,14 @@ class RandomStream:
         if seed is not None:
             yield torch.Generator().manual_seed(seed).get_state(), lambda after: None
             return
-        stream = self._own or torch.default_generator
         try:
-            yield state_of(stream), functools.partial(set_state, stream)
+            yield state_of(self._stream), functools.partial(set_state, self._stream)
         finally:
             self._follower.release()
 
     def draw_seed(self) -> int:
         """Return a new 64-bit seed for a concurrent call, without advancing the stream."""
-        state = state_of(self._own or torch.default_generator)
+        state = state_of(self._stream)
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
 
 
@@ -127,28 +125,8 @@ class Snapshot:
         }
 
 
-class Variables:
-    """A copy of this process's environment variables.
-
-    Attributes:
-        values: name → value.
-    """
-
-    def __init__(self) -> None:
-        self.values = dict(os.environ)
-        self._encoded = {**_ENCODED}
-
-    def still_hold(self) -> bool:
-        """Return whether the environment is unchanged. The comparison takes less than a microsecond."""
-        return self._encoded == _ENCODED
-
-    def changed_since(self, before: Variables) -> dict[str, str | None]:
-        """Return the variables that differ from an earlier copy: name → value; None for deleted variables."""
-        deleted = dict.fromkeys(before.values.keys() - self.values.keys())
-        return {**deleted, **{name: value for name, value in self.values.items() if before.values.get(name) != value}}
-
-
-_ENCODED: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]  # reading os.environ decodes each variable
+_VARIABLES: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+"""Environment variables of this process, encoded, because reading `os.environ` decodes each variable."""
 
 
 class Edits:
@@ -169,7 +147,7 @@ class Edits:
         self._lock = threading.Lock()
         # State of the workers: incarnation, configurations, number of attribute changes, number of code changes,
         # environment variables.
-        self._began = Variables()
+        self._began = {**_VARIABLES}
         self._known = (0, self._built, 0, 0, self._began)
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -214,10 +192,13 @@ class Edits:
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(model), self._count
-        if time == count and code_count == codes and variables.still_hold() and known_configs.still_holds(configs):
-            return _nothing
-        current, variables_now = Snapshot(configs), Variables()
-        call.environment = variables_now.changed_since(variables)
+        if time == count and code_count == codes and variables == _VARIABLES and known_configs.still_holds(configs):
+            return lambda: None
+        current, variables_now = Snapshot(configs), {**_VARIABLES}
+        for name in variables.keys() | variables_now.keys():
+            value = variables_now.get(name)
+            if value != variables.get(name):
+                call.environment[os.fsdecode(name)] = None if value is None else os.fsdecode(value)
         before, now = known_configs.values(), current.values()
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
@@ -276,7 +257,3 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 def _copied(value: Any) -> Any:
     """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
     return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _nothing() -> None:
-    """Do nothing: the workers have every change already."""

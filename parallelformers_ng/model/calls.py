@@ -83,7 +83,6 @@ class Calls:
                 SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
                 for each in self.dispatchers
             ]
-        self._in_flight = [0] * len(self.dispatchers)
         self._lock = threading.Lock()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -117,8 +116,8 @@ class Calls:
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
         refuse_modes()
-        with self.with_adapters(), self._turn(args, kwargs) as place:
-            return self.dispatchers[place].call(model, path, method, args, kwargs, options)
+        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
+            return dispatcher.call(model, path, method, args, kwargs, options)
 
     def generate(
         self,
@@ -153,17 +152,16 @@ class Calls:
                 that a rank raised also has its original type.
         """
         refuse_modes()
-        with self.with_adapters(), self._turn(args, kwargs) as place:
+        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             bound = inspect.signature(original).bind_partial(module, *args)
             by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
             arguments = {**by_name, **kwargs}
             options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
             if arguments.get("assistant_model") is not None:
                 return self._generate_here(module, original, arguments, options)
-            dispatcher = self.dispatchers[place]
             try:
                 if not path and self.shared:
-                    sequence = self._generate_together(self.shared[place], dispatcher, model, arguments, options)
+                    sequence = self._generate_together(dispatcher, model, arguments, options)
                     if sequence is not None:
                         return sequence
                 return self._generate_alone(dispatcher, model, module, path, arguments, options)
@@ -173,9 +171,10 @@ class Calls:
                 return self._generate_here(module, original, arguments, options)
 
     def _generate_together(
-        self, shared: SharedCalls, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
+        self, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
         """Decode a call in a shared batch; return None if the call has to run alone."""
+        shared = self.shared[self.dispatchers.index(dispatcher)]
         busy = dispatcher.replica.group.busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
@@ -242,8 +241,8 @@ class Calls:
         self._say_once(steps.without, why)
         if steps.by_default:
             dispatcher.steps = None
-            end = dispatcher.replica.deadline_of(None)
-            dispatcher.replica.ready(end)[0].call("forget_steps", deadline=end)
+            group, _, end = dispatcher.replica.ready()
+            group.call("forget_steps", deadline=end)
         return steps.by_default
 
     def _generate_here(
@@ -304,45 +303,36 @@ class Calls:
         return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
-    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
-        """Yield the index of the replica for a call: the holder of its caches, or the replica with the fewest calls."""
-        if len(self.dispatchers) == 1:
-            yield 0
-            return
-        place = self._place_of_caches((args, kwargs))
-        with self._lock:
-            if place is None:
-                place = min(range(len(self.dispatchers)), key=self._waiting)
-            self._in_flight[place] += 1
-        try:
-            yield place
-        finally:
-            with self._lock:
-                self._in_flight[place] -= 1
-
-    def _waiting(self, place: int) -> tuple[bool, int]:
-        """Return a sort key of a replica: running replicas first, then fewer calls in flight."""
-        return not self.dispatchers[place].replica.group.alive, self._in_flight[place]
-
-    def _place_of_caches(self, arguments: Any) -> int | None:
-        """Return the index of the replica that holds the caches of a call; None for a call without caches.
+    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Dispatcher]:
+        """Yield the dispatcher for a call: of the holder of its caches, or of the replica with the fewest calls.
 
         Raises:
             ParallelError: the caches are on several replicas.
             StaleCacheError: the workers with a cache have ended.
         """
-        places = set[int]()
+        if len(self.dispatchers) == 1:
+            yield self.dispatchers[0]
+            return
+        holders = set[Dispatcher]()
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
-                holder = cache.check()
-                places.update(place for place, each in enumerate(self.dispatchers) if each.replica.caches is holder)
+                registry = cache.check()
+                holders.update(each for each in self.dispatchers if each.replica.caches is registry)
             return cache
 
-        map_caches(arguments, note)
-        if len(places) > 1:
+        map_caches((args, kwargs), note)
+        if len(holders) > 1:
             raise ParallelError("the caches of this call are on several replicas; pass the caches of one conversation")
-        return next(iter(places), None)
+        with self._lock:
+            # Running replicas come first, then replicas with fewer calls.
+            chosen = min(holders or self.dispatchers, key=lambda each: (not each.replica.group.alive, each.in_flight))
+            chosen.in_flight += 1
+        try:
+            yield chosen
+        finally:
+            with self._lock:
+                chosen.in_flight -= 1
 
     def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
         if (what, level) not in self._said:

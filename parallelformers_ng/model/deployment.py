@@ -183,8 +183,8 @@ class Deployment:
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
-                deadline = replica.deadline_of(None)
-                return replica.ready(deadline)[0].call("ping", deadline=deadline)
+                group, _, deadline = replica.ready()
+                return group.call("ping", deadline=deadline)
             except GroupError as error:
                 errors.append(error)
         raise errors[0]
@@ -197,24 +197,10 @@ class Deployment:
         """
         memory: dict[str, Any] = {}
         for replica in self.replicas:
-            deadline, names = replica.deadline_of(None), replica.group.device_names
-            group, _ = replica.ready(deadline)
+            group, _, deadline = replica.ready()
+            names = group.device_names
             memory |= zip(names, group.call_each("memory", [(what, name) for name in names], deadline), strict=True)
         return memory
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of one parameter or buffer, on CPU, with the model's shape and data type.
-
-        The tensor comes from checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
-
-        Args:
-            name: dotted name of the parameter or buffer.
-
-        Raises:
-            GroupError: only the ranks have the weights, and the ranks failed or have ended.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
-        return self._read(self.plan.tensors[name])
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
         """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false.
@@ -250,7 +236,7 @@ class Deployment:
         Raises:
             GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
         """
-        group, _ = self.replicas[0].ready()
+        group, _, _ = self.replicas[0].ready()
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
@@ -270,7 +256,7 @@ class Deployment:
                 self._leave_groups()  # first, so that memory can be freed while it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
-                take_back(model, self.plan, self._read, names, advance)
+                take_back(model, self.plan, self.read, names, advance)
             self._leave_groups()
             self._release_store()
 
@@ -289,8 +275,20 @@ class Deployment:
             self._leave_groups()
             self._release_store()
 
-    def _read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
-        """Return a whole tensor: a private mapping of the checkpoint file if it is stored whole, otherwise a copy."""
+    def read(self, tensor: TensorPlan, release: bool = False) -> torch.Tensor:
+        """Return a whole parameter or buffer, on CPU, with the model's shape and data type.
+
+        The tensor is a private mapping of the checkpoint file if it is stored whole. Otherwise it is a copy from
+        checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
+
+        Args:
+            tensor: plan of the parameter or buffer.
+            release: whether to free the shared memory of the tensor.
+
+        Raises:
+            GroupError: only the ranks have the weights, and the ranks failed or have ended.
+            CheckpointError: a checkpoint file is damaged, or has changed.
+        """
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self._store is not None:

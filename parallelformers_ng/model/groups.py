@@ -13,7 +13,7 @@ from parallelformers_ng.hosts.launching import elsewhere
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.placement import check_platform, placement, placement_elsewhere
+from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.wire.frame import FileDescriptor
 from parallelformers_ng.worker.preload import IMPORTS
@@ -48,11 +48,10 @@ def group_makers(
     check_platform()
     count, ids = options.replicas, options.device_ids
     remote_ranks = elsewhere(num_gpus, options, fit)
-    size, kind = (
-        placement(num_gpus, options.device, ids, count)
-        if remote_ranks is None
-        else placement_elsewhere(remote_ranks.count, options.device, ids, remote_ranks.devices)
-    )
+    if remote_ranks is None:
+        size, kind = placement(num_gpus, options.device, ids, count)
+    else:
+        size, kind = placement(remote_ranks.count, options.device, ids, count, remote_ranks.devices)
     if remote_ranks is not None and fit.is_open:
         ranks_per_host = remote_ranks.each(size, kind)
         fit = fit.over([ranks_per_host] * (size // ranks_per_host))

@@ -22,7 +22,7 @@ from parallelformers_ng.model.awaiting import agenerate
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import hf_device_map
-from parallelformers_ng.model.remote_module import RemoteModule, conversion, remote_of
+from parallelformers_ng.model.remote_module import RemoteModule, remote_of
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
@@ -132,7 +132,7 @@ class Parallelized(RemoteModule):
             GroupError, CheckpointError: see `deparallelize`.
             torch.OutOfMemoryError: the device is too small. The parallelization has ended.
         """
-        self._changed_by(conversion(lambda module: module.cuda(*args, **kwargs)))  # raises if no CUDA device exists
+        self._changed_by(lambda module: module.cuda(*args, **kwargs))  # raises if no CUDA device exists
         return self._ended_by("cuda").cuda(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class Parallelized(RemoteModule):
             GroupError, CheckpointError: see `deparallelize`.
             Exception: an error of `nn.Module.to`, see also `cuda`.
         """
-        if not self._changed_by(conversion(lambda module: module.to(*args, **kwargs))):
+        if not self._changed_by(lambda module: module.to(*args, **kwargs)):
             return self
         return self._ended_by("to").to(*args, **kwargs)
 
@@ -207,7 +207,7 @@ def enter(
 def _fetch(reference: weakref.ref[nn.Module], deployment: Deployment, name: str) -> torch.Tensor:
     """Return one whole weight: from the workers, or from the model after the parallelization."""
     if not deployment.ended:
-        return deployment.read(name)
+        return deployment.read(deployment.plan.tensors[name])
     model = reference()
     if model is None or is_parallelized(model):
         raise NotParallelizedError(f"the parallelization of {name} has ended; read it from the model")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +43,6 @@ class Remote:
 
     Attributes:
         calls, path: the arguments of the same names.
-        parts: for the model itself, its remote submodules; otherwise empty.
-        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
@@ -54,8 +51,6 @@ class Remote:
         self._model = weakref.ref(model)
         self.calls = calls
         self.path = path
-        self.parts: list[nn.Module] = []
-        self.plain_parts: list[nn.Module] = []
         self.around: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
 
@@ -153,17 +148,25 @@ class RemoteModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply `fn` to all tensors; raise ParallelError if `fn` changes a data type or device."""
-        if self._changed_by(fn, recurse):
+        if self._changed_by(lambda module: module._apply(fn), recurse):
             raise ParallelError(refusal(self, "casting or moving it", "its weights are on the workers"))
         with torch.no_grad():
             for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
                 fn(tensor)
         return self
 
-    def _changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> bool:
-        """Return whether `fn` changes the data type or device of a CPU tensor with the data type of any weight."""
-        kinds = {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}
-        return any(fn(empty) is not empty for empty in (torch.empty(0, dtype=dtype, device="cpu") for dtype in kinds))
+    def _changed_by(self, move: Callable[[nn.Module], Any], recurse: bool = True) -> bool:
+        """Return whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight.
+
+        Raises:
+            Exception: an error of `move`, for example because torch has no CUDA device.
+        """
+        probe = nn.Module()
+        for dtype in {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}:
+            probe.register_buffer(str(len(probe._buffers)), torch.empty(0, dtype=dtype, device="cpu"))
+        before = list(probe._buffers.values())
+        move(probe)
+        return any(new is not old for new, old in zip(probe._buffers.values(), before, strict=True))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the whole weights on CPU, in the model's data types. Tied entries share memory, as in any state dict.
@@ -174,39 +177,29 @@ class RemoteModule(nn.Module):
             GroupError, CheckpointError: a weight cannot be gathered, see `Deployment.read`.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-        if kwargs.get("destination") is None:
-            kwargs["destination"] = OrderedDict()
-        destination = kwargs["destination"]
-        if kwargs.get("keep_vars") or hasattr(destination, REMOTE):
+        if kwargs.get("keep_vars") or isinstance(kwargs.get("keep_vars"), _Gathered):
             return super().state_dict(**kwargs)
-        if not hasattr(destination, "_metadata"):
-            destination._metadata = OrderedDict()
         remote = remote_of(self)
-        with remote.calls.deployment.gathering(type(self).__name__, self._bytes()) as advance:
-            setattr(destination, REMOTE, _Gathered(advance))
-            try:
-                return super().state_dict(**kwargs)
-            finally:
-                delattr(destination, REMOTE)
+        total = sum(tensor.numel() * tensor.element_size() for tensor in (*self.parameters(), *self.buffers()))
+        with remote.calls.deployment.gathering(type(self).__name__, total) as advance:
+            return super().state_dict(**{**kwargs, "keep_vars": _Gathered(advance)})
 
-    def _bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: Any) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        gathered: _Gathered | None = getattr(destination, REMOTE, None)
-        if gathered is not None:
-            for short, tensor in (*self._parameters.items(), *self._buffers.items()):
-                if prefix + short in destination and isinstance(tensor, RemoteTensor):
-                    destination[prefix + short] = gathered.whole(tensor)
+        for short, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if prefix + short in destination and isinstance(tensor, RemoteTensor) and isinstance(keep_vars, _Gathered):
+                destination[prefix + short] = keep_vars.whole(tensor)
 
 
 class _Gathered:
-    """The whole weights of one state dict; each weight is gathered once."""
+    """The whole weights of one state dict; each weight is gathered once. As `keep_vars` the object means False."""
 
     def __init__(self, advance: Progress) -> None:
         self._advance = advance
         self._whole: dict[int, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return False
 
     def whole(self, tensor: RemoteTensor) -> torch.Tensor:
         if id(tensor) not in self._whole:
@@ -243,25 +236,6 @@ def unlock(module: nn.Module) -> None:
     vars(module).update(remote_of(module).tables)
 
 
-class _MoveRecorder(nn.Module):
-    """A module that records the function that `to`, `cuda` and similar methods apply to tensors."""
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        self.conversion = fn
-        return self
-
-
-def conversion(move: Callable[[nn.Module], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that `move` applies to each tensor of a module; `move` calls `to`, `cuda` or the like.
-
-    Raises:
-        Exception: an error of `move`, for example because torch has no CUDA device.
-    """
-    recorder = _MoveRecorder()
-    move(recorder)
-    return recorder.conversion
-
-
 def remote_of(module: nn.Module) -> Remote:
     """Return the connection of a module of a parallelized model."""
     return vars(module)[REMOTE]
@@ -280,87 +254,58 @@ def refusal(module: Any, what: str, why: str) -> str:
     return f"{whose} and does not support {what}: {why}. Call deparallelize() first"
 
 
-def _in_place_of(original: Callable) -> Callable[[Callable], Callable]:
-    """Return a decorator for the replacement of a method; the replacement keeps the original's signature, which
-    `generate` and pipelines inspect. For a module without a `Remote`, the original method runs."""
-
-    def decorate(method: Callable) -> Callable:
-        @functools.wraps(original)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (method if REMOTE in vars(self) else original)(self, *args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-def forwarded(name: str, original: Callable) -> Callable:
-    """Return a method that runs on the workers.
-
-    A method that calls `generate` may run in this process instead; see `Calls.generating`. The new method raises the
-    errors of `Remote.call`.
+def replaced(place: str, name: str, original: Callable) -> Callable:
+    """Return the replacement of a method. The replacement keeps the signature, which `generate` and pipelines inspect.
 
     Args:
+        place: "forwarded", "generated", "refused" or "switched"; see `methods.place_of`, and the functions below.
         name: name of the method.
-        original: method of the module's class, whose signature the new method keeps. For a module that is not remote,
-            the new method runs `original`.
+        original: method of the module's class. For a module that is not remote, the replacement runs `original`.
     """
+    run = _REPLACEMENTS[place]
 
-    @_in_place_of(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        remote = remote_of(self)
-        if name == "forward" or not generates(type(self), original):  # type: ignore[arg-type]
-            return remote.call(name, args, kwargs)
-        run = functools.partial(remote.call, name, args, kwargs)
-        return remote.calls.generating(self, name, original, run, args, kwargs)
-
-    return call
-
-
-def generated(name: str, original: Callable) -> Callable:
-    """Return a `generate` that runs on the workers, or runs its loop here; see `Calls.generate`, also for its errors.
-
-    Args:
-        name: name of the method; the new method does not use the name.
-        original: `generate` of the module's class; see `forwarded`.
-    """
-
-    @_in_place_of(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        remote = remote_of(self)
-        return remote.calls.generate(remote.model, self, remote.path, original, args, kwargs)
-
-    return generate
-
-
-def refused(name: str, original: Callable) -> Callable:
-    """Return a method that raises ParallelError with the reason.
-
-    Args:
-        name: name of the method, a key of `REFUSED` or `REFUSED_OF_PEFT`.
-        original: method of the module's class; see `forwarded`.
-    """
-
-    @_in_place_of(original)
-    def refuse(self: Any, *_: Any, **__: Any) -> Any:
-        raise ParallelError(refusal(self, f"{name}()", f"it {(REFUSED | REFUSED_OF_PEFT)[name]}"))
-
-    return refuse
-
-
-def switched(name: str, original: Callable) -> Callable:
-    """Return a method that switches adapters; calls that start after the method has returned use the new adapters.
-
-    Args:
-        name: name of the method; the new method does not use the name.
-        original: method of the module's class, which switches the adapters in this process; see `forwarded`. Its
-            errors, for example ValueError for an unknown adapter, are passed on.
-    """
-
-    @_in_place_of(original)
-    def switch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapters = remote_of(self).calls.adapters
-        with contextlib.nullcontext() if adapters is None else adapters.switching:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if REMOTE not in vars(self):
             return original(self, *args, **kwargs)
+        return run(self, name, original, args, kwargs)
 
-    return switch
+    return method
+
+
+def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
+    """Run a method on the workers; raise the errors of `Remote.call`.
+
+    A method that calls `generate` may run in this process instead; see `Calls.generating`.
+    """
+    remote = remote_of(module)
+    run = functools.partial(remote.call, name, args, kwargs)
+    if name == "forward" or not generates(type(module), original):  # type: ignore[arg-type]
+        return run()
+    return remote.calls.generating(module, name, original, run, args, kwargs)
+
+
+def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
+    """Run `generate` on the workers, or run its loop here; see `Calls.generate`, also for its errors."""
+    remote = remote_of(module)
+    return remote.calls.generate(remote.model, module, remote.path, original, args, kwargs)
+
+
+def _refused(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
+    """Raise ParallelError with the reason."""
+    raise ParallelError(refusal(module, f"{name}()", f"it {(REFUSED | REFUSED_OF_PEFT)[name]}"))
+
+
+def _switched(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
+    """Switch adapters in this process; calls that start after the method has returned use the new adapters.
+
+    Errors of `original`, for example ValueError for an unknown adapter, are passed on.
+    """
+    adapters = remote_of(module).calls.adapters
+    with contextlib.nullcontext() if adapters is None else adapters.switching:
+        return original(module, *args, **kwargs)
+
+
+_REPLACEMENTS: dict[str, Callable[[Any, str, Callable, Any, Any], Any]] = {
+    "forwarded": _forwarded, "generated": _generated, "refused": _refused, "switched": _switched,
+}  # fmt: skip

@@ -15,18 +15,15 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.plain_parts import computes_here, enter_plain, leave_plain
+from parallelformers_ng.model.plain_parts import PlainPart, computes_here, enter_plain, leave_plain
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
     RemoteModule,
-    forwarded,
-    generated,
     lock,
     refusal,
-    refused,
     remote_of,
-    switched,
+    replaced,
     unlock,
 )
 from parallelformers_ng.model.stand_in import stand_in, whole_class
@@ -40,18 +37,14 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
         calls: calls of the model.
         root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
     """
-    remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
-    for path, module in model.named_modules():
-        (plain if path and computes_here(module) else remote).append((path, module))
-    for path, module in remote:
-        vars(module)[REMOTE] = Remote(model, calls, path)
-        lock(module)
-        cls: Any = type(module)
-        module.__class__ = _remote_class(RemoteModule if path else root, cls)
-    for path, module in plain:
-        enter_plain(module, calls, path)
-    remote_of(model).parts = [module for path, module in remote if path]
-    remote_of(model).plain_parts = [module for _, module in plain]
+    for path, module in list(model.named_modules()):
+        if path and computes_here(module):
+            enter_plain(module, calls, path)
+        else:
+            vars(module)[REMOTE] = Remote(model, calls, path)
+            lock(module)
+            cls: Any = type(module)
+            module.__class__ = _remote_class(RemoteModule if path else root, cls)
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
@@ -61,7 +54,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         model: the parallelized model.
         gather: function that puts the weights back into the model.
     """
-    modules = (model, *remote_of(model).parts)
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, RemoteModule)]
     for module in modules:
         unlock(module)
     try:
@@ -72,8 +65,9 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         raise
     calls = remote_of(model).calls
     calls.hooks.leave()
-    for part in remote_of(model).plain_parts:
-        leave_plain(part, calls)
+    for part in model.modules():
+        if isinstance(part, PlainPart):
+            leave_plain(part, calls)
     for module in (*modules, *remote_of(model).around):
         object.__setattr__(module, "__class__", whole_class(type(module)))
         del vars(module)[REMOTE]
@@ -85,12 +79,13 @@ def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     members = {}
     for name in public_methods(cls):
         place = place_of(cls, name)
-        if name not in mixin_names and place in _MAKERS:
-            members[name] = _MAKERS[place](name, getattr(cls, name))
+        if name not in mixin_names and place != "local":
+            original = getattr(cls, name)
+            members[name] = _saved(original) if place == "saved" else replaced(place, name, original)
     return stand_in(mixin, cls, members)
 
 
-def _saved(name: str, original: Callable) -> Callable:
+def _saved(original: Callable) -> Callable:
     def save_pretrained(
         self: Any,
         save_directory: str | os.PathLike[str],
@@ -132,8 +127,3 @@ def _saved(name: str, original: Callable) -> Callable:
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 
     return save_pretrained
-
-
-_MAKERS = {
-    "forwarded": forwarded, "generated": generated, "refused": refused, "saved": _saved, "switched": switched,
-}  # fmt: skip

@@ -23,9 +23,9 @@ from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
 from parallelformers_ng.generation.streaming import deliver
-from parallelformers_ng.hooks.registry import CallHooks, HookRegistry
+from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
-from parallelformers_ng.model.caller_state import Edits, RandomStream, Stream
+from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import revive
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.options import WorkerOptions
@@ -35,7 +35,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.worker.call import Answer, Call
 
 
-class Replica:
+class Replica(Supervisor):
     """A group of workers that has the whole model and serves calls.
 
     If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
@@ -46,7 +46,6 @@ class Replica:
             belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
 
     Attributes:
-        supervisor: supervisor of the group, which replaces the group.
         caches: registry of the caches on the workers.
 
     Raises:
@@ -59,15 +58,10 @@ class Replica:
         if group.in_use:
             raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
         group.user = weakref.ref(self)
-        self.supervisor = Supervisor(group)
+        super().__init__(group)
         self.caches = CacheRegistry(self)
         self._make_group = make_group
         self._is_over = False
-
-    @property
-    def group(self) -> WorkerGroup:
-        """The current group, which may have died."""
-        return self.supervisor.current[0]
 
     def keep_alive(
         self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, options: WorkerOptions
@@ -83,37 +77,7 @@ class Replica:
         """
         if self._make_group is not None:
             again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
-            self.supervisor = Supervisor(self.group, again, options.max_restarts, options.restart_window)
-
-    def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int]:
-        """Return the running group and its incarnation; while a new group starts, wait for the new group.
-
-        Args:
-            deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
-
-        Raises:
-            DeadlineExpiredError, RestartLimitError, WrongProcessError: see `Supervisor.ready`.
-        """
-        workers = self.supervisor.current
-        if workers[0].alive:
-            return workers
-        return self.supervisor.ready(self.deadline_of(None) if deadline is None else deadline)
-
-    def deadline_of(self, timeout: float | None) -> float:
-        """Return the deadline of a call that begins now, in seconds of `time.monotonic`.
-
-        Args:
-            timeout: maximum duration of the call in seconds; None uses the group's timeout.
-
-        Raises:
-            ParallelError: `timeout` is not a positive number.
-        """
-        return self.group.deadline(timeout)
-
-    @property
-    def incarnation(self) -> int:
-        """Number of restarts of the group."""
-        return self.supervisor.current[1]
+            self.supervise(again, options.max_restarts, options.restart_window)
 
     def leave(self) -> None:
         """Stop the workers; a group that belongs to the caller only drops the model. Idempotent.
@@ -121,7 +85,7 @@ class Replica:
         Raises:
             GroupError: the caller's group failed to drop the model.
         """
-        self.supervisor.stop()
+        self.stop()
         group = self.group
         if self._make_group is not None:
             group.close()
@@ -174,6 +138,7 @@ class Dispatcher:
 
     Attributes:
         replica: the replica with the workers.
+        in_flight: number of running calls; with one replica, always 0.
         steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
     """
@@ -189,6 +154,7 @@ class Dispatcher:
         code: LiveCode,
     ) -> None:
         self.replica = replica
+        self.in_flight = 0
         self.steps = steps
         self.edits = Edits(model, code)
         self._stream = stream
@@ -222,78 +188,65 @@ class Dispatcher:
             GroupError: the workers failed or have ended, or the deadline has passed; see `WorkerGroup.call`.
             ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
-        end = self.replica.deadline_of(options.timeout)
-        with self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks:
+        end = self.replica.group.deadline(options.timeout)
+        registry, caches = self.replica.caches, dict[int, Cache]()
+        with (
+            self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks,
+            self._stream.of_call(options.seed) as stream,
+        ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
-            workers = self.replica.ready(end)
-            streams = options.streamer is not None
+            group, incarnation, _ = self.replica.ready(end)
+            receive = functools.partial(registry.receive, incarnation=incarnation)
+            if not all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
+                args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))
+            state = None
+            if any(kwargs.get(name) is not None for name in STATEFUL):
+                state = ObjectState(stateful_arguments(kwargs))
+                if hooks is not None:
+                    hooks.check_apart_from(state)
             call = Call(
                 path,
                 method,
                 args,
                 kwargs,
                 unsure=options.unsure,
-                streams=streams,
+                rng=stream[0].numpy().tobytes(),
+                autocast=torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None,
+                cache_block=next(registry.blocks),
+                streams=options.streamer is not None,
+                has_caches=bool(caches),
+                returns_state=state is not None and bool(state.parts),
                 captured=options.not_captured is not None,
+                hooks=None if hooks is None else hooks.packed,
+                adapters=None if self._adapters is None else self._adapters.active(),
             )
-            with self._stream.of_call(options.seed) as stream:
-                return self._request(model, call, options, end, hooks, workers, stream)
-
-    def _request(
-        self,
-        model: Any,
-        call: Call,
-        options: CallOptions,
-        end: float,
-        hooks: CallHooks | None,
-        workers: tuple[WorkerGroup, int],
-        stream: Stream,
-    ) -> Any:
-        """Send a call with the changes that the workers do not have yet; apply the answer, and return the result."""
-        group, incarnation = workers
-        registry, caches = self.replica.caches, dict[int, Cache]()
-        if not all(isinstance(value, PLAIN) for value in (*call.args, *call.kwargs.values())):
-            call.args, call.kwargs = map_caches((call.args, call.kwargs), lambda cache: registry.send(cache, caches))
-            call.has_caches = bool(caches)
-        state = None
-        if any(call.kwargs.get(name) is not None for name in STATEFUL):
-            state = ObjectState(stateful_arguments(call.kwargs))
-            call.returns_state = bool(state.parts)
-        if hooks is not None:
-            if state is not None:
-                hooks.check_apart_from(state)
-            call.hooks = hooks.packed
-        call.rng = stream[0].numpy().tobytes()
-        call.autocast = torch.get_autocast_dtype(group.device) if torch.is_autocast_enabled(group.device) else None
-        arrived = self.edits.put_into(call, model, incarnation)
-        call.adapters = None if self._adapters is None else self._adapters.active()
-        call.cache_block = next(registry.blocks)
-        if registry.unwanted:
-            call.freed_caches = registry.take_freed()
-        on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
-        try:
-            answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
-            arrived()
-            if answer.rng is not None:
-                stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
-            if state is not None:
-                state.restore(answer.states)
-            if hooks is not None:
-                hooks.bring_home(answer.hook_changes, lambda handle: registry.receive(handle, incarnation))
-            if answer.uncaptured and options.not_captured is not None:
-                options.not_captured(answer.uncaptured)
-            for number, info in answer.caches.items():
-                registry.refresh(caches.get(number), incarnation, number, info)
-            if type(answer.output) is torch.Tensor:
-                return answer.output
-            return map_handles(answer.output, lambda handle: registry.receive(handle, incarnation))
-        except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
-            registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
-            if hooks is not None and isinstance(error, WorkerError):
-                # The rank that raised has run all hooks that one process would have run; other ranks were interrupted.
-                try:
-                    changes = group.call_each("hook_changes", [(call.cache_block,)] * group.world_size)[error.rank]
-                    hooks.bring_home(changes, lambda handle: registry.receive(handle, incarnation))
-                except GroupError as lost:
-                    error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
-            raise
+            arrived = self.edits.put_into(call, model, incarnation)
+            if registry.unwanted:
+                call.freed_caches = registry.take_freed()
+            on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
+            try:
+                answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
+                arrived()
+                if answer.rng is not None:
+                    stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
+                if state is not None:
+                    state.restore(answer.states)
+                if hooks is not None:
+                    hooks.bring_home(answer.hook_changes, receive)
+                if answer.uncaptured and options.not_captured is not None:
+                    options.not_captured(answer.uncaptured)
+                for number, info in answer.caches.items():
+                    registry.refresh(caches.get(number), incarnation, number, info)
+                if type(answer.output) is torch.Tensor:
+                    return answer.output
+                return map_handles(answer.output, receive)
+            except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
+                registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+                if hooks is not None and isinstance(error, WorkerError):
+                    # The rank that raised has run the same hooks as one process; other ranks were interrupted.
+                    try:
+                        changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]
+                        hooks.bring_home(changes, receive)
+                    except GroupError as lost:
+                        error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
+                raise

@@ -104,7 +104,7 @@ class SharedCalls:
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
-        end = self._replica.deadline_of(timeout)
+        end = self._replica.group.deadline(timeout)
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
         with self._place():
@@ -125,7 +125,7 @@ class SharedCalls:
     ) -> torch.Tensor:
         """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
-            group, incarnation = self._replica.ready(end)
+            group, incarnation, _ = self._replica.ready(end)
             if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)

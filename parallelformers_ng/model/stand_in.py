@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import operator
 from typing import Any
 
 from torch import nn
@@ -43,8 +44,4 @@ def whole_class(cls: Any) -> type[nn.Module]:
 
 def _as_whole(cls: _StandIn) -> Any:
     """Reduce a replacement class for pickle: unpickling returns the original class."""
-    return _itself, (cls._whole_class,)
-
-
-def _itself(cls: type) -> type:
-    return cls
+    return operator.itemgetter(0), ((cls._whole_class,),)

@@ -16,8 +16,9 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ProtocolError, SharedMemoryError, WorkerError
 from parallelformers_ng.runtime import failures
 from parallelformers_ng.runtime.cores import usable_cpus
-from parallelformers_ng.runtime.processes import Processes, Worker
-from parallelformers_ng.runtime.worker_process import WorkerGoneError
+from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.spawn import poll_of
+from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind, Packed
 from parallelformers_ng.wire.message import Encoded, decode, encode, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
@@ -115,7 +116,12 @@ class Exchange:
     Args:
         processes: the workers, all ready.
         wakeup: eventfd; writing to it wakes the thread.
+
+    Attributes:
+        partner: worker with which the thread has exchanged messages last; after a ChannelClosedError, the ended worker.
     """
+
+    partner: Worker
 
     def __init__(self, processes: Processes, wakeup: int) -> None:
         self._processes, self._wakeup = processes, wakeup
@@ -128,20 +134,11 @@ class Exchange:
         # The thread waits for rank 0's answer first: most other ranks have answered by then, so this process does not
         # wake up once per rank, on a core that a rank may be using. A rank that raises aborts the collectives, so that
         # rank 0 answers as well; the end of a worker is seen by its pidfd.
-        self._poll_ends, self._poll_rank_0, self._poll_all = select.poll(), select.poll(), select.poll()
-        self._rank_of: dict[int, int] = {}
-        self._pidfds: set[int] = set()
-        for poll in (self._poll_ends, self._poll_rank_0, self._poll_all):
-            poll.register(wakeup, select.POLLIN)
-        for worker in processes.workers:
-            channel = worker.channel.fileno()
-            self._poll_all.register(channel, select.POLLIN)
-            if worker.rank == 0:
-                self._poll_rank_0.register(channel, select.POLLIN)
-            for poll in (self._poll_ends, self._poll_rank_0, self._poll_all):
-                poll.register(worker.pidfd, select.POLLIN)
-            self._rank_of |= {channel: worker.rank, worker.pidfd: worker.rank}
-            self._pidfds.add(worker.pidfd)
+        workers = processes.workers
+        ends, channels = [wakeup, *(each.pidfd for each in workers)], [each.channel.fileno() for each in workers]
+        self._poll_ends, self._poll_all = poll_of(ends), poll_of([*ends, *channels])
+        self._poll_rank_0 = poll_of([*ends, channels[0]])
+        self._worker_of = {fd: each for each in workers for fd in (each.pidfd, each.channel.fileno())}
 
     @property
     def unanswered(self) -> list[int]:
@@ -152,7 +149,7 @@ class Exchange:
         """Wait until another thread writes to the eventfd.
 
         Raises:
-            WorkerGoneError: a worker has ended.
+            ChannelClosedError: a worker has ended.
         """
         self._look_up(self._poll_ends, math.inf)
 
@@ -167,7 +164,7 @@ class Exchange:
             when_sent: function that is called after the request was sent to all ranks.
 
         Raises:
-            WorkerGoneError: a worker has ended; the group cannot continue.
+            ChannelClosedError: a worker has ended, or has closed its socket; the group cannot continue.
             OSError: this process cannot open more files; the group cannot continue.
             ProtocolError: a worker sent an unexpected frame; the group cannot continue.
             RequestTimeoutError: the deadline passed; `unanswered` lists the late ranks.
@@ -182,7 +179,8 @@ class Exchange:
                 self._processes.arena.reset()
             self._sequence += 1
             for worker in self._processes.workers:
-                self._send(worker, packed[worker.rank % len(packed)], request.deadline)
+                self.partner = worker
+                worker.channel.send_packed(packed[worker.rank % len(packed)], request.deadline)
             when_sent()
         except SharedMemoryError as error:  # nothing was sent
             request.put(error)
@@ -200,12 +198,6 @@ class Exchange:
         self._needs_reset = failed and self._processes.arena.aborted  # otherwise all ranks stopped at the same step
         request.put(self._answers)
 
-    def _send(self, worker: Worker, packed: Packed, deadline: float) -> None:
-        try:
-            worker.channel.send_packed(packed, deadline)
-        except ChannelClosedError:
-            raise WorkerGoneError(worker.rank) from None
-
     def _collect(self, request: Request) -> None:
         self._deadline = request.deadline
         self._spin_until = min(time.monotonic() + SPIN_SECONDS, request.deadline) if self._spins else 0.0
@@ -216,12 +208,17 @@ class Exchange:
                     cancelled = True
                     self._processes.arena.request_cancel(self._sequence)
                     self._deadline = min(self._deadline, time.monotonic() + STRAGGLER_SECONDS)
-                rank = due.rank if self._spin_for(due) else self._ready()
-                if rank is None:
+                self.partner = due
+                worker = due if due.channel.spin(self._spin_until) else self._ready()
+                if worker is None:
                     if self._processes.why_over is not None:  # closed by another thread
                         self._processes.kill()
                     continue
-                frame = self._receive(rank)
+                self.partner, rank = worker, worker.rank
+                frame = worker.channel.receive(self._deadline)
+                if frame.sequence != self._sequence:
+                    frame.discard()
+                    raise ProtocolError(f"rank {rank} answered request {frame.sequence}, not {self._sequence}")
                 if frame.kind in _ANSWERS and rank not in self._answers:
                     self._answers[rank] = frame
                 elif frame.kind is FrameKind.EVENT and rank == 0:
@@ -230,30 +227,14 @@ class Exchange:
                     frame.discard()
                     raise ProtocolError(f"rank {rank} sent {frame.kind.name} instead of an answer")
 
-    def _spin_for(self, due: Worker) -> bool:
-        try:
-            return due.channel.spin(self._spin_until)
-        except ChannelClosedError:
-            raise WorkerGoneError(due.rank) from None
-
-    def _receive(self, rank: int) -> Frame:
-        try:
-            frame = self._processes.workers[rank].channel.receive(self._deadline)
-        except ChannelClosedError:
-            raise WorkerGoneError(rank) from None
-        if frame.sequence != self._sequence:
-            frame.discard()
-            raise ProtocolError(f"rank {rank} answered request {frame.sequence}; expected request {self._sequence}")
-        return frame
-
-    def _ready(self) -> int | None:
-        """Sleep until a frame arrives, and return the rank that sent it; return None if `wakeup` woke the thread."""
+    def _ready(self) -> Worker | None:
+        """Sleep until a frame arrives, and return the worker that sent it; return None if `wakeup` woke the thread."""
         for worker in self._processes.workers:
             if worker.channel.has_more:
-                return worker.rank
+                return worker
         return self._look_up(self._poll_all if 0 in self._answers else self._poll_rank_0, self._deadline)
 
-    def _look_up(self, poll: select.poll, deadline: float) -> int | None:
+    def _look_up(self, poll: select.poll, deadline: float) -> Worker | None:
         fds: list[int] = []
         while not fds:
             fds = wait(poll, deadline, "the deadline passed")
@@ -261,9 +242,10 @@ class Exchange:
             os.eventfd_read(self._wakeup)
             fds.remove(self._wakeup)
         for fd in fds:
-            if fd in self._pidfds:
-                raise WorkerGoneError(self._rank_of[fd])
-        return self._rank_of[fds[0]] if fds else None
+            self.partner = self._worker_of[fd]
+            if fd == self.partner.pidfd:
+                raise ChannelClosedError(f"the worker of rank {self.partner.rank} has ended")
+        return self._worker_of[fds[0]] if fds else None
 
 
 def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
@@ -294,4 +276,5 @@ def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
         return values, None
     errors = {rank: failures.rebuild(rank, description) for rank, description in raised.items()}
     broken = [error for error in errors.values() if isinstance(error, torch.AcceleratorError)]
-    return values, broken[0] if broken else errors[failures.most_informative(raised)]
+    # The exception of the lowest rank without an aborted collective explains a failure best.
+    return values, broken[0] if broken else errors[min(raised, key=lambda rank: (raised[rank].aborted, rank))]

@@ -73,15 +73,6 @@ def rebuild(rank: int, description: Any) -> WorkerError:
     return error
 
 
-def most_informative(descriptions: dict[int, Any]) -> int:
-    """Return the rank whose exception best explains a failure: the lowest rank without an aborted collective.
-
-    Args:
-        descriptions: rank → description, of each rank that raised.
-    """
-    return min(descriptions, key=lambda rank: (getattr(descriptions[rank], "aborted", False), rank))
-
-
 def _message(error: BaseException) -> str:
     try:
         return str(error)

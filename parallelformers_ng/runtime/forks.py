@@ -54,7 +54,7 @@ class Fork:
         link: link between this process and the rank.
 
     Attributes:
-        pid: process id; None before `await_start`.
+        pid: process id; 0 before `await_start`.
         pidfd: descriptor that refers to the process; -1 before `await_start`.
 
     Raises:
@@ -62,8 +62,7 @@ class Fork:
     """
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
-        self.pid: int | None = None
-        self.pidfd = -1
+        self.pid, self.pidfd = 0, -1
         self._code: int | None = None
         self._server: ForkServer | None = server  # this reference keeps the server running
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:

@@ -20,7 +20,7 @@ from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
-from parallelformers_ng.runtime.processes import Processes, RankStarter
+from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode
@@ -48,7 +48,8 @@ class WorkerGroup:
         start_timeout: maximum time in seconds until all workers are ready.
         threads: CPU threads of each worker, equal on every rank; by default the available CPUs divided by the ranks.
         among: (index of this group, number of equal groups that share the CPUs).
-        hosts: function that returns the starter of the ranks; None if this process starts the ranks on this machine.
+        hosts: function that returns the `Hosts` that start the ranks; None if this process starts the ranks on this
+            machine.
         wait: whether to wait until the workers are ready. If `wait` is False, the caller can work while the workers
             import torch, and must call `wait_until_ready` before the first call.
 
@@ -57,7 +58,7 @@ class WorkerGroup:
         device_names: device of each rank, such as "cpu:0" or "cuda:3".
         owner: id of the process that started the group; other processes cannot use the group.
         check_process: function without arguments that raises WrongProcessError in a process other than `owner`.
-        hosts: starter of the ranks; None if this process started the ranks.
+        hosts: the `Hosts` that started the ranks; None if this process started the ranks.
         user: weak reference to the object that uses the group, or None; see `in_use`.
         submit, do_later: the methods of `RequestLoop`: queue a request without waiting for its answers, and have the
             group's thread call a function later.
@@ -84,7 +85,7 @@ class WorkerGroup:
         start_timeout: float = 120.0,
         threads: int | None = None,
         among: tuple[int, int] = (0, 1),
-        hosts: Callable[[], RankStarter] | None = None,
+        hosts: Callable[[], Any] | None = None,
         wait: bool = True,
     ) -> None:
         self.world_size, self.device, self.timeout = world_size, device, timeout
@@ -194,7 +195,7 @@ class WorkerGroup:
         """Run one method with the same arguments on every rank.
 
         Args:
-            method: name of a public method of the target.
+            method: name of a public method of the target, or of an attribute of the target: "caches.run".
             *args: arguments of the method; values of any type that `message.encode` accepts.
             deadline: latest time of the answer in seconds of `time.monotonic`, including the wait for other threads'
                 calls; by default `timeout` seconds of the group from now.
@@ -229,14 +230,13 @@ class WorkerGroup:
         per_rank: Iterable[tuple[Any, ...]],
         deadline: float | None = None,
         on_event: OnEvent | None = None,
-        to_devices: bool = False,
     ) -> list[Any]:
         """Run one method on every rank, and return the value of each rank.
 
         Args:
-            method: name of a public method of the target.
+            method: name of a public method of the target, or of an attribute of the target: "caches.run".
             per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
-            deadline, on_event, to_devices: the same as in `call`.
+            deadline, on_event: the same as in `call`.
 
         Returns:
             List with the value of each rank.
@@ -248,8 +248,7 @@ class WorkerGroup:
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
-        return self._request(method, arguments, flags, deadline, on_event)
+        return self._request(method, arguments, Flag.EACH, deadline, on_event)
 
     def close(self) -> None:
         """End the workers; running calls raise GroupClosedError. Idempotent.
@@ -259,8 +258,7 @@ class WorkerGroup:
         if os.getpid() != self.owner:
             return
         text = "the worker group was closed; parallelize the model again to use it"
-        self._processes.note_reason(GroupClosedError(text))
-        self._loop.stop(GOODBYE_SECONDS)
+        self._end_because(GroupClosedError(text), GOODBYE_SECONDS)
 
     def watch_descriptors(self) -> list[int]:
         """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable.
@@ -274,15 +272,6 @@ class WorkerGroup:
         """Return the reason why the group has ended, as an error to raise."""
         why = self._processes.why_over
         return GroupClosedError("the worker group has ended") if why is None else why()
-
-    def why_over(self) -> str:
-        """Return the reason why the group has ended, as text; "" if the group has not ended."""
-        if not self._is_over:
-            return ""
-        try:
-            self._processes.raise_why_over()
-        except GroupError as error:
-            return str(error)
 
     def _request(
         self,
@@ -320,12 +309,13 @@ class WorkerGroup:
                 del error  # the exception refers to this frame, which must not refer to the exception
         return values
 
-    def _end_because(self, cause: GroupError) -> None:
+    def _end_because(self, cause: GroupError, patience: float = 0.0) -> None:
         self._processes.note_reason(cause)
-        self._loop.stop()
+        self._loop.stop(patience)
 
     def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
         """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
+        thread = threading.get_ident()
         while True:
             try:
                 item = request.next()
@@ -334,18 +324,14 @@ class WorkerGroup:
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:
-                    self._run_on_event(on_event, event)
+                    self._in_event.add(thread)
+                    try:
+                        on_event(event)
+                    finally:
+                        self._in_event.discard(thread)
             elif isinstance(item, dict):
                 return item
             elif item is None:
                 self._processes.raise_why_over()
             else:
                 raise item
-
-    def _run_on_event(self, on_event: OnEvent, event: Any) -> None:
-        thread = threading.get_ident()
-        self._in_event.add(thread)
-        try:
-            on_event(event)
-        finally:
-            self._in_event.discard(thread)

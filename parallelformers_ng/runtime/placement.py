@@ -17,36 +17,54 @@ log = logging.getLogger("parallelformers_ng")
 
 
 def placement(
-    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1
+    num_gpus: int | None,
+    device: str,
+    device_ids: Sequence[int] | None,
+    replicas: int = 1,
+    devices_elsewhere: int | None = None,
 ) -> tuple[int, str]:
     """Return the number of workers of each replica and the type of their devices.
 
-    A warning is logged once if `device` is "auto" and this machine has no CUDA device.
+    A warning is logged once if `device` is "auto" and there is no CUDA device.
 
     Args:
         num_gpus: number of workers of each replica; None uses all CUDA devices, or 2 workers on CPU.
         device: "cpu", "cuda" or "auto".
         device_ids: CUDA device of each rank of all replicas; None uses 0, 1, 2, ….
         replicas: number of replicas.
+        devices_elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
+            None if this process starts the ranks.
 
     Returns:
         (world size of a replica, "cpu" or "cuda").
 
     Raises:
         PlacementError: fewer devices exist than requested, the arguments contradict each other, or the number of
-            workers is not an integer of at least 1.
+            workers is not an integer of at least 1. With a launcher also: `num_gpus` is None for CUDA devices, or
+            `device_ids` is not None.
     """
-    available = torch.cuda.device_count()
+    is_here = devices_elsewhere is None
+    available = torch.cuda.device_count() if devices_elsewhere is None else devices_elsewhere
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
-        _say_once("no CUDA device here: the workers run on the CPU (workers={'device': 'cpu'} silences this warning)")
+        where = "here" if is_here else "on the hosts of the ranks"
+        _say_once(
+            f"no CUDA device {where}: the workers run on the CPU (workers={{'device': 'cpu'}} silences this warning)"
+        )
+    if device_ids is not None and not is_here:
+        raise PlacementError(
+            f"device_ids {list(device_ids)} name devices of this machine, but the launcher chooses the device of each"
+            " rank; leave device_ids out, and set CUDA_VISIBLE_DEVICES on each host to restrict its devices"
+        )
+    if num_gpus is None and kind == "cuda" and not is_here:
+        raise PlacementError("num_gpus is None, and the ranks are on other hosts; set num_gpus to the number of ranks")
     count = num_gpus
     if count is None:
         count = 2 if kind == "cpu" else (len(device_ids) if device_ids else available) // replicas
     check_count(count)
-    if kind == "cpu":
-        if device_ids is not None:
-            raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
+    if kind == "cpu" and device_ids is not None:
+        raise PlacementError(f"device_ids {list(device_ids)} name CUDA devices, but the workers run on the CPU")
+    if kind == "cpu" or not is_here:
         return count, kind
     request = f"num_gpus is {count}" + (f" for each of {replicas} replicas" if replicas > 1 else "")
     ids = list(device_ids) if device_ids is not None else list(range(count * replicas))
@@ -55,39 +73,6 @@ def placement(
     missing = [index for index in ids if not 0 <= index < available]
     if missing:
         raise PlacementError(f"{request}, but only {available} CUDA devices are visible (no device {missing})")
-    return count, kind
-
-
-def placement_elsewhere(
-    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, devices: int
-) -> tuple[int, str]:
-    """Return the same as `placement`, for ranks that this process does not start.
-
-    Args:
-        num_gpus: number of ranks; None means 2 ranks on CPU.
-        device: "cpu", "cuda" or "auto".
-        device_ids: None; the launcher chooses the devices.
-        devices: number of CUDA devices of the hosts that will run the ranks; 0 if unknown.
-
-    Raises:
-        PlacementError: `num_gpus` is None for CUDA devices or is not an integer of at least 1, or `device_ids` is not
-            None.
-    """
-    kind = device if device != "auto" else "cuda" if devices else "cpu"
-    if device == "auto" and kind == "cpu":
-        _say_once(
-            "no CUDA device on the hosts of the ranks: the ranks run on the CPU (workers={'device': 'cpu'} silences"
-            " this warning)"
-        )
-    if device_ids is not None:
-        raise PlacementError(
-            f"device_ids {list(device_ids)} name devices of this machine, but the launcher chooses the device of each"
-            " rank; leave device_ids out, and set CUDA_VISIBLE_DEVICES on each host to restrict its devices"
-        )
-    if num_gpus is None and kind == "cuda":
-        raise PlacementError("num_gpus is None, and the ranks are on other hosts; set num_gpus to the number of ranks")
-    count = 2 if num_gpus is None else num_gpus
-    check_count(count)
     return count, kind
 
 

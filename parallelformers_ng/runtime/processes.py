@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from parallelformers_ng.errors import (
     ChannelClosedError,
@@ -17,81 +17,17 @@ from parallelformers_ng.errors import (
     RequestTimeoutError,
     WrongProcessError,
 )
-from parallelformers_ng.runtime.worker_process import WorkerGoneError
+from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
-from parallelformers_ng.wire.transport import Channel
 
 Why = Callable[[], GroupError]
-
-
-class Worker(Protocol):
-    """Interface of a rank's process, as a running group uses it; see `WorkerProcess` for the members."""
-
-    rank: int
-    channel: Channel
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def pidfd(self) -> int: ...
-
-    def has_ended(self, timeout: float = 0.0) -> bool: ...
-
-    def kill(self) -> None: ...
-
-    def exit_status(self) -> tuple[int | None, int | None]: ...
-
-    def reap(self) -> object: ...
-
-    def death(self, device_name: str) -> Why: ...
-
-    def close(self) -> None: ...
-
-
-class Steering(Protocol):
-    """Interface with which the parent controls running collectives; see `Arena`."""
-
-    @property
-    def aborted(self) -> bool: ...
-
-    def abort(self, reason: str = ...) -> None: ...
-
-    def request_cancel(self, sequence: int) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RankStarter(Steering, Protocol):
-    """Interface of an object that starts and controls ranks that are not children of this process.
-
-    Attributes:
-        names: names of the hosts, available after the hosts are ready.
-        counts: number of ranks of each host, available after the hosts are ready.
-        are_here: whether all ranks are on this machine.
-        launch: function that does the same as `startup.launch`, without the argument `arena`.
-    """
-
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def counts(self) -> list[int]: ...
-
-    @property
-    def are_here(self) -> bool: ...
-
-    @property
-    def launch(self) -> Callable[..., Callable[[], None]]: ...
 
 
 class Processes:
     """The workers of a group and their shared arena, which are released together at the end of the group.
 
     Args:
-        arena: shared memory of the collectives; for several hosts, the object that controls the hosts' collectives.
+        arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
         device_names: device of each rank, for error messages.
 
     Attributes:
@@ -104,8 +40,8 @@ class Processes:
         ended: whether no request can be sent any more.
     """
 
-    def __init__(self, arena: Steering, device_names: Sequence[str]) -> None:
-        self.workers: list[Worker] = []
+    def __init__(self, arena: Any, device_names: Sequence[str]) -> None:
+        self.workers: Sequence[Worker] = []
         self.why_over: Why | None = None
         self.ended = False
         self._device_names = device_names
@@ -143,21 +79,12 @@ class Processes:
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def note_reason(self, cause: GroupError) -> None:
-        """Set the error that callers get from now on; a reason that is already set stays.
+        """Set the error that callers get from now on; a reason that is already set stays."""
+        self.why_over = self.why_over or functools.partial(type(cause), *cause.args)
 
-        Args:
-            cause: error for the callers; a WorkerGoneError is replaced by the WorkerDiedError of its worker.
-        """
-        if isinstance(cause, WorkerGoneError):
-            why: Why = self.workers[cause.rank].death(self._device_names[cause.rank])
-        else:
-            why = functools.partial(type(cause), *cause.args)
-        self.why_over = self.why_over or why
-
-    def end_because(self, cause: GroupError) -> None:
-        """End all workers; `cause` is the error for the callers, see `note_reason`."""
-        self.note_reason(cause)
-        self.end()
+    def note_death(self, rank: int) -> None:
+        """Set the end of a worker as the reason, see `note_reason`."""
+        self.why_over = self.why_over or self.workers[rank].death(self._device_names[rank])
 
     def kill(self) -> None:
         """Abort the collectives and kill all workers; the thread that waits for the workers cleans up afterwards."""

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RequestTimeoutError
+from parallelformers_ng.errors import ChannelClosedError, DeadlineExpiredError, GroupError, RequestTimeoutError
 from parallelformers_ng.runtime.exchange import STRAGGLER_SECONDS, Exchange, Request
 from parallelformers_ng.runtime.processes import Processes
 
@@ -97,6 +97,7 @@ class RequestLoop:
                 self.stop()
 
     def _run(self) -> None:
+        last: RequestTimeoutError | None = None
         try:
             while self._next():
                 self._serve(self._waiting.popleft())
@@ -104,16 +105,18 @@ class RequestLoop:
                 self._processes.dismiss(self._patience)
         except RequestTimeoutError:
             assert self._current is not None, "only a running request can be late"
-            self._end_late(self._current)
+            last = self._late(self._current)
+        except ChannelClosedError:
+            self._processes.note_death(self._exchange.partner.rank)
         except GroupError as error:
-            self._processes.end_because(error)
+            self._processes.note_reason(error)
         except BaseException as error:
-            self._processes.end_because(GroupError(f"the thread of the group failed: {type(error).__name__}: {error}"))
+            self._processes.note_reason(GroupError(f"the thread of the group failed: {type(error).__name__}: {error}"))
             raise
         finally:
             self._processes.end()
             if self._current is not None:
-                self._current.put(None)
+                self._current.put(last)
                 self._current = None
             self._fail_waiting()
             self._run_later_functions()
@@ -140,7 +143,8 @@ class RequestLoop:
         for function in later:
             function()
 
-    def _end_late(self, request: Request) -> None:
+    def _late(self, request: Request) -> RequestTimeoutError:
+        """Note that the group ends because of a late request, and return the error of that request."""
         text = (
             f"{request.method!r} ran past its deadline of {request.seconds:.3g} s;"
             f" no answer from ranks {self._exchange.unanswered}"
@@ -151,8 +155,8 @@ class RequestLoop:
                 "the worker group was ended: the workers did not leave an interrupted request within"
                 f" {STRAGGLER_SECONDS:g} s; parallelize the model again to use it"
             )
-        self._processes.end_because(GroupError(why))
-        request.put(RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout="))
+        self._processes.note_reason(GroupError(why))
+        return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=")
 
     def _fail_waiting(self) -> None:
         """End all waiting requests with None, which means that the group has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import os
 import socket
 import sys
@@ -124,9 +125,9 @@ class Service:
     def _run(self, frame: Frame) -> Any:
         request = decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None)
         method = request["method"]
-        if method.startswith("_"):
+        if "._" in f".{method}":
             raise GroupError(f"the method {method!r} is private to the worker; call a public one")
-        return getattr(self.target, method)(*request["args"], **request["kwargs"])
+        return operator.attrgetter(method)(self.target)(*request["args"], **request["kwargs"])
 
 
 def start(channel: Channel, boot: dict[str, Any]) -> Service | None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from parallelformers_ng.errors import StartupError
 
@@ -168,9 +169,15 @@ def current_folder() -> str:
 def is_readable(fd: int, seconds: float) -> bool:
     """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A
     pidfd is readable after its process has ended."""
+    return bool(poll_of([fd]).poll(max(seconds, 0.0) * 1000))
+
+
+def poll_of(fds: Iterable[int]) -> select.poll:
+    """Return an object that waits until any of the descriptors is readable."""
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(max(seconds, 0.0) * 1000))
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return poll
 
 
 def send_signal(pidfd: int, number: signal.Signals) -> None:

@@ -27,7 +27,7 @@ from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.forks import ForkServer
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
-from parallelformers_ng.runtime.worker_process import WorkerProcess, manner_of_end
+from parallelformers_ng.runtime.worker_process import WorkerProcess
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
 _FIRST_PHASE = "importing torch"
@@ -104,9 +104,8 @@ def launch(
     server, environment = forks.running(imports), environment_of_worker(threads)
     ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
-    for index in range(world_size):
-        workers.append(WorkerProcess(ranks_before + index, environment, server))
-        processes.workers.append(workers[-1])  # added at once, so that the worker is ended if a later one fails
+    processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
+    workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
     standard_error = _standard_error()
     common: dict[str, Any] = {
         "target": target,
@@ -226,7 +225,7 @@ def _place(worker: WorkerProcess) -> str:
 
 
 def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    manner = manner_of_end(*worker.exit_status())
+    manner = worker.manner_of_end(*worker.exit_status())
     raise StartupError(f"rank {worker.rank} ended while {phase}: {manner}{_tail(worker)}")
 
 

@@ -6,7 +6,6 @@ import atexit
 import functools
 import logging
 import os
-import select
 import threading
 import time
 import weakref
@@ -15,91 +14,104 @@ from collections.abc import Callable
 
 from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.spawn import is_readable, poll_of
 
 log = logging.getLogger("parallelformers_ng")
-
-Revive = Callable[[], WorkerGroup]
 
 _RETRY_SECONDS = 0.5  # pause after a failed attempt to start a group
 
 
 class Supervisor:
-    """An object that provides a running group, and replaces the group in the background after a worker has ended.
+    """An object that provides a running group. After `supervise`, a thread replaces the group if a worker has ended.
 
-    The supervising thread starts in the constructor and has only a weak reference to the supervisor. If the supervisor
-    is garbage-collected, its group and its thread end.
+    The thread has only a weak reference to the supervisor. If the supervisor is garbage-collected, its group and its
+    thread end.
 
     Args:
-        group: a running group.
-        revive: function that starts a new group, ready for requests; with None, the group is never replaced.
-        max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
-        restart_window: length of the time window in seconds.
+        group: a group that is running or starting.
 
     Attributes:
         current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
-
-    Raises:
-        OSError: this process cannot open more files.
     """
 
-    def __init__(
-        self, group: WorkerGroup, revive: Revive | None = None, max_restarts: int = 3, restart_window: float = 60.0
-    ) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self.current = (group, 0)
-        self._revive = revive
-        self._max_restarts, self._restart_window = max_restarts, restart_window
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False
         self._given_up: Callable[[], GroupError] | None = None
         self._thread: threading.Thread | None = None
-        if revive is not None:
-            self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
-            _stop_at_exit(self)
-            self._thread = threading.Thread(
-                target=_supervise,
-                args=(weakref.ref(self), self._wakeup, group.watch_descriptors()),
-                name="parallelformers_ng-supervisor",
-                daemon=True,
-            )
-            self._thread.start()
 
-    def ready(self, deadline: float) -> tuple[WorkerGroup, int]:
-        """Return the running group and its incarnation; while a new group starts, wait for the new group.
+    @property
+    def group(self) -> WorkerGroup:
+        """The current group, which may have died."""
+        return self.current[0]
 
-        Without `revive`, or after `stop`, the returned group may have died; a call of that group raises the reason.
+    @property
+    def incarnation(self) -> int:
+        """Number of restarts of the group."""
+        return self.current[1]
+
+    def supervise(self, revive: Callable[[], WorkerGroup], max_restarts: int, restart_window: float) -> None:
+        """Replace the group in the background after a worker has ended, from now on.
 
         Args:
-            deadline: latest time to return, in seconds of `time.monotonic`.
+            revive: function that starts a new group, ready for requests.
+            max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
+            restart_window: length of the time window in seconds.
+
+        Raises:
+            OSError: this process cannot open more files.
+        """
+        self._revive = revive
+        self._max_restarts, self._restart_window = max_restarts, restart_window
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
+        _stop_at_exit(self)
+        self._thread = threading.Thread(
+            target=_supervise,
+            args=(weakref.ref(self), self._wakeup, self.group.watch_descriptors()),
+            name="parallelformers_ng-supervisor",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int, float]:
+        """Return the running group, its incarnation, and `deadline`; while a new group starts, wait for the new group.
+
+        Without `supervise`, or after `stop`, the returned group may have died; a call of that group raises the reason.
+
+        Args:
+            deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
 
         Raises:
             DeadlineExpiredError: no group was ready before the deadline.
             RestartLimitError: the limit of restarts was reached; no new group will start.
             WrongProcessError: this is a forked process.
         """
-        group = self.current[0]
+        group = self.group
         group.check_process()
-        if self._revive is None or group.alive:
-            return self.current
+        deadline = group.deadline() if deadline is None else deadline
+        if self._thread is not None and not group.alive:
+            self._await_group(deadline)
+        return *self.current, deadline
+
+    def _await_group(self, deadline: float) -> None:
         with self._changed:
-            while not self.current[0].alive:
+            while not (self._stopped or self.group.alive):
                 if self._given_up is not None:
                     raise self._given_up()
-                if self._stopped:
-                    return self.current  # a call of this group raises the reason
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
                     raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
                 self._changed.wait(min(remaining_seconds, threading.TIMEOUT_MAX))
-            return self.current
 
     def stop(self) -> None:
         """Stop replacing the group. If a new group is starting, wait for the group and end it. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.current[0].owner:
+        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.group.owner:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join()
             self._close_wakeup()
@@ -112,10 +124,9 @@ class Supervisor:
         Returns:
             Descriptors that become readable when a worker of the new group ends; an empty list without a new group.
         """
-        assert self._revive is not None, "the supervising thread runs only with `revive`"
         ended, incarnation = self.current
         ended.wait_until_over()
-        why = ended.why_over()
+        why = ended.error()
         while not self._stopped and self._may_restart():
             began = time.monotonic()
             self._restarts.append(began)
@@ -123,7 +134,9 @@ class Supervisor:
                 group = self._revive()
                 descriptors = group.watch_descriptors()
             except Exception as error:  # callers get every error
-                self._note_failure(why, error)
+                if not self._stopped:
+                    log.warning("%s; the workers could not be started again: %s", why, error)
+                is_readable(self._wakeup, _RETRY_SECONDS)
                 continue
             with self._changed:
                 if not self._stopped:
@@ -134,13 +147,6 @@ class Supervisor:
             _close(descriptors)
             group.close()
         return []
-
-    def _note_failure(self, why: str, error: Exception) -> None:
-        if not self._stopped:
-            log.warning("%s; the workers could not be started again: %s", why, error)
-        wait = select.poll()
-        wait.register(self._wakeup, select.POLLIN)
-        wait.poll(_RETRY_SECONDS * 1000)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -180,10 +186,7 @@ def _stop_all() -> None:
 def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: list[int]) -> None:
     """Run the supervising thread: wait for the end of a worker, replace the group, and repeat."""
     while descriptors:
-        poll = select.poll()
-        for fd in (wakeup, *descriptors):
-            poll.register(fd, select.POLLIN)
-        poll.poll()
+        poll_of([wakeup, *descriptors]).poll()
         _close(descriptors)
         supervisor = reference()
         if supervisor is None or supervisor._stopped:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from parallelformers_ng.errors import GroupError, RequestTimeoutError, StartupError, WorkerDiedError
+from parallelformers_ng.errors import RequestTimeoutError, StartupError, WorkerDiedError
 from parallelformers_ng.runtime.forks import Fork, ForkServer
 from parallelformers_ng.runtime.spawn import REAP_SECONDS, ChildLink, Spawned, is_readable, send_signal
 from parallelformers_ng.wire.transport import Channel
@@ -19,16 +19,81 @@ log = logging.getLogger("parallelformers_ng")
 EXIT_SECONDS = 1.0  # maximum time between the end of a worker's socket and the end of its process
 
 
-class WorkerGoneError(GroupError):
-    """A worker has ended, or has closed its socket. Callers get a WorkerDiedError instead."""
+class Worker:
+    """The process of a rank, as a running group uses it.
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the worker of rank {rank} is gone")
-        self.rank = rank
+    Attributes:
+        rank: number of the rank.
+        channel: channel for messages to the rank.
+        pid: process id, on the host of the rank; 0 before the rank has a process.
+        pidfd: descriptor that is readable after the process has ended; -1 before the rank has a process.
+        host_name: name of the rank's host; None if the ranks are on one host.
+        unknown_end: text for an end of the process without a signal or exit code.
+    """
+
+    rank: int
+    channel: Channel
+    pid: int
+    pidfd: int
+    host_name: str | None = None
+    unknown_end = "with its fork server"
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """Wait up to `timeout` seconds for the end of the process; return whether it has ended or never existed."""
+        pidfd = self.pidfd  # read once: another thread may be closing it
+        return pidfd < 0 or is_readable(pidfd, timeout)
+
+    def kill(self) -> None:
+        """Kill the process at once, even if it is stopped."""
+        raise NotImplementedError
+
+    def reap(self) -> tuple[int | None, int | None]:
+        """Wait up to 5 s for the end of the process, and return (signal, exit code).
+
+        Either the signal or the exit code is None. Both are None if the process does not end in that time, if the exit
+        code is unknown, or if there is no process.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close all descriptors that this process has for the worker."""
+        raise NotImplementedError
+
+    def exit_status(self) -> tuple[int | None, int | None]:
+        """Return the same as `reap`; kill a worker that does not end within 1 s."""
+        if not self.has_ended(EXIT_SECONDS):
+            self.kill()
+        return self.reap()
+
+    def manner_of_end(self, number: int | None, code: int | None) -> str:
+        """Return how the process ended, as text; `number` and `code` are the result of `exit_status`."""
+        if number:
+            return f"signal {number}"
+        return self.unknown_end if code is None else f"exit code {code}"
+
+    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
+        """Return a function that makes the error about the end of this worker. Kill a worker that does not end in 1 s.
+
+        Args:
+            device_name: name of the worker's device, such as "cuda:0", for the message.
+
+        Returns:
+            Function without arguments. Each call makes a new error, so that several threads can raise the error.
+        """
+        number, code = self.exit_status()
+        where, device = "", device_name
+        if self.host_name is not None:
+            where, device = f" on host {self.host_name}", device_name.removesuffix(f" on {self.host_name}")
+        hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
+        text = (
+            f"the worker of rank {self.rank} (pid {self.pid}, {device}){where} died:"
+            f" {self.manner_of_end(number, code)}{hint}; a group needs all its ranks, so the group has ended"
+        )
+        return functools.partial(WorkerDiedError, text, self.rank, number, code, self.host_name)
 
 
-class WorkerProcess:
-    """One worker, from the parent's side. The worker has a process after `await_start`.
+class WorkerProcess(Worker):
+    """One worker that this process has started. The worker has a process after `await_start`.
 
     Args:
         rank: rank of the worker.
@@ -37,9 +102,7 @@ class WorkerProcess:
             or has ended, the worker is a fresh process.
 
     Attributes:
-        rank: argument `rank`.
-        link: link between this process and the worker.
-        channel: channel for messages, over the socket of the link.
+        link: link between this process and the worker; `channel` uses its socket.
 
     Raises:
         StartupError: the interpreter could not be started, or this process cannot open more files.
@@ -52,7 +115,7 @@ class WorkerProcess:
         with self._start_errors():
             self.link = ChildLink(f"rank-{rank}")
             try:
-                self._process: Fork | Spawned = Fork(server, self.link) if server else self._spawn()
+                self._use(Fork(server, self.link) if server else self._spawn())
             except BaseException:
                 self.link.close()
                 raise
@@ -60,6 +123,9 @@ class WorkerProcess:
 
     def _spawn(self) -> Spawned:
         return Spawned("parallelformers_ng.runtime.worker", self.link, self._environment)
+
+    def _use(self, process: Fork | Spawned) -> None:
+        self._process, self.pid, self.pidfd = process, process.pid, process.pidfd
 
     @contextlib.contextmanager
     def _start_errors(self) -> Iterator[None]:
@@ -87,35 +153,10 @@ class WorkerProcess:
                 log.debug("rank %d is started as a fresh process; the fork server has ended: %s", self.rank, why)
                 self._process.close()
                 self._process, self._server = self._spawn(), None
+        self._use(self._process)
         self.link.hand_over()
 
-    @property
-    def pid(self) -> int:
-        """Process id of the worker.
-
-        Raises:
-            StartupError: `await_start` has not returned yet.
-        """
-        if self._process.pid is None:
-            raise StartupError(f"rank {self.rank} has no process yet")
-        return self._process.pid
-
-    @property
-    def _has_process(self) -> bool:
-        return self._process.pid is not None
-
-    @property
-    def pidfd(self) -> int:
-        """Descriptor that is readable after the process has ended; -1 before `await_start`."""
-        return self._process.pidfd
-
-    def has_ended(self, timeout: float = 0.0) -> bool:
-        """Wait up to `timeout` seconds for the end of the process; return whether it has ended or never existed."""
-        pidfd = self.pidfd  # read once: another thread may be closing it
-        return pidfd < 0 or is_readable(pidfd, timeout)
-
     def kill(self) -> None:
-        """Kill the process at once, even if it is stopped."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGKILL)
 
@@ -123,64 +164,20 @@ class WorkerProcess:
         """Make a starting worker, or its fork server if the worker is not forked yet, write a traceback to its log."""
         if not self.has_ended():
             send_signal(self.pidfd, signal.SIGUSR1)
-        elif self._server is not None and not self._has_process:
+        elif self._server is not None and not self.pid:
             self._server.request_traceback()
 
-    def exit_status(self) -> tuple[int | None, int | None]:
-        """Return (signal, exit code) of a worker: either the signal or the exit code is None; both are None if the
-        exit code is unknown. A worker that does not end within 1 s is killed."""
-        if not self.has_ended(EXIT_SECONDS):
-            self.kill()
-        code = self.reap()
+    def reap(self) -> tuple[int | None, int | None]:
+        code = self._process.exit_code(REAP_SECONDS) if self.pid else None
         return (-code, None) if code is not None and code < 0 else (None, code)
-
-    def reap(self) -> int | None:
-        """Wait up to 5 s for a killed process and return its exit code, or minus its signal.
-
-        None if the process does not end in that time, if the exit code is unknown, or if there is no process.
-        """
-        return self._process.exit_code(REAP_SECONDS) if self._has_process else None
-
-    def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return a function that makes the error about the end of this worker. Kill a worker that does not end in 1 s.
-
-        Args:
-            device_name: name of the worker's device, such as "cuda:0", for the message.
-
-        Returns:
-            Function without arguments. Each call makes a new error, so that several threads can raise the error.
-
-        Raises:
-            StartupError: the worker has no process yet.
-        """
-        number, code = self.exit_status()
-        manner = manner_of_end(number, code)
-        hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
-        text = (
-            f"the worker of rank {self.rank} (pid {self.pid}, {device_name}) died: {manner}{hint}; "
-            "a group needs all its ranks, so the group has ended"
-        )
-        return functools.partial(WorkerDiedError, text, self.rank, number, code)
 
     def startup_log(self) -> str:
         """Return the end of the start log of the worker, or of its fork server if the worker is not forked yet."""
-        return self.link.log_tail() if self._server is None or self._has_process else self._server.link.log_tail()
+        return self.link.log_tail() if self._server is None or self.pid else self._server.link.log_tail()
 
     def close(self) -> None:
-        """Close all descriptors that this process has for the worker."""
+        self.pidfd = -1
         self.channel.close()
         self._process.close()
         self.link.close()
         self._server = None
-
-
-def manner_of_end(number: int | None, code: int | None) -> str:
-    """Return how a process ended, as text.
-
-    Args:
-        number: signal that killed the process, or None.
-        code: exit code of the process, or None.
-    """
-    if number:
-        return f"signal {number}"
-    return "with its fork server" if code is None else f"exit code {code}"

@@ -146,47 +146,29 @@ class Frame:
         self.fds = []
 
 
-@dataclass(slots=True)
-class FixedPart:
-    """The decoded first bytes of a frame, see `FIXED_PART`.
+def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tuple[FrameKind, int, int, int, int, int]:
+    """Decode and check the fixed part of a frame, before any memory is allocated for the variable part.
 
-    Attributes:
-        kind: purpose of the frame.
-        flags: bits of `Flag`.
-        sequence: number of the request that the frame belongs to.
-        size: bytes of the variable part.
-        outside: number of objects outside the pickle.
-        descriptors: number of file descriptors of the frame.
+    Args:
+        data: received bytes, with at least `FIXED_PART.size` bytes from `begin` on.
+        begin: offset of the frame.
+        descriptors: number of received file descriptors, possibly with descriptors of later frames.
+
+    Returns:
+        Kind, flags, sequence, bytes of the variable part, number of objects outside the pickle, number of descriptors.
+
+    Raises:
+        ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
     """
-
-    kind: FrameKind
-    flags: int
-    sequence: int
-    size: int
-    outside: int
-    descriptors: int
-
-    @classmethod
-    def read(cls, data: bytes | bytearray, begin: int, descriptors: int) -> FixedPart:
-        """Decode and check the fixed part of a frame, before any memory is allocated for the variable part.
-
-        Args:
-            data: received bytes, with at least `FIXED_PART.size` bytes from `begin` on.
-            begin: offset of the frame.
-            descriptors: number of received file descriptors, possibly with descriptors of later frames.
-
-        Raises:
-            ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
-        """
-        magic, version, kind, flags, sequence, size, outside, count = FIXED_PART.unpack_from(data, begin)
-        if magic != MAGIC or version != VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
-            raise ProtocolError(f"no frame of this version: {bytes(data[begin : begin + FIXED_PART.size]).hex()}")
-        shared = flags & Flag.MEMFD
-        if size > (MAX_BYTES if shared else INLINE_BYTES) or outside > MAX_OUTSIDE:
-            raise ProtocolError(f"a frame announces {size} bytes and {outside} objects, beyond the limits")
-        if count > descriptors or (shared and not count):
-            raise ProtocolError(f"a frame announces {count} file descriptors, but {descriptors} came")
-        return cls(_KINDS[kind], flags, sequence, size, outside, count)
+    magic, version, kind, flags, sequence, size, outside, count = FIXED_PART.unpack_from(data, begin)
+    if magic != MAGIC or version != VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
+        raise ProtocolError(f"no frame of this version: {bytes(data[begin : begin + FIXED_PART.size]).hex()}")
+    shared = flags & Flag.MEMFD
+    if size > (MAX_BYTES if shared else INLINE_BYTES) or outside > MAX_OUTSIDE:
+        raise ProtocolError(f"a frame announces {size} bytes and {outside} objects, beyond the limits")
+    if count > descriptors or (shared and not count):
+        raise ProtocolError(f"a frame announces {count} file descriptors, but {descriptors} came")
+    return _KINDS[kind], flags, sequence, size, outside, count
 
 
 def why_no_memory(error: OSError) -> str:
@@ -231,22 +213,11 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
     return fd
 
 
-def aligned_memory(size: int) -> memoryview:
-    """Return uninitialized CPU memory from torch. Some kernels need torch's alignment of 64 bytes.
-
-    The alignment is `gAlignment` in torch's `c10/core/alignment.h`.
-
-    Args:
-        size: number of bytes.
-
-    Raises:
-        RuntimeError: the system has no memory left.
-    """
-    return memoryview(torch.empty(size, dtype=torch.uint8, device="cpu").numpy())
-
-
 def own_copy(body: memoryview, outside: int) -> memoryview:
     """Return a copy of a frame's body; if objects are outside the pickle, tensors can use the copy's memory.
+
+    Some kernels need tensors in memory that is aligned to 64 bytes, as torch's memory is (`gAlignment` in its
+    `c10/core/alignment.h`).
 
     Args:
         body: variable part of the frame.
@@ -257,7 +228,7 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
     """
     if not outside:
         return memoryview(bytes(body))
-    copy = aligned_memory(len(body))
+    copy = memoryview(torch.empty(len(body), dtype=torch.uint8, device="cpu").numpy())
     copy[:] = body
     return copy
 

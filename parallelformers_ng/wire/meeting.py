@@ -96,7 +96,9 @@ class Listener:
                     self._greet()
                 elif fd in self._strangers and (admitted := self._hear(fd)) is not None:
                     return admitted
-            self._leave_silent()  # after reading: callers may have answered while `accept` was not running
+            now = time.monotonic()  # after reading: callers may have answered while `accept` was not running
+            for fd in [fd for fd, stranger in self._strangers.items() if stranger.until <= now]:
+                self._leave(fd)
             patient = min([deadline, *(stranger.until for stranger in self._strangers.values())])
             try:
                 wait(self._poll, patient, "nobody called before the deadline")
@@ -155,11 +157,6 @@ class Listener:
         caller_key, listener_key = _keys(self._key, nonces)
         _watch_peer(stranger.connection)
         return purpose.rstrip(b"\0"), (stranger.connection, Session(listener_key, caller_key))
-
-    def _leave_silent(self) -> None:
-        now = time.monotonic()
-        for fd in [fd for fd, stranger in self._strangers.items() if stranger.until <= now]:
-            self._leave(fd)
 
     def _leave(self, fd: int) -> None:
         self._poll.unregister(fd)

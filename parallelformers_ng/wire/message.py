@@ -47,7 +47,6 @@ _SIZE = struct.Struct("<q")
 _FILE = -1  # the size field of an open file
 _LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
-_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +167,6 @@ def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
 
 
 def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
-    if len(parts) == 2:  # no objects outside the pickle
-        return b"".join(part for _, part in parts)
     joined = bytearray(size)
     for begin, part in parts:
         joined[begin : begin + len(part)] = part
@@ -196,10 +193,10 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     fds, frame.fds = frame.fds, []
     descriptors = iter(fds)
     try:
-        pickled, parts, begin = _parts_of(frame)
+        pickled, parts = _parts_of(frame)
         outside: Iterator[Any] = iter(())
         if parts:
-            blob = torch.frombuffer(frame.body, dtype=torch.uint8, offset=begin) if begin < len(frame.body) else _EMPTY
+            blob = torch.frombuffer(frame.body, dtype=torch.uint8)
             if device is not None and device.type != "cpu":
                 blob = blob.to(device)
             outside = _outside(blob, parts, descriptors)
@@ -219,29 +216,23 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         raise
 
 
-def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]], int]:
-    """Return the pickle, `(offset, size)` of each object outside the pickle, and the begin of the first such object.
-
-    Offsets count from the first object; the size of a file is -1.
-    """
-    count = 1 + frame.outside
-    head = count * _SIZE.size
+def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
+    """Return the pickle, and `(offset, size)` of each object outside the pickle; the size of a file is -1."""
+    head = (1 + frame.outside) * _SIZE.size
     if len(frame.body) < head:
         raise ProtocolError(f"a message of {len(frame.body)} bytes announces {frame.outside} objects")
-    size, *sizes = struct.unpack_from(f"<{count}q", frame.body)
+    size, *sizes = struct.unpack_from(f"<{1 + frame.outside}q", frame.body)
     if size < 0 or min(sizes, default=0) < _FILE:
         raise ProtocolError(f"a message with a part of {min(size, *sizes)} bytes")
-    begin = end = head + size
+    end = head + size
     parts: list[tuple[int, int]] = []
     for each in sizes:
-        offset = _aligned(end)
-        if not parts:
-            begin = offset
-        parts.append((offset - begin, each))
-        end = end if each == _FILE else offset + each
+        parts.append((_aligned(end), each))
+        if each != _FILE:
+            end = _aligned(end) + each
     if end != len(frame.body):
         raise ProtocolError(f"a message of {len(frame.body)} bytes announces {end}")
-    return frame.body[head : head + size], parts, begin
+    return frame.body[head : head + size], parts
 
 
 def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
@@ -277,7 +268,7 @@ class _MessagePickler(ByValuePickler):
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
         # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
-        self._mine: dict[int, tuple[pickle.PickleBuffer, int | None]] = {}
+        self._mine: dict[int, pickle.PickleBuffer] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -293,20 +284,15 @@ class _MessagePickler(ByValuePickler):
 
     def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
         buffer = pickle.PickleBuffer(data)
-        self._mine[id(buffer)] = buffer, fd
+        self._mine[id(buffer)] = buffer
+        self.outside.append(buffer.raw() if fd is None else None)
+        if fd is not None:
+            self.fds.append(fd)
         return buffer
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         """Return whether a buffer goes into the pickle, as buffers of numpy do; pickle calls this for every buffer."""
-        if id(buffer) not in self._mine:
-            return True
-        fd = self._mine[id(buffer)][1]
-        if fd is None:
-            self.outside.append(buffer.raw())
-        else:
-            self.outside.append(None)
-            self.fds.append(fd)
-        return False
+        return id(buffer) not in self._mine
 
 
 def _is_of_library(obj: Any) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelformers_ng.errors import ProtocolError
-from parallelformers_ng.wire.frame import FIXED_PART, MAX_BYTES, FixedPart, Flag, Frame, Packed, own_copy
+from parallelformers_ng.wire.frame import FIXED_PART, MAX_BYTES, Flag, Frame, Packed, own_copy, read_fixed_part
 from parallelformers_ng.wire.transport import Channel
 
 SIZE = struct.Struct("<Q")
@@ -133,20 +133,19 @@ def _frame(body: memoryview) -> Frame:
     if sizes_at < FIXED_PART.size:
         raise ProtocolError(f"a record of {len(body)} bytes announces {count} files, which do not fit")
     sizes = [size for (size,) in SIZE.iter_unpack(body[sizes_at:])]
-    fixed = FixedPart.read(bytes(body[: FIXED_PART.size]), 0, count)
-    shared = bool(fixed.flags & Flag.MEMFD)
-    begin = FIXED_PART.size + (0 if shared else fixed.size)
-    if begin + sum(sizes) != sizes_at or (shared and fixed.size > sizes[-1]):
+    kind, flags, sequence, size, outside, _ = read_fixed_part(bytes(body[: FIXED_PART.size]), 0, count)
+    shared = flags & Flag.MEMFD
+    begin = FIXED_PART.size + (0 if shared else size)
+    if begin + sum(sizes) != sizes_at or (shared and size > sizes[-1]):
         raise ProtocolError(f"a record of {len(body)} bytes announces files of other sizes than it contains")
     content = body[FIXED_PART.size : begin]
     files: list[memoryview] = []
-    for size in sizes:
-        files.append(body[begin : begin + size])
-        begin += size
+    for file_size in sizes:
+        files.append(body[begin : begin + file_size])
+        begin += file_size
     if shared:
-        content = files.pop()[: fixed.size]
-    own = own_copy(content, fixed.outside)
-    return Frame(fixed.kind, fixed.flags, fixed.sequence, own, fixed.outside, _as_descriptors(files))
+        content = files.pop()[:size]
+    return Frame(kind, flags, sequence, own_copy(content, outside), outside, _as_descriptors(files))
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:

@@ -14,13 +14,13 @@ from parallelformers_ng.errors import ChannelClosedError, ProtocolError, Request
 from parallelformers_ng.wire.frame import (
     FIXED_PART,
     MAX_DESCRIPTORS,
-    FixedPart,
     Flag,
     Frame,
     FrameKind,
     Packed,
     map_memfd,
     own_copy,
+    read_fixed_part,
 )
 from parallelformers_ng.wire.message import decode, encode, pack
 
@@ -169,26 +169,26 @@ class Channel:
         """
         try:
             self._fill(FIXED_PART.size, deadline)
-            fixed = FixedPart.read(self._ahead, self._begin, len(self._fds))
-            shared = bool(fixed.flags & Flag.MEMFD)
-            size = FIXED_PART.size + (0 if shared else fixed.size)
+            kind, flags, sequence, variable, outside, count = read_fixed_part(self._ahead, self._begin, len(self._fds))
+            shared = flags & Flag.MEMFD
+            size = FIXED_PART.size + (0 if shared else variable)
             self._fill(size, deadline)
             # The frame is complete. No code below waits.
             if shared:
-                body = map_memfd(self._fds[fixed.descriptors - 1], fixed.size)
+                body = map_memfd(self._fds[count - 1], variable)
             else:
-                body = own_copy(self._free[self._begin + FIXED_PART.size : self._begin + size], fixed.outside)
-            if len(self._fds) > fixed.descriptors and self._end == self._begin + size:
-                more = len(self._fds) - fixed.descriptors
+                body = own_copy(self._free[self._begin + FIXED_PART.size : self._begin + size], outside)
+            more = len(self._fds) - count
+            if more and self._end == self._begin + size:
                 raise ProtocolError(f"{more} more file descriptors came with a frame than the frame announces")
         except ProtocolError:
             self._close_descriptors()
             raise
         self._begin += size
-        fds, self._fds = self._fds[: fixed.descriptors], self._fds[fixed.descriptors :]
+        fds, self._fds = self._fds[:count], self._fds[count:]
         if shared:
             os.close(fds.pop())
-        return Frame(fixed.kind, fixed.flags, fixed.sequence, body, fixed.outside, fds)
+        return Frame(kind, flags, sequence, body, outside, fds)
 
     def _fill(self, size: int, deadline: float) -> None:
         """Read ahead until at least `size` bytes are not taken yet."""

@@ -45,7 +45,7 @@ class Call:
     kwargs: dict[str, Any]
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     unsure: bool = False
-    rng: bytes | None = None
+    rng: bytes = b""
     autocast: torch.dtype | None = None
     configs: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str | None] = field(default_factory=dict)

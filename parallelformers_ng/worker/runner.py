@@ -25,7 +25,7 @@ from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
-from parallelformers_ng.generation.caches import CacheInfo, CacheTable, map_handles, mapped
+from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
@@ -34,12 +34,11 @@ from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
-from parallelformers_ng.hooks.pickling import HookChanges
 from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
-from parallelformers_ng.live_code.packing import CodeChanges, Digests
+from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
@@ -75,12 +74,14 @@ class ModelRunner(RankWeights):
         code: the caller's changes of code that this process has applied.
         kept: data that the rank keeps from one call for later calls.
         caches: caches of the rank, by number.
-        hooks: the caller's forward hooks; None if there are no hooks.
+        hooks: the caller's forward hooks; set by `build`.
         generating: modules of the model that have a `generate`.
         adapters: active adapters; None before the first call of a model with adapters.
         alike: whether the devices of all ranks compute and draw the same numbers.
         kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
     """
+
+    differences = staticmethod(differences)
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
         super().__init__(rank, device, emit)
@@ -104,9 +105,7 @@ class ModelRunner(RankWeights):
         super()._clear()
         keep_caches(None)
         self.caches = CacheTable()
-        self.hooks: InstalledHooks | None = None
-        # Hooks of the running call, or of a failed call whose changes by hooks the caller may still read.
-        self._latest_hooks: InstalledHooks | None = None
+        self.hooks: Any = None
         self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
         self.alike = True
@@ -138,6 +137,7 @@ class ModelRunner(RankWeights):
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
         self.model = model
+        self.hooks = InstalledHooks(model, self._outgoing)
         self.kernels = StepKernels.of(model, self.device)
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
@@ -197,17 +197,14 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
-        answer = Answer(
+        return Answer(
             output=output,
-            rng=draws.moved,
+            rng=draws.moved(),
             caches={number: self.caches.info(number) for number in used},
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
-            hook_changes=None if call.hooks is None else self.hook_changes(call.cache_block),
+            hook_changes=self.hooks.changes(call.cache_block),
         )
-        if call.hooks is not None:
-            self._latest_hooks = None
-        return answer
 
     def decode_rows(self, order: Round) -> News:
         """Run one round of a batch, and return this rank's report; see `RankBatch.run`.
@@ -233,11 +230,6 @@ class ModelRunner(RankWeights):
         with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
             return self.kept.batch.run(order, calls)
 
-    def hook_changes(self, cache_block: int) -> HookChanges | None:
-        """Return the changes by the caller's forward hooks in the call with this `cache_block`, even if that call
-        failed; None if the call had no hooks."""
-        return None if self._latest_hooks is None else self._latest_hooks.changes(cache_block)
-
     def recorder(self) -> CudaRecorder | str:
         """Return a recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
         if self.device.type != "cuda":
@@ -251,7 +243,7 @@ class ModelRunner(RankWeights):
     @contextlib.contextmanager
     def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
         """Run a request in this context without waits for the device: ids, masks and stops are checked at its end."""
-        watched = self.hooks is not None or any(kwargs.get(name) is not None for name in STATEFUL)
+        watched = self.hooks.present or any(kwargs.get(name) is not None for name in STATEFUL)
         try:
             with look_ups.checked_look_ups(), known_masks(models), deferring(not watched):
                 yield
@@ -262,10 +254,7 @@ class ModelRunner(RankWeights):
     @contextlib.contextmanager
     def _capturing(self, module: Any, wanted: bool) -> Iterator[Callable[[], str]]:
         """Capture decode steps in this context if `wanted`; yield a function that returns why none were captured."""
-        if not wanted:
-            yield str
-            return
-        captured = self._captured_steps("call")
+        captured = self._captured_steps("call") if wanted else ""
         if isinstance(captured, str):
             yield lambda: captured
             return
@@ -289,39 +278,6 @@ class ModelRunner(RankWeights):
         """Delete the recordings of steps, and free the memory of their caches."""
         self.kept.forget_steps()
 
-    def cache(
-        self, number: int, method: str, args: tuple, kwargs: dict, block: int, subcache: str = ""
-    ) -> tuple[Any, CacheInfo]:
-        """Call a method of a cache of this rank, or of its subcache `subcache`.
-
-        Args:
-            number: number of the cache.
-            method: name of the method; "copy" copies the cache.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-            block: number of the request's block, which a new cache's number follows.
-            subcache: name of the subcache; "" for the whole cache.
-
-        Returns:
-            Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
-
-        Raises:
-            KeyError: this rank has no cache of that number.
-            Exception: an error of the method.
-        """
-        self.caches.last_number = block
-        with torch.inference_mode():
-            result = self.caches.run(number, method, args, kwargs, subcache)
-        return result, self.caches.info(number)
-
-    def cache_info(self, number: int) -> CacheInfo | None:
-        """Return the facts about a cache, see `CacheTable.certain_info`."""
-        return self.caches.certain_info(number)
-
-    def held_caches(self) -> int:
-        """Return the number of caches that this rank holds."""
-        return len(self.caches)
-
     def _prepare(self, call: Call) -> None:
         if call.freed_caches:
             self.caches.free(call.freed_caches)
@@ -329,11 +285,8 @@ class ModelRunner(RankWeights):
         if call.code is not None:
             self._take_code(call.code)
             self.kept.let_go(self.model)
-        if call.hooks is not None or self.hooks is not None:
-            self.hooks = self.hooks or InstalledHooks(self.model, self._handle)
+        if call.hooks is not None or self.hooks.present:
             self.hooks.install(call.hooks, call.cache_block)
-            self._latest_hooks = self.hooks if call.hooks is not None else self._latest_hooks
-            self.hooks = None if call.hooks is None else self.hooks
             self.kept.let_go(self.model)  # hooks change what the model computes, and may set attributes of modules
         if call.attributes or call.configs or call.environment:
             self._take_changes(call)
@@ -341,10 +294,6 @@ class ModelRunner(RankWeights):
             call.adapters.activate(layers_with_adapters(self.model))
             self.adapters = call.adapters
             self.kept.let_go(self.model)
-
-    def differences(self, digests: Digests) -> Digests:
-        """Compare the caller's code with the code that this process imports, see `live_code.changes.differences`."""
-        return differences(digests)
 
     def _take_code(self, changes: CodeChanges) -> None:
         """Apply the caller's changes of code to this process, from now on."""
@@ -360,17 +309,12 @@ class ModelRunner(RankWeights):
         used.add(number)
         return self.caches.get(number, subcache)
 
-    def _outgoing(self, part: Cache | OwnHeads, known: Container[int]) -> Any:
-        """Return a part of an output for the caller: a cache becomes a handle, and attention weights are gathered."""
-        return gathered(part) if isinstance(part, OwnHeads) else self._handle(part, known)
-
-    def _handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """Return the handle that the caller gets for a cache; see `CacheTable.handle`."""
-        return self.caches.handle(handed_out(cache), known)
+    def _outgoing(self, part: Cache | OwnHeads, known: Container[int] = ()) -> Any:
+        """Return a part of an output for the caller: the handle of a cache, or all heads of attention weights."""
+        return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), known)
 
     def _take_changes(self, call: Call) -> None:
-        """Set attributes of modules, attributes of configurations and environment variables to the caller's changed
-        values."""
+        """Set attributes of modules and configurations, and environment variables, to the caller's changed values."""
         for (path, name), value in call.attributes.items():
             setattr(self.model.get_submodule(path), name, value)
         for name, value in call.configs.items():

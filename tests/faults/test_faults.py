@@ -185,7 +185,7 @@ def test_error_of_one_rank_leaves_group_working(groups, place, want):
     cache = model(ids[:, :-1], use_cache=True).past_key_values
     assert torch.allclose(model(ids[:, -1:], past_key_values=cache).logits, wanted, atol=1e-5)
     assert is_right(model, want)
-    assert group.call_each("held_caches", [()] * 2) == [1, 1]
+    assert group.call_each("caches.held", [()] * 2) == [1, 1]
     assert deployment_of(model).pids == pids
     model.deparallelize()
 

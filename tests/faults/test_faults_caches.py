@@ -46,7 +46,7 @@ def test_cache_written_by_a_failed_request_is_refused(groups, end):
     gc.collect()
     cache = model(ids[:, :-1]).past_key_values
     assert cache.get_seq_length() == ids.shape[1] - 1
-    assert group.call_each("held_caches", [()] * 2) == [1, 1]
+    assert group.call_each("caches.held", [()] * 2) == [1, 1]
     model.deparallelize()
 
 
@@ -75,5 +75,5 @@ def test_callers_cache_can_be_filled_after_failure(groups):
         model(ids, past_key_values=cache)
     model(ids, past_key_values=cache)
     assert cache.get_seq_length() == ids.shape[1]
-    assert group.call_each("held_caches", [()] * 2) == [1, 1]
+    assert group.call_each("caches.held", [()] * 2) == [1, 1]
     model.deparallelize()

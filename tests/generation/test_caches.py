@@ -111,8 +111,8 @@ def test_dropped_handles_free_the_workers_memory(llama: Pair) -> None:
     gc.collect()
     llama.parallel(**llama.inputs, use_cache=False)
     deployment = deployment_of(llama.parallel)
-    group, _ = deployment.replicas[0].ready()
-    assert group.call("held_caches") <= 1
+    group, _, _ = deployment.replicas[0].ready()
+    assert group.call("caches.held") <= 1
 
 
 def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
@@ -143,7 +143,7 @@ def test_the_halves_of_an_encoder_decoder_cache(groups) -> None:
         gc.collect()
         model(**seq2seq_inputs(), use_cache=False)
         deployment = deployment_of(model)
-        assert deployment.replicas[0].ready()[0].call("held_caches") == 0
+        assert deployment.replicas[0].ready()[0].call("caches.held") == 0
 
 
 def test_decoder_half_of_a_cache_can_be_passed(groups) -> None:

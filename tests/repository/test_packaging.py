@@ -25,7 +25,7 @@ if __name__ == "__main__":
     from parallelformers_ng.runtime.group import WorkerGroup
     print(parallelformers_ng.__file__, gpt2.__file__, len(written_policies()), sep="\\n")
     with WorkerGroup(1, target="parallelformers_ng.worker.runner:ModelRunner", threads=1) as group:
-        print(group.call("held_caches"))
+        print(group.call("caches.held"))
 """
 
 

@@ -21,14 +21,14 @@ def test_interrupt_at_any_step_keeps_the_group(groups):
     """The test interrupts between two bytecodes of the package, like a signal, for a sample of all bytecodes."""
     group, missed = groups(2), []
     # A call polls for its answer: the later the answer comes, the more steps the call has.
-    steps = min(10**6 - _strike_at(10**6, lambda: group.call("held_caches")) for _ in range(9))
+    steps = min(10**6 - _strike_at(10**6, lambda: group.call("caches.held")) for _ in range(9))
     for step in sorted(random.Random(0).sample(range(1, steps), 60)):
         try:
-            _strike_at(step, lambda: group.call("held_caches"))
+            _strike_at(step, lambda: group.call("caches.held"))
             missed.append(step)
         except KeyboardInterrupt:
             pass
-        assert group.call_each("held_caches", [()] * 2) == [0, 0], step
+        assert group.call_each("caches.held", [()] * 2) == [0, 0], step
     assert len(missed) < 10, "most calls have at least as many steps as the shortest of nine"
 
 
@@ -77,5 +77,5 @@ def test_finalizer_of_a_handle_loses_no_interrupt(groups):
     sys.settrace(before)
     assert not steps
     model(token_ids(rows=1), use_cache=False)
-    assert deployment_of(model).replicas[0].ready(float("inf"))[0].call("held_caches") == 0
+    assert deployment_of(model).replicas[0].ready(float("inf"))[0].call("caches.held") == 0
     model.deparallelize()

@@ -121,7 +121,7 @@ def test_notes_of_a_failed_call_outlive_other_requests(groups, monkeypatch: pyte
 
     def late(name: str) -> Any:
         def called(method: str, *args: Any, **kwargs: Any) -> Any:
-            if method == "hook_changes":
+            if method == "hooks.changes":
                 rng = torch.get_rng_state().numpy().tobytes()
                 ask["call"]("run", Call("", "num_parameters", (), {}, rng=rng, cache_block=1 << 40))
             return ask[name](method, *args, **kwargs)
