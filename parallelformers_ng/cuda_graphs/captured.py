@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
@@ -337,16 +338,9 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return this rank's failure, or a text about another rank's failure, so that all ranks decide alike."""
-        if self._communicator.world_size == 1:
-            return failure
-        has_failed = torch.tensor([bool(failure)], device=self._device())
-        failed = self._communicator.all_gather(has_failed).tolist()
-        return failure or ("another rank cannot record its part" if any(failed) else "")
-
-    def _device(self) -> torch.device:
+        """Return the first rank's failure, "" if no rank has failed, so that all ranks decide alike."""
         assert self._current is not None
-        return self._current.layers[0].keys.device
+        return agreed(self._communicator, self._current.layers[0].keys.device, lambda: failure)
 
 
 def odd_output(output: Any, cache: Any) -> str:
