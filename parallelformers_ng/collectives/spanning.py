@@ -128,8 +128,7 @@ def interface_of(address: str) -> str:
         StartupError: no interface has the address.
         OSError: `address` is not an IP address.
     """
-    find = _find_6 if ":" in address else _find_4
-    interface = find(address)
+    interface = _find_6(address) if ":" in address else _find_4(address)
     if interface is None:
         raise StartupError(
             f"no network interface of this machine has the address {address}, which NCCL should use; set"

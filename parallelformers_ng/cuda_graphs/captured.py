@@ -275,7 +275,8 @@ class CapturedSteps:
 
     def _step(self, reusable: ReusableCache, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if args or not _is_step(kwargs):
+            ids = kwargs.get("input_ids")
+            if args or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
                 raise Uncapturable("a step has more than one token per row")
             if not reusable.is_filled:
                 raise Uncapturable("a layer of the cache stays empty")
@@ -350,11 +351,6 @@ def odd_output(output: Any, cache: Any) -> str:
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")
     return f"the output of a step has {', '.join(more)}" if more else ""
-
-
-def _is_step(kwargs: dict[str, Any]) -> bool:
-    ids = kwargs.get("input_ids")
-    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
 
 
 def _model_obstacle(model: Any) -> str:

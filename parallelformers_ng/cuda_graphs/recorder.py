@@ -68,7 +68,10 @@ class CudaRecorder:
                 output = step()
         except BaseException:
             graph.reset()
-            self._clean_up_after_failure()
+            # A failed capture leaves the pool unusable, and the device's generator in capture mode.
+            self._pool = torch.cuda.graph_pool_handle()
+            generator = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
         self._graphs += 1
         return output, graph
@@ -92,12 +95,6 @@ class CudaRecorder:
         self._graphs -= 1
         if self._graphs == 0:
             self._pool = torch.cuda.graph_pool_handle()
-
-    def _clean_up_after_failure(self) -> None:
-        """Replace the pool and reset the device's generator, which a failed capture leaves in capture mode."""
-        self._pool = torch.cuda.graph_pool_handle()
-        generator = torch.cuda.default_generators[self._device.index]
-        generator.graphsafe_set_state(generator.clone_state())
 
 
 class Uncapturable(Exception):
