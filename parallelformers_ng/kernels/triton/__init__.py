@@ -3,7 +3,7 @@
 - `norm_kernel.py`, 2 kernels of a layer: s = x + d, y = norm(s) ⊙ w.
 - `rotary_kernel.py`, 1: rotates q and k by their positions; writes k and v to the cache.
 - `slot_attention.py`, 2: softmax(q Kᵀ · scale) V, with the keys split among programs.
-- `gate_kernel.py`, 1: y = act(g) ⊙ u.
+- `gate_kernel.py`, 1: y = silu(g) ⊙ u.
 - `byte_product.py`, 1 or, for few outputs, 2, and `nibble_product.py`, 1 for up to three weights: y = x (s ⊙ Q)ᵀ + b.
 
 Each file has a kernel, its launch, an operator of torch that launches it, and a twin: the same function in plain torch.

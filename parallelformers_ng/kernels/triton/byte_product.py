@@ -97,7 +97,10 @@ def byte_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_kernel(parts, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up to BLOCK partial results of each split, the first split first. `sum_launch` describes the arguments."""
+    """Add up to BLOCK partial results of each split, the first split first.
+
+    `parts` is `[splits, rows, outputs]`, and y is `[rows, outputs]`, both contiguous.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows * outputs
     sums = tl.zeros([BLOCK], tl.float32)
@@ -134,20 +137,11 @@ def byte_product_launches(
     sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     arguments = joint_arguments(x, weights, scales, biases, y) | {"y": sums, "splits": splits}
     product = Launch(byte_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=4)
-    return [product] if splits == 1 else [product, sum_launch(sums, y)]
-
-
-def sum_launch(parts: Tensor, y: Tensor) -> Launch:
-    """Return the launch that adds the partial results of a product's splits.
-
-    Args:
-        parts: partial results, `[splits, rows, outputs]`, fp32, contiguous.
-        y: output, `[rows, outputs]`, contiguous.
-    """
-    splits, rows, outputs = parts.shape
-    arguments: dict[str, Any] = {"parts": parts, "y": y, "rows": rows, "outputs": outputs}
-    constants: dict[str, Any] = {"SPLITS": splits, "BLOCK": _SUMS_AT_ONCE}
-    return Launch(sum_kernel, (-(-rows * outputs // _SUMS_AT_ONCE),), arguments, constants, warps=2)
+    if splits == 1:
+        return [product]
+    arguments = {"parts": sums, "y": y, "rows": y.shape[0], "outputs": y.shape[1]}
+    constants = {"SPLITS": splits, "BLOCK": _SUMS_AT_ONCE}
+    return [product, Launch(sum_kernel, (-(-y.numel() // _SUMS_AT_ONCE),), arguments, constants, warps=2)]
 
 
 def splits_of(tiles: int, inputs: int) -> int:

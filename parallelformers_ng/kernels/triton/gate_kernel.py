@@ -1,6 +1,6 @@
 """The gate of a feed-forward.
 
-    y = act(g) ⊙ u         act: SiLU, GELU, or GELU by tanh
+    y = silu(g) ⊙ u
 
 Launches: 1, with a program for each piece of a row.
 Bytes: g and u are read once, y is written once. g and u may be views of one product.
@@ -18,13 +18,12 @@ from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _BLOCK = 1024
 
 
 @triton.jit
-def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute up to BLOCK columns of one row of y = act(g) * u. `gate_launch` describes the arguments.
+def gate_kernel(g, u, y, columns, g_row, u_row, BLOCK: tl.constexpr):
+    """Compute up to BLOCK columns of one row of y = silu(g) * u. `gate_launch` describes the arguments.
 
     `g_row` and `u_row` are distances between rows, in elements.
     """
@@ -33,50 +32,38 @@ def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK:
     inside = column < columns
     gate = tl.load(g + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(u + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        active = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # 0.5 · (1 + tanh z) is the sigmoid of 2z
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-inner))
+    active = gate / (1.0 + tl.exp(-gate))
     tl.store(y + row * columns + column, (active * up).to(y.dtype.element_ty), mask=inside)
 
 
-def gate_launch(g: Tensor, u: Tensor, y: Tensor, activation: str) -> Launch:
-    """Return the launch that writes y = act(g) ⊙ u.
+def gate_launch(g: Tensor, u: Tensor, y: Tensor) -> Launch:
+    """Return the launch that writes y = silu(g) ⊙ u.
 
     Args:
         g, u: `[rows, columns]`, dense along the columns.
         y: output, `[rows, columns]`, contiguous.
-        activation: name of act, one of `ACTIVATIONS`.
     """
     rows, columns = g.shape
     arguments: dict[str, Any] = {"g": g, "u": u, "y": y, "columns": columns, "g_row": g.stride(0), "u_row": u.stride(0)}
-    constants: dict[str, Any] = {"ACTIVATION": activation, "BLOCK": _BLOCK}
-    return Launch(gate_kernel, (rows, -(-columns // _BLOCK)), arguments, constants)
+    return Launch(gate_kernel, (rows, -(-columns // _BLOCK)), arguments, {"BLOCK": _BLOCK})
 
 
-@operator("gated(Tensor g, Tensor u, str activation) -> Tensor")
-def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
-    """Return y = act(g) ⊙ u, contiguous.
+@operator("gated(Tensor g, Tensor u) -> Tensor")
+def gated(g: Tensor, u: Tensor) -> Tensor:
+    """Return y = silu(g) ⊙ u, contiguous.
 
     Args:
         g, u: `[rows, 1, columns]`, dense along the columns.
-        activation: name of act, one of `ACTIVATIONS`.
     """
     y = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    gate_launch(g.flatten(0, -2), u.flatten(0, -2), y, activation).run()
+    gate_launch(g.flatten(0, -2), u.flatten(0, -2), y).run()
     return y
 
 
-def gate_twin(g: Tensor, u: Tensor, activation: str) -> Tensor:
+def gate_twin(g: Tensor, u: Tensor) -> Tensor:
     """Return the result of `gated`, computed by plain torch.
 
     Args:
         g, u: tensors of equal shape.
-        activation: name of act, one of `ACTIVATIONS`.
     """
-    if activation == "silu":
-        return functional.silu(g) * u
-    return functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u
+    return functional.silu(g) * u

@@ -32,8 +32,7 @@ class Launch:
     def run(self) -> None:
         """Queue the kernel on the current stream. A grid with a 0 launches nothing."""
         if all(self.grid):
-            options = {"num_warps": self.warps, "num_stages": self.stages}
-            self.kernel[self.grid](**self.arguments, **self.constants, **options)
+            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
 _library = torch.library.Library("parallelformers_ng", "FRAGMENT")

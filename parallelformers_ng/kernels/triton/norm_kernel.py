@@ -1,7 +1,6 @@
 """The sum of a residual and its norm.
 
     s = x + d        y = s / √(mean(s²) + ε) ⊙ w                          (RMSNorm)
-                     y = (s − mean(s)) / √(var(s) + ε) ⊙ w + b            (LayerNorm).
 
 s is rounded to the data type of x before its norm, as modelling code does.
 
@@ -27,9 +26,9 @@ _COLUMNS_PER_WARP = 1024
 
 @triton.jit
 def norm_kernel(
-    x, d, w, b, s, y,
+    x, d, w, s, y,
     columns, x_row, d_row, epsilon,
-    CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of s = x + d and of y, the norm of s. `norm_launch` describes the arguments.
 
@@ -44,83 +43,67 @@ def norm_kernel(
         rounded = states.to(s.dtype.element_ty)
         tl.store(s + row * columns + column, rounded, mask=inside)
         states = rounded.to(tl.float32)
-    if CENTERED:
-        states = tl.where(inside, states - tl.sum(states) / columns, 0.0)
     normed = states * tl.rsqrt(tl.sum(states * states) / columns + epsilon)
     normed *= tl.load(w + column, mask=inside, other=0.0).to(tl.float32)
-    if b is not None:
-        normed += tl.load(b + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * columns + column, normed.to(y.dtype.element_ty), mask=inside)
 
 
-def norm_launch(
-    x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool, s: Tensor, y: Tensor
-) -> Launch:
+def norm_launch(x: Tensor, d: Tensor | None, w: Tensor, epsilon: float, s: Tensor, y: Tensor) -> Launch:
     """Return the launch that writes s = x + d and y, the norm of s.
 
     Args:
         x, d: `[rows, columns]`, dense along the columns, with at most `MOST_COLUMNS` columns. If d is None, y is the
             norm of x, and s is not written.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        w: weight of the norm, `[columns]`.
         epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
         s, y: outputs, `[rows, columns]`, contiguous.
     """
     rows, columns = x.shape
     block = power_of_two(columns)
-    arguments: dict[str, Any] = {"x": x, "d": d, "w": w, "b": b, "s": s, "y": y, "columns": columns}
+    arguments: dict[str, Any] = {"x": x, "d": d, "w": w, "s": s, "y": y, "columns": columns}
     arguments |= {"x_row": x.stride(0), "d_row": 0 if d is None else d.stride(0), "epsilon": epsilon}
     warps = min(8, max(1, block // _COLUMNS_PER_WARP))
-    return Launch(norm_kernel, (rows,), arguments, {"CENTERED": centered, "BLOCK": block}, warps)
+    return Launch(norm_kernel, (rows,), arguments, {"BLOCK": block}, warps)
 
 
-@operator("norm(Tensor x, Tensor w, Tensor? b, float epsilon, bool centered) -> Tensor")
-def norm(x: Tensor, w: Tensor, b: Tensor | None, epsilon: float, centered: bool) -> Tensor:
+@operator("norm(Tensor x, Tensor w, float epsilon) -> Tensor")
+def norm(x: Tensor, w: Tensor, epsilon: float) -> Tensor:
     """Return the norm of x, contiguous and of the shape of x.
 
     Args:
         x: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        w: weight of the norm, `[columns]`.
         epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
     """
     rows, y = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    norm_launch(rows, None, w, b, epsilon, centered, y, y).run()
+    norm_launch(rows, None, w, epsilon, y, y).run()
     return y
 
 
-@operator("sum_and_norm(Tensor x, Tensor d, Tensor w, Tensor? b, float epsilon, bool centered) -> (Tensor, Tensor)")
-def sum_and_norm(
-    x: Tensor, d: Tensor, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
-) -> tuple[Tensor, Tensor]:
+@operator("sum_and_norm(Tensor x, Tensor d, Tensor w, float epsilon) -> (Tensor, Tensor)")
+def sum_and_norm(x: Tensor, d: Tensor, w: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return s = x + d and the norm of s, contiguous and of the shape of x.
 
     Args:
         x, d: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        w: weight of the norm, `[columns]`.
         epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
     """
     s, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rows, added = (each.reshape(-1, x.shape[-1]) for each in (x, d))
-    norm_launch(rows, added, w, b, epsilon, centered, s, y).run()
+    norm_launch(rows, added, w, epsilon, s, y).run()
     return s, y
 
 
-def norm_twin(
-    x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
-) -> tuple[Tensor, Tensor]:
+def norm_twin(x: Tensor, d: Tensor | None, w: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return s = x + d and the norm of s, computed by plain torch. If d is None, s is x.
 
     Args:
         x, d: `[…, columns]`.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
+        w: weight of the norm, `[columns]`.
         epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
     """
     s = x if d is None else x + d
     wide = s if s.dtype is torch.float64 else s.float()
-    if centered:
-        wide = wide - wide.mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * w
-    return s, (normed if b is None else normed + b).to(x.dtype)
+    return s, normed.to(x.dtype)

@@ -1,6 +1,6 @@
 """Attention of one query of each row over a slot cache, `[rows, kv_heads, positions, width]`.
 
-    y = softmax(scale · q Kᵀ + slope · (t − e + 1)) V          t: position of a key, e: keys of the row
+    y = softmax(scale · q Kᵀ) V          t: position of a key, e: keys of the row
 
 Rows have lengths of their own, which lie on the device. A row attends to the positions t < e that its window reaches
 and its mask shows. A row that attends to nothing gets zeros. Query heads of one key/value head share its loads.
@@ -37,7 +37,7 @@ _MOST_SPLITS = 64
 
 @triton.jit(do_not_specialize=["splits"])
 def split_kernel(
-    q, keys, values, mask, slopes, lengths, parts, largest, sums,
+    q, keys, values, mask, lengths, parts, largest, sums,
     kv_heads, groups, room, splits, new, window, q_row, key_row, key_head, value_row, value_head,
     mask_row, length_row, scale,
     QUERIES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -64,9 +64,6 @@ def split_kernel(
     states = tl.load(
         q + row * q_row + heads_at[:, None] + column[None, :], mask=is_query[:, None] & is_column[None, :], other=0.0
     )
-    slope = tl.zeros([QUERIES], tl.float32)
-    if slopes is not None:
-        slope = tl.load(slopes + head * groups + query, mask=is_query, other=0.0)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mixed = tl.zeros([QUERIES, BLOCK], tl.float32)
@@ -81,8 +78,6 @@ def split_kernel(
         loaded = shown[:, None] & is_column[None, :]
         key = tl.load(keys_at + place, mask=loaded, other=0.0)
         scores = tl.dot(states, tl.trans(key), input_precision="ieee") * scale
-        if slopes is not None:
-            scores += slope[:, None] * (position - end + 1).to(tl.float32)[None, :]
         scores = tl.where(shown[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
@@ -127,7 +122,7 @@ def combine_kernel(
 
 def attention_launches(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float, y: Tensor,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
+    mask: Tensor | None = None, window: int = 0, counter: Tensor | None = None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Return two launches, to run in order, that write attention y of one query of each row over a cache.
 
@@ -144,7 +139,6 @@ def attention_launches(
         y: output, `[rows, heads · width]`, contiguous. A row that attends to no position gets zeros.
         mask: bytes, `[rows or 1, positions]`; 0 hides a position. None hides no position.
         window: number of last positions that a row attends to; 0 for all positions.
-        slopes: slopes of ALiBi (https://arxiv.org/abs/2108.12409), `[heads]`, fp32; None for no ALiBi.
         counter: one integer on the device that the second launch increases by 1; may be `lengths` of one element. None
             for no counter.
     """
@@ -155,14 +149,7 @@ def attention_launches(
     largest, sums = (torch.empty((rows * heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
     block = max(LEAST_SIDE, power_of_two(width))
     partial: dict[str, Any] = {"parts": parts, "largest": largest, "sums": sums, "splits": splits}
-    arguments: dict[str, Any] = {
-        "q": q,
-        "keys": keys,
-        "values": values,
-        "mask": mask,
-        "slopes": slopes,
-        "lengths": lengths,
-    }
+    arguments: dict[str, Any] = {"q": q, "keys": keys, "values": values, "mask": mask, "lengths": lengths}
     arguments |= {"kv_heads": kv_heads, "groups": heads // kv_heads, "room": room, "new": new, "window": window}
     arguments |= {"q_row": q.stride(0), "key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "scale": scale}
@@ -190,32 +177,32 @@ def splits_of(pairs: int, room: int) -> int:
 
 @operator(
     "attend(Tensor q, Tensor keys, Tensor values, Tensor lengths, int new, float scale, Tensor? mask=None,"
-    " int window=0, Tensor? slopes=None, Tensor(a!)? counter=None) -> Tensor"
+    " int window=0, Tensor(a!)? counter=None) -> Tensor"
 )
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None, counter: Tensor | None = None,
+    mask: Tensor | None = None, window: int = 0, counter: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query of each row over a cache, `[rows, heads · width]`.
 
     Args:
-        q, keys, values, lengths, new, scale, mask, window, slopes, counter: the arguments of `attention_launches`. The
-            operator increments `counter` in place.
+        q, keys, values, lengths, new, scale, mask, window, counter: the arguments of `attention_launches`. The operator
+            increments `counter` in place.
     """
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, slopes, counter):
+    for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, counter):
         launch.run()
     return y
 
 
 def attention_twin(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None,
+    mask: Tensor | None = None, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return the result of `attend`, computed by plain torch, row by row, on the CPU.
 
     Args:
-        q, keys, values, lengths, new, scale, mask, window, slopes: the arguments of `attention_launches`.
+        q, keys, values, lengths, new, scale, mask, window: the arguments of `attention_launches`.
     """
     rows, kv_heads, room, width = keys.shape
     y = torch.zeros_like(q)
@@ -227,8 +214,6 @@ def attention_twin(
         if len(position):
             queries = q[row].view(kv_heads, -1, width)
             scores = queries @ keys[row][:, position].transpose(1, 2) * scale
-            if slopes is not None:
-                scores = scores + slopes.view(kv_heads, -1, 1).to(q.dtype) * (position - end + 1).to(q.dtype)
             wide = scores if scores.dtype is torch.float64 else scores.float()
             y[row] = (wide.softmax(-1).to(q.dtype) @ values[row][:, position]).flatten()
     return y

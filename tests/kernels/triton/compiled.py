@@ -77,15 +77,14 @@ def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
     cache = empty(ROWS, shape.kv_heads, POSITIONS, shape.width)
     norm = empty(shape.width) if shape.normed else None
     length = empty(1, dtype=torch.int64)
-    yield "norm", norm_launch(states, states, empty(shape.hidden), None, 1e-5, False, states, states)
-    yield "layer norm", norm_launch(states, states, empty(shape.hidden), None, 1e-5, True, states, states)
+    yield "norm", norm_launch(states, states, empty(shape.hidden), 1e-5, states, states)
     yield "rotary", rotary_launch(wide, narrow, narrow, angles, angles, norm, norm, 1e-6, cache, cache, length)
     mask = empty(ROWS, POSITIONS, dtype=torch.uint8)
     first, second = attention_launches(wide, cache, cache, length, 1, 0.1, wide, mask, counter=length)
     yield "attention, splits", first
     yield "attention, sum", second
     inner = empty(ROWS, shape.inner)
-    yield "gate", gate_launch(inner, inner, inner, "silu")
+    yield "gate", gate_launch(inner, inner, inner)
     pair, both = [shape.inner] * 2, empty(ROWS, 2 * shape.inner)
     scales = [empty(outputs, 1, dtype=torch.float32) for outputs in pair]
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):

@@ -56,13 +56,6 @@ def test_windows(window: int) -> None:
     assert_agrees(attend(*arguments), attention_twin, *arguments)
 
 
-@pytest.mark.parametrize("window", [0, 50])
-def test_slopes_of_alibi(window: int) -> None:
-    slopes = 2.0 ** -torch.arange(1.0, 7.0)
-    arguments = (*slots([0, 77, 290], 16, 2, 3, torch.bfloat16), 1, 0.25, None, window, slopes)
-    assert_agrees(attend(*arguments), attention_twin, *arguments)
-
-
 @pytest.mark.parametrize("rows_of_mask", [1, 3])
 def test_masks_hide_what_they_hide(rows_of_mask: int) -> None:
     """The second row of the mask hides everything, and the row gets zeros."""
@@ -88,7 +81,7 @@ def test_large_scores_do_not_overflow(scale: float) -> None:
 def test_one_length_serves_all_rows_and_is_counted() -> None:
     q, keys, values, _ = slots([40, 40], 16, 1, 2, torch.float32)
     length = torch.tensor([40])
-    output = attend(q, keys, values, length, 1, 0.3, None, 0, None, length)
+    output = attend(q, keys, values, length, 1, 0.3, None, 0, length)
     assert length.tolist() == [41]
     assert_agrees(output, attention_twin, q, keys, values, torch.tensor([40, 40]), 1, 0.3)
 

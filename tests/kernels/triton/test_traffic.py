@@ -86,5 +86,5 @@ def test_slots_of_a_batch_read_their_own_columns() -> None:
 def test_bytes_of_a_norm() -> None:
     x = randn(2, 1, 96, dtype=torch.bfloat16)
     with counted() as traffic:
-        sum_and_norm(x, x.clone(), x[0, 0].clone(), None, 1e-5, False)
+        sum_and_norm(x, x.clone(), x[0, 0].clone(), 1e-5)
     assert traffic.total() == 4 * x.nbytes + x.nbytes
