@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelformers_ng.autopolicy.sample_inputs import DECODER_LENGTH, LENGTH, SampleInputs
+from parallelformers_ng.autopolicy.sample_inputs import DECODER_LENGTH, SampleInputs
 
 _CROSS = re.compile(
     r"encoder_attn|cross_?attn|cross_?attention|encoder_decoder_attention|EncDecAttention", re.IGNORECASE
@@ -87,14 +87,9 @@ def _images(maker: SampleInputs) -> Iterator[Media]:
     grids = "image_grid_thw" in maker.names
     for image in ("flat", "patches") if grids else ("plain", "video"):
         arguments: dict[str, Any] = {"pixel_values": maker.pixels(image, 1)}
-        if grids:
-            arguments["image_grid_thw"] = torch.tensor([[1, 4, 4]])
-        if "image_position_ids" in maker.names:
-            arguments["image_position_ids"] = maker.value("image_position_ids", image, 1)
-        if "qformer_input_ids" in maker.names:
-            arguments["qformer_input_ids"] = maker.ids(1, LENGTH)
-        if "image_sizes" in maker.names:
-            arguments["image_sizes"] = torch.tensor([list(maker.image_size())])
+        for name in ("image_grid_thw", "image_position_ids", "qformer_input_ids", "image_sizes"):
+            if name in maker.names:
+                arguments[name] = maker.value(name, image, 1)
         if count := _tokens_of(method, arguments):
             yield token, count, arguments
 

@@ -39,7 +39,8 @@ def propose(model: nn.Module, layers: Sequence[Layer], live: set[str]) -> list[P
         if attention is not None and not attention.names & used:
             used |= attention.names
             place = where[name]
-            if (place.block, place.path) not in proposals and attention.within(place, where):
+            is_in_one_block = where[attention.out.name].block == place.block
+            if (place.block, place.path) not in proposals and is_in_one_block:
                 proposals[place.block, place.path] = attention.proposal(place, where, live)
     rest = [layer for layer in layers if layer.name not in used]
     for pair in _pairs([layer for layer in rest if not layer.is_embedding]):

@@ -20,7 +20,8 @@ def first_of_each_kind(model: nn.Module) -> dict[Kind, int]:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for index, child in enumerate(container.children()):
-            kind = _kind(child)
+            names = (re.sub(r"\d+", "*", name) for name, _ in child.named_parameters())
+            kind = type(child).__name__, frozenset(names)
             if kind[1] and any(True for _ in child.children()):
                 first[kind] = min(index, first.get(kind, index))
     return first
@@ -30,8 +31,3 @@ def absent_kinds(model: nn.Module, small: nn.Module) -> dict[Kind, int]:
     """Return each kind of layer that `model` has and `small` lacks, with the lowest index of such a layer."""
     small_kinds = first_of_each_kind(small)
     return {kind: index for kind, index in first_of_each_kind(model).items() if kind not in small_kinds}
-
-
-def _kind(module: nn.Module) -> Kind:
-    names = (re.sub(r"\d+", "*", name) for name, _ in module.named_parameters())
-    return type(module).__name__, frozenset(names)

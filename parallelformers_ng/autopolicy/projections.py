@@ -93,15 +93,6 @@ class Attention:
         others = tuple(layer for layer in own.values() if layer.name not in taken)
         return cls(name, module, tuple(query), tuple(keys), fused, out, others)
 
-    def within(self, place: Place, where: dict[str, Place]) -> bool:
-        """Return whether the output projection is in the same block as the module.
-
-        Args:
-            place: place of the module.
-            where: dotted path → place, from `places`.
-        """
-        return where[self.out.name].block == place.block
-
     def proposal(self, place: Place, where: dict[str, Place], live: set[str]) -> Proposal:
         """Return the proposal for the attention, with at most 8 variants; without variants if no head count is known.
 
@@ -146,11 +137,7 @@ class Attention:
 
     def _scaled(self, query: str, heads: int, width: int) -> list[tuple[str, ...]]:
         own = self._equal(width, {query})
-        counts = tuple(
-            name
-            for name, value in vars(self.module).items()
-            if type(value) is int and value == heads and name != query and _ALSO_COUNTS.search(name)
-        )
+        counts = tuple(name for name in self._equal(heads, {query}) if _ALSO_COUNTS.search(name))
         options = [own + counts]
         if query.startswith("config."):
             options.append(own + counts + (query,))

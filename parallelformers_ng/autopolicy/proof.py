@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -65,19 +66,13 @@ def prove(model: PreTrainedModel, base: Selection, world_size: int, parts: tuple
         UnsupportedModelError: no twin could be made and `base` has no policies, or every proposal failed. Other causes:
             the policies of `base` change the twin's outputs, or the sharded twin generates other tokens.
     """
-    proof = _cached(model, base, world_size, parts)
-    if isinstance(proof, UnsupportedModelError):
-        raise proof
-    return proof
-
-
-def _cached(
-    model: PreTrainedModel, base: Selection, world_size: int, parts: tuple[float, ...] = ()
-) -> Proof | UnsupportedModelError:
     key = (*identity(model), world_size, parts, base.policies)
     if key not in _CACHE:
         _CACHE[key] = _search(model, base, world_size, parts)
-    return _CACHE[key]
+    proof = _CACHE[key]
+    if isinstance(proof, UnsupportedModelError):
+        raise proof
+    return proof
 
 
 def prove_live_code(
@@ -170,8 +165,10 @@ def _search(
     except UnsupportedModelError as error:
         # Written policies need no proof. Other parts of the model stay whole, and the plan lists them.
         return Proof(base, unproven=str(error)) if base.policies else error
-    first = _cached(model, base, _FIRST) if world_size > _FIRST or parts else None
-    earlier = first if isinstance(first, Proof) else Proof(base)
+    earlier = Proof(base)
+    if world_size > _FIRST or parts:
+        with contextlib.suppress(UnsupportedModelError):
+            earlier = prove(model, base, _FIRST)
     search = RuleSearch(Trials(twin, base, world_size, parts), earlier.chosen, earlier.selection.vocabulary)
     try:
         return Proof(

@@ -10,13 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.proof import twin_of
-from parallelformers_ng.autopolicy.trials import comparable_probes
+from parallelformers_ng.autopolicy.trials import comparable_probes, on_each_rank
 from parallelformers_ng.autopolicy.twin import equal, run
-from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.options import QuantizeOptions
 from parallelformers_ng.sharding.builder import build_plan
-from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.policy import Selection
 
 _GROUP = 2
@@ -56,19 +53,18 @@ def check_quantized(model: PreTrainedModel, selection: Selection, world_size: in
             f" {'; '.join(set(plan.misfits.values())) or 'the twin has no layer that can be quantized'}"
         )
     probes = comparable_probes(twin, plan)
+
+    def outputs_of(share: Any) -> list[list[torch.Tensor]]:
+        return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
+
     whole: Any = copy.deepcopy(small)
     with torch.no_grad():
         for name, encoding in plan.quantized.items():
             weight = whole.get_parameter(name)
             weight.copy_(encoding.decode(*encoding.encode(weight), weight.dtype))
-        expected = [run(whole.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
+        expected = outputs_of(whole)
 
-    def on_rank(communicator: Communicator) -> list[list[torch.Tensor]]:
-        share = cut(small, plan, communicator.rank, communicator)
-        with torch.no_grad():
-            return [run(share.get_submodule(probe.path), probe.inputs, _DTYPE) for probe in probes]
-
-    for outputs in run_ranks(world_size, on_rank):
+    for outputs in on_each_rank(small, plan, outputs_of):
         if not all(equal(got, want, _TOLERANCE) for got, want in zip(outputs, expected, strict=True)):
             return f"its outputs differ in {options.scheme}"
     return ""

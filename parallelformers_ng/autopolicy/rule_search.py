@@ -100,12 +100,11 @@ class RuleSearch:
         choices: dict[tuple[str, str], Choice] = {}
         total = sum(parameter.numel() for parameter in self.model.parameters())
         for name in self.trials.twin.single_layers:
-            place = where[name]
-            if sum(p.numel() for p in self.model.get_submodule(name).parameters()) * _SMALL < total:
+            place, layer = where[name], self.model.get_submodule(name)
+            is_small = sum(p.numel() for p in layer.parameters()) * _SMALL < total
+            if is_small or (place.block, place.path) in taken or _lies_in(name, covered):
                 continue
-            if (place.block, place.path) in taken or _lies_in(name, covered):
-                continue
-            experts = has_experts_interface(self.model.get_submodule(name))
+            experts = has_experts_interface(layer)
             rule: Rule = Experts() if experts else Column("column", gather=True)
             single = Proposal(place.block, "experts" if experts else "gathered", ({place.path: rule},))
             choices[place.block, place.path] = (single, single.variants[0])
@@ -190,9 +189,7 @@ class RuleSearch:
             UnsupportedModelError: the tokens differ also with the replaced rules.
         """
         inputs = self.trials.prompt()
-        if inputs is None:
-            return
-        if self.trials.same_tokens(chosen, vocabulary, *inputs):
+        if inputs is None or self.trials.same_tokens(chosen, vocabulary, *inputs):
             return
         self.note("decoding with attention sharded by heads")
         gathered = [(p, rules) for p, rules in chosen if p.kind != "attention"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ _IDS = ("input_ids", "decoder_input_ids", "text_input_ids", "question_ids", "qfo
 _SOUNDS = (
     "input_features", "input_values", "audio_values", "input_spectrogram", "spectrogram", "waveform", "audio_mel",
 )  # fmt: skip
+_SOUND_MASKS = ("input_features_mask", "feature_attention_mask")
+_MASKS = ("attention_mask", "text_attention_mask")
+_PICTURES = ("pixel_values", "images", "pixel_values_images")
+_GRIDS = ("grid_thw", "image_grid_thw")
+_POSITIONS = ("pixel_position_ids", "image_position_ids")
+_STATES = ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x")
+_SERIES = ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features")
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
+_ENCODER_WIDTHS = ("encoder_hidden_size", "cross_attention_dim", *_WIDTHS)
 _BINS = (
-    "num_mel_bins",
-    "feature_size",
-    "input_feat_per_channel",
-    "n_mels",
-    "input_dim",
-    "input_feat_size",
-    "model_in_dim",
-)
+    "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "input_dim", "input_feat_size", "model_in_dim",
+)  # fmt: skip
 _SIDE = 4
 """Number of patches along each side of an image that is given as patches."""
 
@@ -96,50 +99,37 @@ class SampleInputs:
         if name == "input_ids" and "codebook_idx" in self.names:
             codes = int(self.find("n_codes_total", default=2))
             return self.ids(rows, LENGTH * codes).unflatten(-1, (LENGTH, codes))
-        if name == "codebook_idx":
-            return 1
-        if name in _IDS:
-            return self.ids(rows, LENGTH)
-        if name == "task_inputs":
-            return self.ids(rows, int(self.find("task_seq_len", default=LENGTH)))
-        if name in ("attention_mask", "text_attention_mask"):
-            return torch.ones(rows, LENGTH, dtype=torch.long)
-        if name == "flattened_patches":
-            return self.placed_patches(rows)
-        if name in ("pixel_values", "pixel_values_videos", "images", "pixel_values_images"):
-            return self.pixels(image if name != "pixel_values_videos" else "video", rows)
-        if name in _SOUNDS:
-            return self.sound(name, image, rows)
-        if name == "encoder_hidden_states":
-            width = self.find("encoder_hidden_size", "cross_attention_dim", *_WIDTHS, default=32)
-            return self.randn(rows, LENGTH - 2, int(width))
-        if name in ("hidden_states", "inputs_embeds", "query_embeds", "hidden_state", "features", "x"):
-            return self.states(rows)
-        if name == "spatial_shapes":
-            return torch.full((rows, 2), _SIDE)
-        if name == "pixel_attention_mask" and "spatial_shapes" in self.names:
-            return torch.ones(rows, _SIDE**2, dtype=torch.long)
-        if name in ("grid_thw", "image_grid_thw"):
-            return torch.tensor([[1, 4, 4]])
-        if name in ("pixel_position_ids", "image_position_ids"):
-            sides = torch.arange(4)
-            return torch.cartesian_prod(sides, sides).flip(-1).expand(rows, -1, -1)
-        if name == "merge_sizes":
-            return torch.tensor([int(self.find("spatial_merge_size", default=1))])
-        if name in ("input_features_mask", "feature_attention_mask"):
-            return torch.ones(self.sound("input_features", image, rows).shape[:2], dtype=torch.long)
-        if name == "audio_mel_mask":
-            return torch.zeros(rows, _FRAMES, dtype=torch.bool)
-        if name == "noise":
-            return self.randn(rows, self.patches())
-        if name == "noise_sequence":
-            return self.randn(rows, _FRAMES, int(self.find("model_in_channels", default=1)))
-        if name in ("past_values", "past_observed_mask", "future_values", "past_time_features", "future_time_features"):
-            return self.series(name, rows)
         if name == "bbox":
             corners = torch.randint(0, 8, (2, rows, LENGTH, 2), generator=self.generator)
             return torch.cat([corners[0], corners[0] + corners[1]], dim=-1)
-        return None
+        if name == "pixel_attention_mask" and "spatial_shapes" not in self.names:
+            return None
+        makers: dict[str, Callable[[], Any]] = {
+            **dict.fromkeys(_IDS, lambda: self.ids(rows, LENGTH)),
+            **dict.fromkeys(_MASKS, lambda: torch.ones(rows, LENGTH, dtype=torch.long)),
+            **dict.fromkeys(_PICTURES, lambda: self.pixels(image, rows)),
+            **dict.fromkeys(_GRIDS, lambda: torch.tensor([[1, _SIDE, _SIDE]])),
+            **dict.fromkeys(_POSITIONS, lambda: _positions().flip(-1).expand(rows, -1, -1)),
+            **dict.fromkeys(_SOUNDS, lambda: self.sound(name, image, rows)),
+            **dict.fromkeys(
+                _SOUND_MASKS, lambda: torch.ones(self.sound("input_features", image, rows).shape[:2]).long()
+            ),
+            **dict.fromkeys(_STATES, lambda: self.states(rows)),
+            **dict.fromkeys(_SERIES, lambda: self.series(name, rows)),
+            "codebook_idx": lambda: 1,
+            "task_inputs": lambda: self.ids(rows, int(self.find("task_seq_len", default=LENGTH))),
+            "flattened_patches": lambda: self.placed_patches(rows),
+            "pixel_values_videos": lambda: self.pixels("video", rows),
+            "pixel_attention_mask": lambda: torch.ones(rows, _SIDE**2, dtype=torch.long),
+            "spatial_shapes": lambda: torch.full((rows, 2), _SIDE),
+            "image_sizes": lambda: torch.tensor([self.image_size()] * rows),
+            "merge_sizes": lambda: torch.tensor([int(self.find("spatial_merge_size", default=1))]),
+            "encoder_hidden_states": lambda: self.randn(rows, LENGTH - 2, int(self.find(*_ENCODER_WIDTHS, default=32))),
+            "audio_mel_mask": lambda: torch.zeros(rows, _FRAMES, dtype=torch.bool),
+            "noise": lambda: self.randn(rows, self.patches()),
+            "noise_sequence": lambda: self.randn(rows, _FRAMES, int(self.find("model_in_channels", default=1))),
+        }
+        return makers[name]() if name in makers else None
 
     def find(self, *names: str, default: Any = None) -> Any:
         """Return the first value of the named attributes in `parts` that is neither None nor text, or `default`."""
@@ -210,8 +200,7 @@ class SampleInputs:
 
     def placed_patches(self, rows: int) -> torch.Tensor:
         """Return flattened patches `[rows, 16, 2 + values]` in `dtype`; each begins with its row and column, from 1."""
-        sides = torch.arange(1, _SIDE + 1, dtype=self.dtype)
-        places = torch.cartesian_prod(sides, sides).expand(rows, -1, -1)
+        places = (_positions() + 1).to(self.dtype).expand(rows, -1, -1)
         return torch.cat([places, self.randn(rows, _SIDE**2, self.patch_width(3))], dim=-1)
 
     def patch_side(self) -> int:
@@ -286,3 +275,9 @@ class SampleInputs:
         counts = ("num_time_features", "num_dynamic_real_features")
         count = sum(int(self.find(key, default=0) or 0) for key in counts)
         return self.randn(rows, past if name.startswith("past") else future, count)
+
+
+def _positions() -> torch.Tensor:
+    """Return the row and the column of each patch, from 0, `[16, 2]`, int64."""
+    sides = torch.arange(_SIDE)
+    return torch.cartesian_prod(sides, sides)

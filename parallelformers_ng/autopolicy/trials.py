@@ -6,7 +6,7 @@ The ranks are threads. If no output depends on a shard, the trial proves nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from parallelformers_ng.sharding.rules import Rule
 from parallelformers_ng.sharding.structure import tensors
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
+T = TypeVar("T")
 Choice = tuple[Proposal, dict[str, Rule]]
 """A proposal, and the variant of its rules to try."""
 
@@ -70,7 +71,7 @@ class Trials:
             if self.failure:
                 return False
             probes = comparable_probes(self.twin, plan)
-            results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _outputs(share, probes)))
+            results = on_each_rank(self.twin.model, plan, lambda share: _outputs(share, probes))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
             self.failure = in_short(error)
             return False
@@ -137,7 +138,7 @@ class Trials:
         """
         try:
             plan = self.plan(choices, vocabulary)
-            results = run_ranks(self.world_size, self._on_each_rank(plan, lambda share: _generate(share, inputs)))
+            results = on_each_rank(self.twin.model, plan, lambda share: _generate(share, inputs))
         except Exception as error:  # a wrong rule may fail anywhere in the modelling code
             self.failure = in_short(error)
             return False
@@ -158,13 +159,25 @@ class Trials:
         selection = Selection((*base.policies, *policies), "inferred", vocabulary, leftovers, base.customs, proven=True)
         return build_plan(self.twin.model, self.world_size, selection, exhaustive=True, parts=self.parts)
 
-    def _on_each_rank(self, plan: ShardPlan, body: Callable[[nn.Module], Any]) -> Callable[[Communicator], Any]:
-        def on_rank(communicator: Communicator) -> Any:
-            share = cut(self.twin.model, plan, communicator.rank, communicator)
-            with torch.no_grad():
-                return body(share)
 
-        return on_rank
+def on_each_rank(model: nn.Module, plan: ShardPlan, body: Callable[[Any], T]) -> list[T]:
+    """Return the results of a function, in rank order, for the shards of a small model. The ranks are threads.
+
+    Args:
+        model: the model, which stays unchanged.
+        plan: plan of the model.
+        body: function of a rank's shard. It runs without gradients.
+
+    Raises:
+        Exception: a rank's error, as in `run_ranks`.
+    """
+
+    def on_rank(communicator: Communicator) -> T:
+        share = cut(model, plan, communicator.rank, communicator)
+        with torch.no_grad():
+            return body(share)
+
+    return run_ranks(plan.world_size, on_rank)
 
 
 def comparable_probes(twin: Twin, plan: ShardPlan) -> list[TwinProbe]:

@@ -23,6 +23,7 @@ from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.twin import Twin, in_short
 from parallelformers_ng.autopolicy.twin_observation import DRAWS, observe, observe_single_layers
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.live_code.replaced import built_on_meta
 
 _COMFORTABLE = 8_000_000
 _LARGEST = 60_000_000
@@ -106,14 +107,14 @@ def first_choice(cls: type[PreTrainedModel], config: PreTrainedConfig, layers: i
         config: configuration of the model.
         layers: least number of layers. More than 8 layers are not tried to include more kinds of layers.
     """
-    whole = _skeleton(cls, config)
+    whole = built_on_meta(cls, config)
     if whole is None:
         return Shrinking(layers=layers)
     least = Shrinking(shapes=shapes_of(whole), layers=layers)
     least = replace(least, shapes=replace(least.shapes, windows=_sizes_follow_windows(cls, config, least)))
     choice = {}
     while least.layers <= _DEEPEST:
-        small = _skeleton(cls, shrink(config, least))
+        small = built_on_meta(cls, shrink(config, least))
         if small is None:
             break
         least = replace(least, shapes=replace(least.shapes, tables=least.shapes.tables | long_tables(small)))
@@ -132,18 +133,9 @@ def _sizes_follow_windows(cls: type[PreTrainedModel], config: PreTrainedConfig, 
     long = shrink(config, replace(least, shapes=replace(least.shapes, windows=True)))
     if short.to_dict() == long.to_dict():
         return False
-    models = [_skeleton(cls, small) for small in (short, long)]
+    models = [built_on_meta(cls, small) for small in (short, long)]
     sizes = [model and [parameter.shape for parameter in model.parameters()] for model in models]
     return sizes[0] != sizes[1]
-
-
-def _skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return a model on `meta`; None if the class refuses the configuration."""
-    try:
-        with torch.device("meta"):
-            return cls._from_config(copy.deepcopy(config))
-    except Exception:  # modelling code may raise any exception on a configuration that it refuses
-        return None
 
 
 def _models(
@@ -184,15 +176,15 @@ def _models(
 def _by_trial(cls: type[PreTrainedModel], config: PreTrainedConfig, least: Shrinking) -> PreTrainedConfig | None:
     """Return a small copy of a configuration with unknown names of settings, or None."""
 
-    whole = _skeleton(cls, config)
+    whole = built_on_meta(cls, config)
     accepted = None if whole is None else _accepted_on_meta(whole)
 
     def weigh(smaller: PreTrainedConfig) -> int | None:
-        skeleton = _skeleton(cls, smaller)
+        skeleton = built_on_meta(cls, smaller)
         return None if skeleton is None else sum(parameter.numel() for parameter in skeleton.parameters())
 
     def runs(smaller: PreTrainedConfig) -> bool:
-        skeleton = _skeleton(cls, smaller)
+        skeleton = built_on_meta(cls, smaller)
         return accepted is None or (skeleton is not None and _accepted_on_meta(skeleton, accepted) is not None)
 
     for shrinking in (least, _SHRINKS[-1]):

@@ -191,9 +191,9 @@ class Communicator(ABC):
         """Destroy recorded collectives after an aborted request, because the abort may wait for their destruction."""
         return None
 
-    @abstractmethod
     def _part(self, width: int) -> Communicator:
         """Return a new communicator for `within`."""
+        raise ValueError(f"{self.world_size} ranks cannot be divided into stages of {width} ranks")
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -302,9 +302,6 @@ class SingleCommunicator(ArenaCommunicator):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(0, 1, arena)
-
-    def _part(self, width: int) -> Communicator:
-        raise ValueError(f"one rank cannot be divided into stages of {width} ranks")
 
     def sum(self, tensor: Tensor) -> Tensor:
         return summable_in_place(tensor)

@@ -34,36 +34,32 @@ class _Link:
         connection.setblocking(False)
         self.connection = connection
         self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)
-        self._unsent: list[memoryview] = []
+        self.unsent: list[memoryview] = []
         self._coming = memoryview(bytearray(_HEAD_BYTES))
         self._have = 0
         self._head: tuple[int, int, int] | None = None  # head of the record whose body is being received
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
         """Queue a record for sending. `body` must not change until the record is sent or `keep_unsent` is called."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
-        self._unsent += [memoryview(part) for part in parts]
+        self.unsent += [memoryview(part) for part in parts]
 
     def send(self) -> None:
         """Send as many queued bytes as the connection accepts without waiting."""
-        while self._unsent:
+        while self.unsent:
             try:
-                count = self.connection.sendmsg(self._unsent, (), socket.MSG_NOSIGNAL)
+                count = self.connection.sendmsg(self.unsent, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
-            while self._unsent and count >= len(self._unsent[0]):
-                count -= len(self._unsent.pop(0))
+            while self.unsent and count >= len(self.unsent[0]):
+                count -= len(self.unsent.pop(0))
             if count:
-                self._unsent[0] = self._unsent[0][count:]
+                self.unsent[0] = self.unsent[0][count:]
 
     def keep_unsent(self) -> None:
         """Copy the unsent bytes, so that the caller may free or change the tensor that holds the bytes."""
-        self._unsent = [memoryview(bytes(part)) for part in self._unsent]
+        self.unsent = [memoryview(bytes(part)) for part in self.unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
         """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations.
@@ -157,7 +153,7 @@ class Links:
                     if other in missing and (body := link.take(self._generation, self._step, sizes[other])) is not None:
                         received[other] = body
                         del missing[other]
-                if not missing and not any(link.has_unsent for link in sending):
+                if not missing and not any(link.unsent for link in sending):
                     break  # another wait would last until its timeout
                 self._wait(start, missing)
         except (OSError, ProtocolError) as error:
@@ -191,7 +187,7 @@ class Links:
             return
         poll = select.poll()
         for other, link in self._links.items():
-            events = (select.POLLIN if other in missing else 0) | (select.POLLOUT if link.has_unsent else 0)
+            events = (select.POLLIN if other in missing else 0) | (select.POLLOUT if link.unsent else 0)
             if events:
                 poll.register(link.connection, events)
         poll.poll(_WATCH_SECONDS * 1000)

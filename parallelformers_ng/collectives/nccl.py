@@ -179,14 +179,11 @@ class NcclCommunicator(ProcessGroupCommunicator):
     def _try_small_sums(self) -> None:
         if self._is_on_one_host and self.world_size > 1:
             store, may_try = self._new_store(), self._may_try_small
-            small = proven_small_sums(self, store, self._device, self._is_aborted, may_try)
-            if not self._is_aborted():
+            small = proven_small_sums(self, store, self._device, lambda: self._arena.aborted, may_try)
+            if not self._arena.aborted:
                 self._small, self._may_try_small = small, small is not None
             elif small is not None:  # the ranks may disagree after an abort, and repeat the trial after a reset
                 small.close()
-
-    def _is_aborted(self) -> bool:
-        return self._arena.aborted
 
     def _new_group(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options()

@@ -66,7 +66,7 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         self._store = store
         self._timeout = timeout
         self._generation = 0
-        self._group = self._connect()
+        self._group = self._new_group(self._new_store())
 
     @abstractmethod
     def _new_group(self, store: dist.Store) -> Any:
@@ -87,9 +87,6 @@ class ProcessGroupCommunicator(ArenaCommunicator):
     def _new_store(self) -> dist.Store:
         """Return a store for the connections since the last reset."""
         return dist.PrefixStore(str(self._generation), self._store)
-
-    def _connect(self) -> Any:
-        return self._new_group(self._new_store())
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors as `[world_size, *shape]`; shape and dtype must be equal on all ranks.
@@ -124,7 +121,7 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         self.clear_up()
         self._abort_group()
         self._generation += 1
-        self._group = self._connect()
+        self._group = self._new_group(self._new_store())
         super().reset()
 
     def close(self) -> None:

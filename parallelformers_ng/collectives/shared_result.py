@@ -1,4 +1,4 @@
-"""Sends one rank's result, tensors in any nested structure, to every rank."""
+"""Sends one rank's result, tensors in any nested structure, to every rank; gathers reasons against a common step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.errors import GroupError
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 T = TypeVar("T")
@@ -19,6 +20,7 @@ T = TypeVar("T")
 FIRST_BYTES = 32 * 1024
 """Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits."""
 _WORD, _LINE = 8, 64
+_TEXT_BYTES = 256
 
 
 def share(communicator: Communicator, source: int, compute: Callable[[], T] | None, device: torch.device) -> T:
@@ -47,6 +49,41 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
     data = _packed(result, device) if communicator.rank == source else None
     shared = _broadcast(communicator, source, data, device)
     return _unpacked(shared) if compute is None else result
+
+
+def agreed(
+    communicator: Communicator, device: torch.device, part: Callable[[], str | None], of_first: bool = False
+) -> str:
+    """Run a part of a trial on every rank, and return the first rank's reason against the trial, the same on all ranks.
+
+    All ranks must call this function together.
+
+    Args:
+        communicator: communicator of the ranks.
+        device: device of the communicator's tensors.
+        part: function that returns a reason, or None or "" for no reason. Its error is a reason, too. With several
+            ranks, a reason is cut after 256 bytes in UTF-8.
+        of_first: whether only the reason of rank 0 counts.
+
+    Returns:
+        The reason, as text; "" if no rank has a reason.
+
+    Raises:
+        GroupError: a collective between the ranks has failed, in `part` or here.
+    """
+    try:
+        reason = part() or ""
+    except GroupError:
+        raise
+    except Exception as error:  # a compiler that is missing, memory that is, a name that this torch lacks
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if communicator.world_size == 1:
+        return reason
+    text = reason.encode()[:_TEXT_BYTES]
+    slot = torch.tensor([*text, *bytes(_TEXT_BYTES - len(text))], dtype=torch.uint8, device=device)
+    rows = communicator.all_gather(slot).view(-1, _TEXT_BYTES).tolist()
+    told = rows[:1] if of_first else rows
+    return next((bytes(row).rstrip(b"\0").decode(errors="replace") for row in told if row[0]), "")
 
 
 def _broadcast(communicator: Communicator, source: int, data: Tensor | None, device: torch.device) -> Tensor:

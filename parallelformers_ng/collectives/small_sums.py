@@ -24,7 +24,7 @@ from torch.distributed._symmetric_memory import _SymmetricMemory
 from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
 
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.errors import GroupError
+from parallelformers_ng.collectives.shared_result import agreed
 
 MOST_BYTES = 256 * 1024
 """Tensors of this many bytes or more are summed by NCCL."""
@@ -36,7 +36,6 @@ _MOST_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
 _LEAST_CAPABILITY = (8, 0)  # add_bf16x2 of CUDASymmetricMemory-inl.cuh asserts on older devices
 _SOCKET_FOLDERS = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # IpcChannel::get_socket_name of CUDASymmetricMemoryUtils.cpp
 _MOST_PATH_BYTES = 107  # of a socket; IpcChannel copies longer paths beyond its buffer
-_TEXT_BYTES = 256
 _LOOK_SECONDS, _RELEASE_SECONDS = 0.02, 0.0005
 _logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -199,7 +198,7 @@ def proven_small_sums(
         GroupError: a collective of `communicator` failed.
     """
     rank, world_size = communicator.rank, communicator.world_size
-    agree = partial(_agreed, communicator, device)
+    agree = partial(agreed, communicator, device)
     places = communicator.all_gather(torch.tensor([device.index if may_try else -1], device=device)).tolist()
     if min(places) < 0:
         return None
@@ -237,17 +236,3 @@ def _obstacle(device: torch.device, places: list[int]) -> str:
         if place != device.index and not torch.cuda.can_device_access_peer(device, place):
             return f"{device} cannot read the memory of cuda:{place}"
     return ""
-
-
-def _agreed(communicator: Communicator, device: torch.device, part: Callable[[], str | None]) -> str:
-    """Run a part of the trial, and return the first rank's reason against the sums; "" if no rank has a reason."""
-    try:
-        reason = part() or ""
-    except GroupError:
-        raise
-    except Exception as error:  # also a name that this torch lacks, or memory that is missing
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    text = reason.encode()[:_TEXT_BYTES]
-    slot = torch.tensor([*text, *bytes(_TEXT_BYTES - len(text))], dtype=torch.uint8, device=device)
-    rows = communicator.all_gather(slot).view(-1, _TEXT_BYTES).tolist()
-    return next((bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows if row[0]), "")

@@ -98,19 +98,12 @@ class SpanningNcclCommunicator(NcclCommunicator):
         rank, _, _, timeout, arena, _ = super()._of_part(width)
         return rank, width, HandedOver(self._between, self.rank - rank), timeout, arena, self._place
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._abort_for_failure():
-            return super().sum(tensor)
-
-    def _gather_into(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        with self._abort_for_failure():
-            super()._gather_into(whole, own)
-
     @contextlib.contextmanager
-    def _abort_for_failure(self) -> Iterator[None]:
-        """Abort the group if NCCL raises an error, which is often a consequence of another host's abort."""
+    def _queueing(self, kind: int) -> Iterator[None]:
+        """Also abort the group if NCCL raises an error, which is often a consequence of another host's abort."""
         try:
-            yield
+            with super()._queueing(kind):
+                yield
         except dist.DistBackendError as error:
             reason = f"rank {self.rank}: NCCL failed: {error}"
             self.abort(reason)
@@ -135,8 +128,7 @@ def interface_of(address: str) -> str:
         StartupError: no interface has the address.
         OSError: `address` is not an IP address.
     """
-    find = _find_6 if ":" in address else _find_4
-    interface = find(address)
+    interface = _find_6(address) if ":" in address else _find_4(address)
     if interface is None:
         raise StartupError(
             f"no network interface of this machine has the address {address}, which NCCL should use; set"

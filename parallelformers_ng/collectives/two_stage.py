@@ -95,8 +95,6 @@ class TwoStageCommunicator(Communicator):
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    if not tensor.numel():
-        return memoryview(b"")
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
@@ -274,7 +275,8 @@ class CapturedSteps:
 
     def _step(self, reusable: ReusableCache, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            if args or not _is_step(kwargs):
+            ids = kwargs.get("input_ids")
+            if args or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
                 raise Uncapturable("a step has more than one token per row")
             if not reusable.is_filled:
                 raise Uncapturable("a layer of the cache stays empty")
@@ -337,16 +339,9 @@ class CapturedSteps:
         return failure or step  # type: ignore[return-value]
 
     def _agreed(self, failure: str) -> str:
-        """Return this rank's failure, or a text about another rank's failure, so that all ranks decide alike."""
-        if self._communicator.world_size == 1:
-            return failure
-        has_failed = torch.tensor([bool(failure)], device=self._device())
-        failed = self._communicator.all_gather(has_failed).tolist()
-        return failure or ("another rank cannot record its part" if any(failed) else "")
-
-    def _device(self) -> torch.device:
+        """Return the first rank's failure, "" if no rank has failed, so that all ranks decide alike."""
         assert self._current is not None
-        return self._current.layers[0].keys.device
+        return agreed(self._communicator, self._current.layers[0].keys.device, lambda: failure)
 
 
 def odd_output(output: Any, cache: Any) -> str:
@@ -356,11 +351,6 @@ def odd_output(output: Any, cache: Any) -> str:
     if output.get(CACHE, cache) is not cache:
         more.append("another cache")
     return f"the output of a step has {', '.join(more)}" if more else ""
-
-
-def _is_step(kwargs: dict[str, Any]) -> bool:
-    ids = kwargs.get("input_ids")
-    return isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
 
 
 def _model_obstacle(model: Any) -> str:

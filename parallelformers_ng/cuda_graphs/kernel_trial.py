@@ -11,18 +11,18 @@ call twice gives the same tokens.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.collectives.shared_result import agreed
 from parallelformers_ng.cuda_graphs.masks import masks_converted_once
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder
-from parallelformers_ng.errors import GroupError
 
 KernelMode: TypeAlias = Literal["modules", "watched", "both", "kernels"]
 """Way to compute a step: by the modules; by the modules, while it is noted whether the kernels could; layer by layer by
@@ -101,18 +101,18 @@ class KernelTrial:
             GroupError, torch.distributed.DistBackendError: a collective between the ranks has failed. Any other error
                 makes the modules compute.
         """
-        device = counts[0].device
-        reason = self._agreed(self._tried(self._kernels.obstacle), device)
+        agree = functools.partial(agreed, self._communicator, counts[0].device)
+        reason = agree(self._kernels.obstacle)
         if not reason:
             saved = snapshot()
             # Ranks that compute both ways exchange more than ranks that do not: first all must know that all do.
-            reason = self._agreed(self._tried(lambda: self._unserved(step)), device)
+            reason = agree(lambda: self._unserved(step))
             _restore(saved)
         if not reason:
-            reason = self._agreed(self._tried(lambda: self._differ(step)), device)
+            reason = agree(lambda: self._differ(step))
             _restore(saved)
         if not reason:
-            reason = self._agreed(self._tried(lambda: self._slower(step, saved, counts)), device, of_first=True)
+            reason = agree(lambda: self._slower(step, saved, counts), of_first=True)
             _restore(saved)
         self.mode = "modules" if reason else "kernels"
         if self._communicator.rank == 0:
@@ -154,29 +154,6 @@ class KernelTrial:
         finally:
             del output
             self._recorder.destroy(graph)
-
-    @staticmethod
-    def _tried(part: Callable[[], str]) -> str:
-        """Return the result of a part of the trial, or its error in words."""
-        try:
-            return part()
-        except GroupError:
-            raise
-        except Exception as error:  # a compiler that is missing, memory that is, whatever a device says
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-    def _agreed(self, reason: str, device: torch.device, of_first: bool = False) -> str:
-        """Return why the kernels do not compute on any rank, "" if nothing speaks against them.
-
-        Args:
-            of_first: whether rank 0 alone decides.
-        """
-        if self._communicator.world_size == 1:
-            return reason
-        against = self._communicator.all_gather(torch.tensor([bool(reason)], device=device)).tolist()
-        if of_first:
-            return (reason or "rank 0 has decided so") if against[0] else ""
-        return reason or ("another rank cannot use them" if any(against) else "")
 
 
 def _restore(saved: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -8,31 +8,25 @@ mask.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
-
-class _OfStep(threading.local):
-    """The masks of one thread with their numbers. While a mask is kept here, no other mask can have its identity."""
-
-    converted: list[tuple[Tensor, Tensor]] | None = None
-
-
-_of_step = _OfStep()
+_converted: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("_converted", default=None)
+"""The masks of this thread with their numbers. While a mask is kept here, no other mask can have its identity."""
 
 
 @contextlib.contextmanager
 def masks_converted_once() -> Iterator[None]:
     """Make `added` convert each mask only once inside the `with` block, which is one forward pass. The pass must not
     change a mask."""
-    _of_step.converted = []
+    outside = _converted.set([])
     try:
         yield
     finally:
-        _of_step.converted = None
+        _converted.reset(outside)
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,11 +44,12 @@ def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
         Tensor with the shape of `mask` and the type `dtype`, for a boolean mask inside of `masks_converted_once`;
         otherwise `mask` itself.
     """
-    if mask.dtype is not torch.bool or _of_step.converted is None:
+    converted = _converted.get()
+    if mask.dtype is not torch.bool or converted is None:
         return mask
-    for known, numbers in _of_step.converted:
+    for known, numbers in converted:
         if known is mask and numbers.dtype is dtype:
             return numbers
     numbers = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), torch.finfo(dtype).min)
-    _of_step.converted.append((mask, numbers))
+    converted.append((mask, numbers))
     return numbers

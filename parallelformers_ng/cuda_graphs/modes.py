@@ -172,30 +172,26 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
 
     if not model._can_compile_fullgraph:
         return f"transformers cannot compile a step of {type(model).__name__} as a single graph"
-    if any(arguments.get(name) is not None for name in CACHES):
-        return "the caller's cache is used"
-    if setting("cache_implementation") not in (None, "static"):
-        return f"cache_implementation={setting('cache_implementation')!r} is set"
-    if setting("use_cache") is False:
-        return "use_cache is False"
-    if setting("disable_compile") and not steps.captured:
-        return "disable_compile is set"
-    if setting("compile_config") is not None and steps.captured:
-        return "compile_config is set"
-    if setting("prefill_chunk_size") is not None and steps.captured:
-        return "prefill_chunk_size is set"
-    if steps.captured and model.training:
-        return "the model is in training mode"
-    if steps.captured and torch.is_autocast_enabled():
-        return "torch.autocast is on"
-    if setting("return_dict_in_generate") and steps.by_default:
-        return "return_dict_in_generate would return a cache that cannot grow"
-    if steps.by_default and (positions := _positions(arguments, setting)) > MOST_POSITIONS:
-        return f"each step would read a cache of {positions} positions, also empty ones; the limit is {MOST_POSITIONS}"
-    if any(setting(name) is not None for name in _ASSISTED):
-        return "assisted decoding crops its cache"
-    if model.config.model_type == "falcon" and model.config.alibi:
-        return "Falcon's alibi needs a mask of two dimensions"  # over a static cache, transformers makes a mask of four
-    if steps.captured and model.config.is_encoder_decoder:
-        return "an encoder-decoder model has two caches"
-    return ""
+    cache = setting("cache_implementation")
+    positions = _positions(arguments, setting) if steps.by_default else 0
+    obstacles = {
+        "the caller's cache is used": any(arguments.get(name) is not None for name in CACHES),
+        f"cache_implementation={cache!r} is set": cache not in (None, "static"),
+        "use_cache is False": setting("use_cache") is False,
+        "disable_compile is set": setting("disable_compile") and not steps.captured,
+        "compile_config is set": setting("compile_config") is not None and steps.captured,
+        "prefill_chunk_size is set": setting("prefill_chunk_size") is not None and steps.captured,
+        "the model is in training mode": model.training and steps.captured,
+        "torch.autocast is on": torch.is_autocast_enabled() and steps.captured,
+        "return_dict_in_generate would return a cache that cannot grow": (
+            setting("return_dict_in_generate") and steps.by_default
+        ),
+        f"each step would read a cache of {positions} positions, also empty ones; the limit is {MOST_POSITIONS}": (
+            positions > MOST_POSITIONS
+        ),
+        "assisted decoding crops its cache": any(setting(name) is not None for name in _ASSISTED),
+        # Over a static cache, transformers makes a mask of four dimensions.
+        "Falcon's alibi needs a mask of two dimensions": model.config.model_type == "falcon" and model.config.alibi,
+        "an encoder-decoder model has two caches": model.config.is_encoder_decoder and steps.captured,
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), "")

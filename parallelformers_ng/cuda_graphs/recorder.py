@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _DIMENSIONS = {"input_ids": 2, "attention_mask": 4, "position_ids": 2, "token_type_ids": 2}
 """Name of an argument whose first dimension is the rows → its number of dimensions."""
@@ -68,7 +68,10 @@ class CudaRecorder:
                 output = step()
         except BaseException:
             graph.reset()
-            self._clean_up_after_failure()
+            # A failed capture leaves the pool unusable, and the device's generator in capture mode.
+            self._pool = torch.cuda.graph_pool_handle()
+            generator = torch.cuda.default_generators[self._device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
         self._graphs += 1
         return output, graph
@@ -92,12 +95,6 @@ class CudaRecorder:
         self._graphs -= 1
         if self._graphs == 0:
             self._pool = torch.cuda.graph_pool_handle()
-
-    def _clean_up_after_failure(self) -> None:
-        """Replace the pool and reset the device's generator, which a failed capture leaves in capture mode."""
-        self._pool = torch.cuda.graph_pool_handle()
-        generator = torch.cuda.default_generators[self._device.index]
-        generator.graphsafe_set_state(generator.clone_state())
 
 
 class Uncapturable(Exception):
@@ -174,14 +171,7 @@ class StepArguments:
     def with_tensors(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Return the keyword arguments with `tensors` instead of the original tensors, in the same order."""
         remaining = iter(tensors)
-
-        def replaced(item: Any) -> Any:
-            return next(remaining) if isinstance(item, Tensor) else item
-
-        return {
-            name: {key: replaced(item) for key, item in value.items()} if isinstance(value, dict) else replaced(value)
-            for name, value in self.given.items()
-        }
+        return tree_map_only(Tensor, lambda _: next(remaining), self.given)
 
     def _shape(self, tensor: Tensor, width: int) -> tuple[int, ...]:
         padded = self.can_be_padded and len(tensor) == self.rows

@@ -40,13 +40,12 @@ from parallelformers_ng.kernels.operators import (
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
-from parallelformers_ng.sharding.heads import HeadParallel
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import RowParallel
 
 _COLUMNS = (StreamingLinear, StreamingQuantizedLinear)
 _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 """Arguments of a layer that do not change the result for new tokens over a cache."""
 
 
@@ -173,8 +172,6 @@ class AttentionHalf(_Half):
         """Return the attention half of a decoder layer; None if the kernel cannot compute the half."""
         attention = layer.self_attn
         kind: type = type(attention)
-        if kind.__bases__[0] is HeadParallel:
-            kind = kind.__bases__[1]
         normed = normed_heads(kind)
         if normed is None:
             return None
@@ -220,7 +217,7 @@ class AttentionHalf(_Half):
             or type(cache) is not DynamicCache
             or cache.offloading
             or position_embeddings is None
-            or any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
+            or any(others[name] is not None and others[name] is not False for name in others.keys() - HARMLESS)
         ):
             return None
         batch, queries, _ = hidden.shape
@@ -350,7 +347,7 @@ class Step:
         self.fits = (
             config._attn_implementation == "sdpa"
             and is_usual()
-            and all(_is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
+            and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
             and self._reads(mask, dtype, heads)
         )
         if self.fits:
@@ -386,7 +383,8 @@ class Step:
         return queries == 1 and fits_mask(mask, dtype, sequences, heads, mask.shape[-1])
 
 
-def _is_rotation(angles: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether a tensor has cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
     one_of_each = angles.ndim == 3 and angles.shape[0] in (1, shape[0]) and angles.shape[1:] == shape[1:]
     return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
 

@@ -39,11 +39,8 @@ class LayersAsOne(nn.ModuleList):
         return super().__getitem__(index)
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the last layer's output for `hidden`, `[batch, tokens, hidden]`. Every layer gets `kwargs`."""
-        raise NotImplementedError
-
-    def run_modules(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Return the output of `run`, computed by the modules."""
+        """Return the last layer's output for `hidden`, `[batch, tokens, hidden]`, computed by the modules. Every layer
+        gets `kwargs`. Subclasses also compute the output by kernels."""
         for layer in self:
             hidden = layer(hidden, **kwargs)
         return hidden
@@ -85,7 +82,7 @@ class DecoderStack(LayersAsOne):
         layer: Any
         last = self[-1]
         if step is None or (isinstance(last, Placed) and not last.is_merged):
-            return self.run_modules(hidden, **kwargs)
+            return super().run(hidden, **kwargs)
         if not isinstance(last, Placed):
             return step.run()
         for layer in self:
@@ -174,13 +171,9 @@ class _StackInC:
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
         """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
-        if self.guard.has_hooks():
-            return None
-        step = self._first.step_for(hidden, **kwargs)
-        if step is None:
-            return None
-        cache = kwargs[CACHE]
-        if not all(attention.may_extend(cache, step) for attention in self._attentions):
+        step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
+        cache: Any = kwargs.get(CACHE)
+        if step is None or not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
 

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticCache
 
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.kernels.decoder_layer import HARMLESS, is_rotation
 from parallelformers_ng.kernels.on_devices import DeviceRMSNorm
 from parallelformers_ng.kernels.operators import Guard, is_usual, shape_of
 from parallelformers_ng.kernels.recognition import is_decoder_layer, is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
-from parallelformers_ng.sharding.heads import HeadParallel
 from parallelformers_ng.sharding.linear import RowParallel
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
@@ -41,7 +41,6 @@ MOST_COLUMNS = 1 << 14
 _MOST_ROWS = 16
 """Rows of the weight-only products. With more, a weight is dequantized once for all of them."""
 _GROUP = 32
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -81,6 +80,8 @@ class DeviceStep:
             others: further arguments of the layer, by name; one is the static cache.
         """
         cache = others.pop(CACHE, None)
+        if attention_mask is None or position_embeddings is None:
+            return None
         rows = hidden.shape[0]
         fits = (
             hidden.ndim == 3
@@ -88,27 +89,16 @@ class DeviceStep:
             and hidden.is_contiguous()
             and hidden.dtype in _DTYPES
             and type(cache) is StaticCache
-            and attention_mask is not None
             and attention_mask.dtype is torch.bool
             and attention_mask.ndim == 4
             and attention_mask.shape[0] in (1, rows)
             and attention_mask.shape[1:3] == (1, 1)
             and attention_mask.is_contiguous()
-            and position_embeddings is not None
-            and all(_is_rotation(angles, hidden) for angles in position_embeddings)
-            and not any(others[name] is not None and others[name] is not False for name in others.keys() - _HARMLESS)
+            and all(is_rotation(angles, (rows, 1, *angles.shape[2:]), hidden.dtype) for angles in position_embeddings)
+            and all(angles.is_contiguous() for angles in position_embeddings)
+            and not any(others[name] is not None and others[name] is not False for name in others.keys() - HARMLESS)
         )
-        if not fits:
-            return None
-        assert attention_mask is not None
-        assert position_embeddings is not None
-        return cls(*position_embeddings, attention_mask, cache)
-
-
-def _is_rotation(angles: Tensor, hidden: Tensor) -> bool:
-    rows = hidden.shape[0]
-    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, rows) and angles.shape[1] == 1
-    return one_of_each and angles.dtype is hidden.dtype and angles.is_contiguous()
+        return cls(*position_embeddings, attention_mask, cache) if fits else None
 
 
 class DeviceLayer:
@@ -143,8 +133,6 @@ class DeviceLayer:
         """
         attention: Any = getattr(layer, "self_attn", None)
         kind: Any = type(attention)
-        if kind.__bases__[0] is HeadParallel:
-            kind = kind.__bases__[1]
         feed_forward: Any = getattr(layer, "mlp", None)
         layer_kind: Any = type(layer)
         feed_forward_kind: Any = type(feed_forward)
@@ -219,7 +207,7 @@ class DeviceLayer:
         residual, normed = self._normed(self._norms[0], residual, added)
         residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))
         gate, up = self._products((self._mlp.gate_proj, self._mlp.up_proj), normed)
-        return residual, self._product(self._mlp.down_proj, self._operators.gated(gate, up, "silu"))
+        return residual, self._products([self._mlp.down_proj], self._operators.gated(gate, up, "silu"))[0]
 
     def _normed(self, norm: Any, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         weight, epsilon = norm._parameters["weight"], norm.variance_epsilon
@@ -239,24 +227,19 @@ class DeviceLayer:
         self._operators.rotate_and_write(q, k, v, step.cos, step.sin, *weights, epsilon, keys, values, count)
         scale = float(attention.scaling)
         attended = self._operators.attend(q, keys, values, count, 1, scale, step.mask, 0, None, count)
-        return self._product(attention.o_proj, attended.unsqueeze(1))
-
-    def _product(self, layer: Any, states: Tensor) -> Tensor:
-        """Return the output of a linear layer, summed over the ranks if it is row-parallel."""
-        operator = self._operator([layer], states)
-        if operator is None:
-            output: Tensor = layer(states)
-            return output
-        output = operator(states, *_small_parts([layer]))
-        return layer.communicator.all_reduce(output) if isinstance(layer, RowParallel) else output
+        return self._products([attention.o_proj], attended.unsqueeze(1))[0]
 
     def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
-        """Return the outputs of column-parallel layers that read the same states."""
+        """Return the outputs of linear layers that read the same states: of one layer, which may be row-parallel and is
+        then summed over the ranks, or of column-parallel layers."""
         operator = self._operator(layers, states)
         if operator is None:
             return [layer(states) for layer in layers]
         weights, scales, biases = _small_parts(layers)
-        return operator(states, weights, scales, biases).split([len(weight) for weight in weights], dim=-1)
+        output = operator(states, weights, scales, biases)
+        if isinstance(layers[0], RowParallel):
+            output = layers[0].communicator.all_reduce(output)
+        return output.split([len(weight) for weight in weights], dim=-1)
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:
         """Return the operator that multiplies by the quantized weights of all layers; None if no kernel reads them."""

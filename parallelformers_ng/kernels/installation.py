@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,25 +53,16 @@ def compare_before_forks() -> None:
     because a forked process could not use devices then.
     """
     if _decode is not None:
-        threads = torch.get_num_threads()
+        threads, asked = torch.get_num_threads(), torch.cuda.is_current_stream_capturing
         torch.set_num_threads(1)
-        with _no_question_to_the_driver():
+        # transformers' functions for masks ask whether a stream is captured. The question initializes the CUDA driver
+        # (`cuInit`), also of a model on the CPU.
+        torch.cuda.is_current_stream_capturing = lambda: False
+        try:
             layers_agree()
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _no_question_to_the_driver() -> Iterator[None]:
-    """Let transformers' functions for masks run without the question whether a stream is captured.
-
-    The question initializes the CUDA driver (`cuInit`), also of a model on the CPU.
-    """
-    asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
+        finally:
+            torch.cuda.is_current_stream_capturing = asked
+            torch.set_num_threads(threads)
 
 
 def forget(model: nn.Module) -> None:

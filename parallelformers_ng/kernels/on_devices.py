@@ -14,7 +14,7 @@ kernels and bytes were counted on a stand-in for a device. No time was measured 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,33 +37,25 @@ class _DeviceNorm(nn.Module):
     """A norm that one function of torch computes in one kernel; mixed into the norm's class."""
 
     variance_epsilon: float
-
-    @staticmethod
-    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """Return `states`, `[…, width]`, normalized over the last dimension."""
-        raise NotImplementedError
+    fused: Callable[..., Tensor]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         if weight is None or not _fits(hidden_states, weight):
             return super().forward(hidden_states)
-        return self.fused(hidden_states, weight, self.variance_epsilon)
+        return self.fused(hidden_states, weight.shape, weight, eps=self.variance_epsilon)
 
 
 class DeviceRMSNorm(_DeviceNorm):
     """A root-mean-square norm that torch computes in one kernel; mixed into the norm's class."""
 
-    @staticmethod
-    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return functional.rms_norm(states, weight.shape, weight, epsilon)
+    fused = staticmethod(functional.rms_norm)
 
 
 class DeviceLayerNorm(_DeviceNorm):
     """A layer norm without a bias that torch computes in one kernel; mixed into the norm's class."""
 
-    @staticmethod
-    def fused(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        return functional.layer_norm(states, weight.shape, weight, None, epsilon)
+    fused = staticmethod(functional.layer_norm)
 
 
 _NORMS: dict[str, type[_DeviceNorm]] = {"rms_norm": DeviceRMSNorm, "layer_norm": DeviceLayerNorm}
@@ -207,7 +199,7 @@ def _norm_agrees(cls: Any, name: str) -> bool:
     states = 1 + _random(3, 8)
     return agree(
         f"norms ({cls.__name__}) are",
-        lambda: (_NORMS[name].fused(states, norm.weight, norm.variance_epsilon), cls.forward(norm, states)),
+        lambda: (_NORMS[name].fused(states, (8,), norm.weight, eps=norm.variance_epsilon), cls.forward(norm, states)),
     )
 
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 # that a waiting worker has already imported.
 from transformers.models.llama import modeling_llama as llama
 
+from parallelformers_ng.sharding.heads import HeadParallel
+
 LAYERS = ("Llama", "Mixtral")
 """Families with known decoder layers, whose forwards differ in the order of arguments."""
 ATTENTIONS = {"Llama": False, "Mistral": False, "Qwen2": False, "Qwen3": True}
@@ -118,7 +120,12 @@ def is_silu(cls: type) -> bool:
 
 @cache
 def normed_heads(cls: Any) -> bool | None:
-    """Return whether an attention class norms each head's query and key; None if the class is not in `ATTENTIONS`."""
+    """Return whether an attention class norms each head's query and key; None if the class is not in `ATTENTIONS`.
+
+    A class whose heads are sharded counts as the class that it is made of.
+    """
+    if cls.__bases__[0] is HeadParallel:
+        cls = cls.__bases__[1]
     functions = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     for name in ("apply_rotary_pos_emb", "rotate_half"):
         if not _same_code(functions.get(name), getattr(llama, name)):

@@ -80,7 +80,7 @@ class SideBySide:
             (layer._parameters, name, tensor) for layer in layers for name, tensor in layer._parameters.items()
         ]
         self._sizes = [len(layer.weight) for layer in layers]
-        self._input: Callable[[], Tensor | None] = _nothing
+        self._input: Callable[[], Tensor | None] = lambda: None
         self._outputs: dict[nn.Linear, Tensor] = {}
         """Outputs for `_input` that layers have not returned yet. While `agree` is None, the dictionary has the last
         rows of outputs that layers have returned."""
@@ -174,7 +174,3 @@ class PartOfProduct(nn.Linear):
         output = super().forward(input)
         self.side_by_side.note(self, input, output)
         return output
-
-
-def _nothing() -> None:
-    return None

@@ -53,11 +53,11 @@ class DeviceStack(LayersAsOne):
 
     def run(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         if self.mode == "modules" or not may_serve(hidden.device.type):
-            return self.run_modules(hidden, **kwargs)
+            return super().run(hidden, **kwargs)
         step, known = DeviceStep.of(hidden, **kwargs), self.view()
         self.is_served = step is not None and known is not None and all(layer.fits(hidden, step) for layer in known)
         if step is None or known is None or not self.is_served or self.mode == "watched":
-            return self.run_modules(hidden, **kwargs)
+            return super().run(hidden, **kwargs)
         if self.mode == "both":
             for layer, module in zip(known, self, strict=True):
                 hidden = self._compared(layer, module, hidden, step, kwargs)

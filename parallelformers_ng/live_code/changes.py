@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import operator
 import sys
@@ -252,9 +251,7 @@ def _classes_named(place: str, scopes: Mapping[str, list[dict[str, Any]]]) -> li
     """Return the classes with the name of a place in the globals of code that was pickled by value."""
     module, _, path = place.partition(":")
     first, *rest = path.split(".")
-    values = [functools.reduce(_attribute, rest, scope.get(first)) for scope in scopes.get(module, ())]
+    values = [scope.get(first) for scope in scopes.get(module, ())]
+    for name in rest:
+        values = [getattr(value, name, None) for value in values]
     return [value for value in values if isinstance(value, type)]
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
+from parallelformers_ng.live_code.reach import LIBRARIES, contents_of, function_behind, package_of
 from parallelformers_ng.live_code.state import attributes_of, in_slots
 
 _LARGEST = 1 << 20
@@ -59,18 +59,14 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
         hasher.update(
             str(value.__globals__.get("__name__")).encode()
         )  # equal code in another module uses other globals
-        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        cells = map(contents_of, value.__closure__ or ())
         for part in (value.__defaults__, value.__kwdefaults__, *cells):
             _feed(hasher, part, inner)
-    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
-        _feed(hasher, value.__func__, inner)
-    elif isinstance(value, property):
-        _feed(hasher, value.fget, inner)
-    elif isinstance(value, functools.cached_property):
-        _feed(hasher, value.func, inner)
     elif isinstance(value, functools.partial):
-        for part in (value.func, value.args, value.keywords):
-            _feed(hasher, part, inner)
+        for argument in (value.func, value.args, value.keywords):
+            _feed(hasher, argument, inner)
+    elif (function := function_behind(value)) is not None:
+        _feed(hasher, function, inner)
     elif isinstance(value, type):
         hasher.update(f"{value.__module__}.{value.__qualname__}".encode())
     elif isinstance(value, types.ModuleType):
@@ -118,10 +114,3 @@ def _without_origin(code: types.CodeType) -> types.CodeType:
     """Return a code object without the names of its file and class, which may differ between equal code objects."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     return code.replace(co_filename="", co_qualname="", co_consts=constants)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return "an empty cell"

@@ -171,11 +171,10 @@ class _Walk:
     def _read(self, function: types.FunctionType) -> None:
         scope = function.__globals__
         module = scope.get("__name__", "")
-        if module.startswith(_LAYERS_OF_TORCH):
-            return self._read_layer(function)
-        if package_of(function) in LIBRARIES - self._packages:
-            return
-        if module.startswith(_NOT_COMPUTING):
+        functional = scope.get("F")  # of a torch layer, only the functions of `torch.nn.functional` count
+        if module.startswith(_LAYERS_OF_TORCH) and isinstance(functional, types.ModuleType):
+            self._read_module(functional, names_in(function.__code__))
+        if package_of(function) in LIBRARIES - self._packages or module.startswith(_NOT_COMPUTING):
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names = names_in(function.__code__)
@@ -202,12 +201,6 @@ class _Walk:
         if isinstance(method, types.FunctionType) and package_of(method) != "torch":
             self._note(f"torch:Tensor.{name}", torch.Tensor, name, method)
             self._pending.append((None, name, method))
-
-    def _read_layer(self, function: types.FunctionType) -> None:
-        """Record the functions of `torch.nn.functional` that a torch layer names."""
-        functional = function.__globals__.get("F")
-        if isinstance(functional, types.ModuleType):
-            self._read_module(functional, names_in(function.__code__))
 
     def _read_module(
         self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
@@ -258,6 +251,26 @@ def package_of(part: Any) -> str:
     return str(name or "").partition(".")[0]
 
 
+_BEHIND = (
+    ((staticmethod, classmethod, types.MethodType), "__func__"),
+    (property, "fget"),
+    ((functools.cached_property, functools.partial), "func"),
+)
+
+
+def function_behind(value: Any) -> Any:
+    """Return the function that a method, a property or a partial function calls; None for any other value."""
+    return next((getattr(value, name) for kinds, name in _BEHIND if isinstance(value, kinds)), None)
+
+
+def contents_of(cell: types.CellType) -> tuple[Any, ...]:
+    """Return the value of a variable of an enclosing function; an empty tuple if the variable has no value."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
     """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters.
 
@@ -266,25 +279,16 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
             counts.
         seen: ids of functions to leave out.
     """
-    while True:
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, (functools.cached_property, functools.partial)):
-            value = value.func
-        else:
-            break
+    while (behind := function_behind(value)) is not None:
+        value = behind
     if id(value) in seen:
         return
     seen |= {id(value)}
     if isinstance(value, types.FunctionType):
         yield value
         for cell in value.__closure__ or ():
-            try:
-                yield from functions_in(cell.cell_contents, seen)
-            except ValueError:  # an empty cell
-                continue
+            for inner in contents_of(cell):
+                yield from functions_in(inner, seen)
     if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         yield from functions_in(wrapped, seen)
 

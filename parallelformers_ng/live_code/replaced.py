@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.content import digest
@@ -121,10 +121,17 @@ _BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.Wea
 def built_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path → module of a newly built model of the same class, on `meta`; empty if building fails."""
     if model not in _BUILT:
-        try:
-            with torch.device("meta"):
-                built = type(model)._from_config(copy.deepcopy(model.config))
-        except Exception:  # modelling code raises anything
+        built = built_on_meta(type(model), model.config)
+        if built is None:
             return {}
         _BUILT[model] = dict(built.named_modules())
     return _BUILT[model]
+
+
+def built_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
+    """Return a new model on `meta`; None if the class refuses the configuration."""
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config))
+    except Exception:  # modelling code may raise any exception on a configuration that it refuses
+        return None

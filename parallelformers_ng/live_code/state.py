@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
+import copyreg
 import functools
 import types
 import weakref
@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
+from parallelformers_ng.live_code.reach import LIBRARIES, contents_of, function_behind, package_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _MOST = 500
 _LONGEST = 1000
 _LARGEST_ARRAY = 1 << 16
-_NOT_STATE = ("__dict__", "__weakref__")
 
 
 class State:
@@ -75,10 +74,7 @@ def _content(part: Any) -> tuple[Any, ...] | None:
     if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
         return (part.data_ptr(), part._version) if part.device.type != "meta" and not part.is_inference() else None
     if isinstance(part, types.CellType):
-        try:
-            return (part.cell_contents,)
-        except ValueError:  # an empty cell
-            return ()
+        return contents_of(part)
     if isinstance(part, np.ndarray):
         return (part.tobytes() if part.nbytes <= _LARGEST_ARRAY and not part.dtype.hasobject else part.shape,)
     if package_of(type(part)) not in LIBRARIES and (slots := in_slots(part)):
@@ -88,13 +84,8 @@ def _content(part: Any) -> tuple[Any, ...] | None:
 
 def in_slots(value: Any) -> dict[str, Any]:
     """Return name → value of the attributes that an object has in slots, such as a dataclass with `slots=True`."""
-    names = (name for base in type(value).__mro__ for name in _names_of_slots(base))
-    return {name: getattr(value, name) for name in names if hasattr(value, name) and name not in _NOT_STATE}
-
-
-def _names_of_slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # as pickle finds them
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _is_same(now: tuple[Any, ...] | None, before: tuple[Any, ...]) -> bool:
@@ -107,14 +98,12 @@ def _is_equal(now: Any, before: Any) -> bool:
 
 def _inner(part: Any) -> Iterator[Any]:
     """Yield the values that a value contains."""
-    if isinstance(part, (staticmethod, classmethod)):
-        yield part.__func__
-    elif isinstance(part, types.MethodType):
+    if isinstance(part, types.MethodType):
         yield from (part.__func__, part.__self__)
-    elif isinstance(part, property):
-        yield part.fget
     elif isinstance(part, functools.partial):
         yield from (part.func, part.args, part.keywords)
+    elif (function := function_behind(part)) is not None:
+        yield function
     elif isinstance(part, types.FunctionType) and package_of(part) not in LIBRARIES:
         yield from (part.__defaults__, part.__kwdefaults__, *(part.__closure__ or ()))
     elif isinstance(part, tuple):
@@ -148,8 +137,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
     elif isinstance(value, types.FunctionType):
         yield from (value.__defaults__, value.__kwdefaults__, getattr(value, "__wrapped__", None))
         for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield cell.cell_contents
+            yield from contents_of(cell)
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
     elif isinstance(value, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ def foreign_layer(module: nn.Module) -> str:
         return reason
     if parametrize.is_parametrized(module):
         return "its weight is parametrized"
-    if computed := next((name for name in _weights_computed_by_hooks(module)), ""):
-        return f"a hook ({computed}) computes its weight before each call"
+    for hook in module._forward_pre_hooks.values():  # of pruning, weight norm or spectral norm
+        if type(hook).__module__.startswith("torch.nn.utils"):
+            return f"a hook ({type(hook).__name__}) computes its weight before each call"
     base: type | None = next((kind for kind in PLAIN_LAYERS if isinstance(module, kind)), None)
     if base is None:
         return ""
@@ -205,12 +206,3 @@ def _only_inherits(cls: type) -> bool:
     """Return whether a class of the program defines no method except `__init__`, so that library bases do all work."""
     own = [base for base in cls.__mro__ if package_of(base) not in LIBRARIES]
     return not any(callable(value) and name != "__init__" for base in own for name, value in vars(base).items())
-
-
-def _weights_computed_by_hooks(module: nn.Module) -> Iterator[str]:
-    """Yield the names of torch's helpers that compute a module's weight in a hook: pruning, weight or spectral norm."""
-    hooks: list[Callable[..., Any]] = [*module._forward_pre_hooks.values()]
-    for hook in hooks:
-        kind = type(hook)
-        if kind.__module__.startswith("torch.nn.utils"):
-            yield kind.__name__

@@ -61,7 +61,10 @@ def budget_of(
     apart = 1 if kind == "cpu" else replicas  # on CPU, replicas share one copy of the weights
     keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
     _check_keys(options.max_memory, keys)
-    sizes = {key: _size(size, f"fit: max_memory[{key!r}]") for key, size in options.max_memory.items()}
+    sizes = {
+        key: 0 if size == 0 else parse_size(size, f"fit: max_memory[{key!r}]", ParallelError)
+        for key, size in options.max_memory.items()
+    }
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
     cpu = (sizes[CPU] if CPU in sizes else _free_memory()) // apart
@@ -80,10 +83,6 @@ def _free_memory() -> int:
 def _name(key: int, keys: Sequence[int]) -> str:
     sharers = keys.count(key)
     return f"device {key}" + (f", for each of its {sharers} ranks," if sharers > 1 else "")
-
-
-def _size(size: int | str, argument: str) -> int:
-    return 0 if size == 0 else parse_size(size, argument, ParallelError)
 
 
 def _check_keys(budget: Mapping[int | str, object], keys: Sequence[int]) -> None:

@@ -77,7 +77,7 @@ class MappedLayer(MovedLayer):
     def __init__(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         super().__init__(module)
         self._tensors = tensors  # keeps the file mapped, so that its addresses are not reused
-        self._stretches = list(stretches(tensors))
+        self._stretches = stretches(tensors)
         sources = [source_of(stretch) for stretch in self._stretches]
         known = [(stretch, source) for stretch, source in zip(self._stretches, sources, strict=True) if source]
         self._sources = known if len(known) == len(sources) else []

@@ -7,13 +7,13 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from parallelformers_ng.checkpoint.mapping import ACCESS, FLAGS, file_at
+from parallelformers_ng.checkpoint.mapping import ACCESS, FLAGS, MappedFile, file_at
 
 _POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE = 22, 3, 21, 4, 14
 _ANYWHERE = FLAGS | mmap.MAP_ANONYMOUS
@@ -31,46 +31,26 @@ class Stretch(NamedTuple):
     length: int
 
 
-class PageSource(NamedTuple):
-    """The file that a range of pages maps.
-
-    Attributes:
-        descriptor: file descriptor for mappings.
-        direct: file descriptor for direct I/O (O_DIRECT).
-        offset: offset of the range in the file, in bytes.
-        end: number of mapped bytes from the beginning of the file.
-    """
-
-    descriptor: int
-    direct: int
-    offset: int
-    end: int
-
-
-def stretches(tensors: Iterable[Tensor]) -> Iterator[Stretch]:
-    """Yield the ranges of pages with contiguous CPU tensors; neighbouring or overlapping ranges are merged."""
+def stretches(tensors: Iterable[Tensor]) -> list[Stretch]:
+    """Return the ranges of pages with contiguous CPU tensors; neighbouring or overlapping ranges are merged."""
     pages = sorted(
         (tensor.data_ptr() // mmap.PAGESIZE, -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE))
         for tensor in tensors
         if tensor.nbytes
     )
-    start, end = 0, 0
+    merged: list[tuple[int, int]] = []
     for first, last in pages:
-        if first > end:
-            if end:
-                yield Stretch(start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
-            start = first
-        end = max(end, last)
-    if end:
-        yield Stretch(start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE)
+        if merged and first <= merged[-1][1]:
+            first, known = merged.pop()
+            last = max(known, last)
+        merged.append((first, last))
+    return [Stretch(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE) for first, last in merged]
 
 
-def source_of(stretch: Stretch) -> PageSource | None:
+def source_of(stretch: Stretch) -> MappedFile | None:
     """Return the file that a range of pages maps; None without a mapped file, or without support for direct I/O."""
     file = file_at(stretch.start)
-    if file is None or file.direct is None:
-        return None
-    return PageSource(file.descriptor, file.direct, stretch.start - file.start, file.size)
+    return None if file is None or file.direct is None else file
 
 
 def read_ahead(stretch: Stretch) -> None:
@@ -88,7 +68,7 @@ def let_go(stretch: Stretch) -> None:
     _libc().madvise(*stretch, _DONTNEED)
 
 
-def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
+def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
     """Replace mapped pages by copies in new memory, read with direct I/O, so that the CPU copies nothing.
 
     Each range of pages is replaced in one step, so other threads see the same bytes at any time. After an error, each
@@ -102,7 +82,7 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
         for stretch, _ in places:
             memory.append(_memory_for(stretch))
         reads = [
-            _readers().submit(_read, source, done, start, min(_PIECE, stretch.length - done))
+            _readers().submit(_read, stretch, source, done, start)
             for (stretch, source), start in zip(places, memory, strict=True)
             for done in range(0, stretch.length, _PIECE)
         ]
@@ -118,13 +98,13 @@ def replace_by_copies(places: Sequence[tuple[Stretch, PageSource]]) -> None:
             _libc().munmap(start, stretch.length)
 
 
-def show_file(stretch: Stretch, source: PageSource) -> None:
+def show_file(stretch: Stretch, source: MappedFile) -> None:
     """Map the file at a range of pages again, instead of a copy of the file.
 
     Raises:
         OSError: the system cannot map the file.
     """
-    _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, source.offset))
+    _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, stretch.start - source.start))
 
 
 def _memory_for(stretch: Stretch) -> int:
@@ -143,14 +123,15 @@ def _memory_for(stretch: Stretch) -> int:
     return int(start + before)
 
 
-def _read(source: PageSource, skipped: int, start: int, length: int) -> None:
-    """Read `length` bytes of the file, `skipped` bytes after the start of the pages, to address `start + skipped`."""
-    offset, end = source.offset + skipped, min(source.offset + skipped + length, source.end)
+def _read(stretch: Stretch, source: MappedFile, skipped: int, start: int) -> None:
+    """Read a piece of the file, `skipped` bytes after the start of the pages, to address `start + skipped`."""
+    assert source.direct is not None
+    begin, stop = stretch.start - source.start, min(skipped + _PIECE, stretch.length)
+    offset, end = begin + skipped, min(begin + stop, source.size)
     while offset < end:  # after the end of the file, the last page stays zero, as in a mapping
-        address = start + offset - source.offset
-        count = os.preadv(
-            source.direct, [(ctypes.c_char * (start + skipped + length - address)).from_address(address)], offset
-        )
+        address = start + offset - begin
+        room = (ctypes.c_char * (start + stop - address)).from_address(address)
+        count = os.preadv(source.direct, [room], offset)
         if count == 0:
             raise OSError(errno.EIO, "a file with weights is shorter than when it was mapped")
         offset += count

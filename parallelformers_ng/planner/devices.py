@@ -14,12 +14,10 @@ class Link:
     Attributes:
         bandwidth: bytes per second in each direction.
         hop_seconds: latency of a small message to the next device, in seconds.
-        reference: source of the figures.
     """
 
     bandwidth: float
     hop_seconds: float
-    reference: str
 
     def exchange_seconds(self, ranks: int, bytes_: float, gathers: bool) -> float:
         """Return the seconds of a sum or a gather of a tensor over the devices of one host.
@@ -49,13 +47,11 @@ class Device:
         memory: size of its memory in bytes.
         bandwidth: bytes per second of its memory.
         link: name in `LINKS` of the link between devices of this kind.
-        reference: source of the figures.
     """
 
     memory: float
     bandwidth: float
     link: str
-    reference: str
 
     @property
     def usable(self) -> float:
@@ -69,40 +65,39 @@ class Device:
 _USABLE = 0.9
 """Fraction of a device's memory for a model; vLLM's default of `gpu_memory_utilization`."""
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
-_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
-_MI300X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
-_NCCL = "latencies: tree, LL, of https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc"
+# Sources of the figures:
+# NVIDIA's data sheets, at https://www.nvidia.com/en-us/data-center/ and v100/, a100/, h100/, h200/, hgx/, l4/ or l40s/;
+#   of h100-pcie https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper, and of rtx4090
+#   https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+# mi300x and its links: https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+# latencies of links: tree, LL, of https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
+# pcie4-host: AMD_BW of https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h
 
 LINKS = {
-    "nvlink2": Link(150e9, 0.6e-6, f"{_NVIDIA}v100/: 300 GB/s both ways; {_NCCL}"),
-    "nvlink3": Link(300e9, 0.6e-6, f"{_NVIDIA}a100/: 600 GB/s both ways; {_NCCL}"),
-    "nvlink4": Link(450e9, 0.6e-6, f"{_NVIDIA}h100/: 900 GB/s both ways; {_NCCL}"),
-    "nvlink5": Link(900e9, 0.6e-6, f"{_NVIDIA}hgx/: 1.8 TB/s both ways; {_NCCL}"),
-    "xgmi3": Link(448e9, 1.0e-6, f"{_MI300X}: 7 links of 128 GB/s both ways; {_NCCL}, as PCI"),
-    "pcie4": Link(32e9, 1.0e-6, f"PCI Express 4.0, 16 lanes, 64 GB/s both ways; {_NCCL}"),
-    "pcie4-host": Link(
-        *(16e9, 2.0e-6),
-        "copies through the host's memory, because GeForce cards have no peer-to-peer copies: AMD_BW of"
-        f" https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h; {_NCCL}, two hops of PCI",
-    ),
-    "pcie5": Link(64e9, 1.0e-6, f"PCI Express 5.0, 16 lanes, 128 GB/s both ways; {_NCCL}"),
+    "nvlink2": Link(150e9, 0.6e-6),  # 300 GB/s both ways
+    "nvlink3": Link(300e9, 0.6e-6),  # 600 GB/s both ways
+    "nvlink4": Link(450e9, 0.6e-6),  # 900 GB/s both ways
+    "nvlink5": Link(900e9, 0.6e-6),  # 1.8 TB/s both ways
+    "xgmi3": Link(448e9, 1.0e-6),  # 7 links of 128 GB/s both ways; latency as of PCI
+    "pcie4": Link(32e9, 1.0e-6),  # PCI Express 4.0, 16 lanes, 64 GB/s both ways
+    # Copies through the host's memory, because GeForce cards have no peer-to-peer copies; two hops of PCI.
+    "pcie4-host": Link(16e9, 2.0e-6),
+    "pcie5": Link(64e9, 1.0e-6),  # PCI Express 5.0, 16 lanes, 128 GB/s both ways
 }
 
 DEVICES = {
-    "v100": Device(32e9, 900e9, "nvlink2", f"{_NVIDIA}v100/"),
-    "a100-40gb": Device(40e9, 1555e9, "nvlink3", f"{_NVIDIA}a100/"),
-    "a100": Device(80e9, 2039e9, "nvlink3", f"{_NVIDIA}a100/"),
-    "h100-pcie": Device(80e9, 2000e9, "pcie5", _HOPPER),
-    "h100": Device(80e9, 3350e9, "nvlink4", f"{_NVIDIA}h100/"),
-    "h200": Device(141e9, 4800e9, "nvlink4", f"{_NVIDIA}h200/"),
-    "b200": Device(180e9, 8000e9, "nvlink5", f"{_NVIDIA}hgx/"),
-    "l4": Device(24e9, 300e9, "pcie4", f"{_NVIDIA}l4/"),
-    "l40s": Device(48e9, 864e9, "pcie4", f"{_NVIDIA}l40s/"),
-    "rtx4090": Device(24e9, 1008e9, "pcie4-host", _ADA),
-    "mi300x": Device(192e9, 5300e9, "xgmi3", _MI300X),
-}  # fmt: skip
+    "v100": Device(32e9, 900e9, "nvlink2"),
+    "a100-40gb": Device(40e9, 1555e9, "nvlink3"),
+    "a100": Device(80e9, 2039e9, "nvlink3"),
+    "h100-pcie": Device(80e9, 2000e9, "pcie5"),
+    "h100": Device(80e9, 3350e9, "nvlink4"),
+    "h200": Device(141e9, 4800e9, "nvlink4"),
+    "b200": Device(180e9, 8000e9, "nvlink5"),
+    "l4": Device(24e9, 300e9, "pcie4"),
+    "l40s": Device(48e9, 864e9, "pcie4"),
+    "rtx4090": Device(24e9, 1008e9, "pcie4-host"),
+    "mi300x": Device(192e9, 5300e9, "xgmi3"),
+}
 
 
 def device_named(name: str) -> Device:

@@ -159,8 +159,8 @@ class _Recorder(TorchDispatchMode):
         self.work, self._size_changes = [], []
         with self:
             output = forward()
-        caches = _caches_of(output)
-        self._cache_numbers = {self._number(tensor) for tensor in caches}
+        caches = [output.get(name) for name in CACHES]
+        self._cache_numbers = {self._number(tensor) for tensor in tensors_in(caches)}
         level = peak = 0
         for number, size in self._size_changes:
             level += 0 if number in self._cache_numbers else size
@@ -224,9 +224,6 @@ class _Peers(Communicator):
         super().__init__(rank, world_size)
         self._recorder = recorder
 
-    def _part(self, width: int) -> Communicator:
-        return _Peers(self.rank % width, width, self._recorder)
-
     def sum(self, tensor: Tensor) -> Tensor:
         self._recorder.work.append(Work(tensor.nbytes, exchanges=True))
         return tensor
@@ -275,21 +272,11 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         seen: ids of the objects that are already visited; updated.
     """
     seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part, seen)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part, seen)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value), seen)
-
-
-def _caches_of(output: Any) -> Iterator[Tensor]:
-    for name in CACHES:
-        yield from tensors_in(output.get(name))
+    for leaf in tree_leaves(value):
+        if id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from tensors_in(vars(leaf), seen)

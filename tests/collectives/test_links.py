@@ -65,7 +65,7 @@ def test_leader_with_all_parts_does_not_wait(leaders, monkeypatch):
     wait = Links._wait
 
     def watched(self, start, missing):
-        assert missing or any(link.has_unsent for link in self._links.values())
+        assert missing or any(link.unsent for link in self._links.values())
         wait(self, start, missing)
 
     monkeypatch.setattr(Links, "_wait", watched)
@@ -101,9 +101,9 @@ def test_untaken_data_is_dropped_after_a_reset(leaders):
 def test_unsigned_data_is_refused(leaders):
     link = leaders[0]._links[1]
     link.put(0, 1, b"four")
-    for index, part in enumerate(link._unsent):
+    for index, part in enumerate(link.unsent):
         if bytes(part) == b"four":
-            link._unsent[index] = memoryview(b"five")
+            link.unsent[index] = memoryview(b"five")
     link.send()
     results = together(leaders, [[4, 4, 4]] * 3, [None, b"1111", None])
     assert isinstance(results[1], CollectiveAbortedError)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.collectives.communicator import Communicator
-from parallelformers_ng.collectives.nccl import NcclCommunicator
 from parallelformers_ng.collectives.spanning import HandedOver, SpanningNcclCommunicator, interface_of
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError
@@ -197,9 +198,9 @@ def test_ranks_wait_for_cause_when_nccl_fails(monkeypatch: pytest.MonkeyPatch, e
     reasons: list[str] = []
     ranks = object.__new__(SpanningNcclCommunicator)
     monkeypatch.setattr(SpanningNcclCommunicator, "abort", lambda _, reason: reasons.append(reason))
-    monkeypatch.setattr(NcclCommunicator, "sum", fails)
-    monkeypatch.setattr(NcclCommunicator, "_gather_into", fails)
-    ranks.rank = 1
+    ranks.rank, ranks._trace, ranks._small = 1, 0, None
+    ranks._arena, ranks._entering = SimpleNamespace(aborted=False), threading.Lock()  # type: ignore[assignment]
+    ranks._group = SimpleNamespace(allreduce=fails, _allgather_base=fails)
     with pytest.raises(CollectiveAbortedError, match="rank 1: NCCL failed: remote process exited"):
         ranks.sum(torch.zeros(1)) if exchange == "sum" else ranks._gather_into(torch.zeros(2), torch.zeros(1))
     assert reasons == ["rank 1: NCCL failed: remote process exited"]

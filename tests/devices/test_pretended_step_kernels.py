@@ -169,7 +169,7 @@ def interpreting_two() -> Iterator[WorkerGroup]:
     ("fault", "line"),
     [
         ("", SERVED),
-        ("no Triton", f"{LEFT}another rank cannot use them"),
+        ("no Triton", f"{LEFT}Triton is not installed"),
         pytest.param("slow", SERVED, marks=pytest.mark.slow),  # rank 0 decides
     ],
     ids=["none", "no Triton", "slow"],

@@ -154,7 +154,7 @@ def test_loaded_model_is_unchanged_by_a_forecast() -> None:
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Define a device with room for little more than half of a small model."""
-    monkeypatch.setitem(DEVICES, "small", Device(5e5, 1e9, "pcie4", "none"))
+    monkeypatch.setitem(DEVICES, "small", Device(5e5, 1e9, "pcie4"))
 
 
 def test_number_of_missing_devices_is_enough(small_device: None) -> None:
