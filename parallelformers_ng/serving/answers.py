@@ -194,14 +194,12 @@ async def write_all(
         TimeoutError, ParallelError: the first error of an answer; see `write`.
         ValueError: see `Chat.reader`.
     """
-    pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     async def run(index: int, one: GenerationJob) -> None:
         try:
-            async with contextlib.aclosing(write(engine, tokenizer, stops, reader(), index, one)) as stream:
-                async for piece in stream:
-                    pieces.put_nowait(piece)
-            pieces.put_nowait(None)
+            async for piece in write(engine, tokenizer, stops, reader(), index, one):
+                pieces.put_nowait(piece)
         except Exception as error:
             pieces.put_nowait(error)
 
@@ -210,12 +208,11 @@ async def write_all(
         left = len(tasks)
         while left:
             piece = await pieces.get()
-            if isinstance(piece, BaseException):
+            if isinstance(piece, Exception):
                 raise piece
-            if piece is None:
+            if piece.finish:
                 left -= 1
-            else:
-                yield piece
+            yield piece
     finally:
         for task in tasks:
             task.cancel()

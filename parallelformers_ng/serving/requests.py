@@ -51,7 +51,7 @@ class ApiRequest(Fields):
         for name in sorted(REFUSED.keys() & extra.keys()):
             field = REFUSED[name]
             if self.route in field.routes and not field.takes(extra[name]):
-                raise bad_request(f"{name} is not supported: {field.instead}", name, "unsupported_parameter")
+                raise bad_request(f"{name} is not supported: {field.note}", name, "unsupported_parameter")
         return self
 
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import importlib
 import logging
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +21,11 @@ from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.guard import AccessGuard
+from parallelformers_ng.serving.guard import AccessGuard, PatientProtocol
 from parallelformers_ng.serving.listening import bound
 from parallelformers_ng.serving.logs import set_up_logs
 from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.models import peft_names
-from parallelformers_ng.serving.protocol import PatientProtocol
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 log = logging.getLogger("parallelformers_ng")
@@ -65,15 +63,10 @@ class Server(uvicorn.Server):
         self._options = options
         self._abandon = abandon
         self._drain: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_shutdown)
+        # A handler of signals, which uvicorn has set while the loop runs in this thread.
+        asyncio.get_running_loop().call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
         if self._drain is not None:
