@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,6 @@ class Verification:
     scheme: str
     quantized: int
     misfits: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "NOT equal"

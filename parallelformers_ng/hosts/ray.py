@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
+from parallelformers_ng.hosts.hosts import Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
@@ -91,7 +92,7 @@ class Connection:
                 _ray().shutdown()
 
 
-class RayHosts:
+class RayHosts(Launcher):
     """A `Launcher` that uses a placement group of a Ray cluster, with one agent on each host.
 
     Args:
@@ -188,17 +189,11 @@ class RayHosts:
         if self._listener is not None:
             self._listener.close()
         if self._placed is not None and _ray().is_initialized():  # Ray may have ended before, at interpreter exit
-            if patient:
-                self._await_agents()
+            if patient and self._serving:  # Ray logs a message for each actor that it kills
+                _ray().wait(list(self._serving), num_returns=len(self._serving), timeout=_GOODBYE_SECONDS)
             _ray().util.remove_placement_group(self._placed)
             self._placed = None
         self._connection.close()
-
-    def _await_agents(self) -> None:
-        """Wait until the agents have ended by themselves, because Ray logs a message for each killed actor."""
-        serving, self._serving = list(self._serving), {}
-        if serving:
-            _ray().wait(serving, num_returns=len(serving), timeout=_GOODBYE_SECONDS)
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:

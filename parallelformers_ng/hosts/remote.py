@@ -22,11 +22,6 @@ from parallelformers_ng.wire.transport import Channel
 STEER_SECONDS = 10.0  # maximum time for an agent to receive a command
 
 
-def on_host(name: str) -> str:
-    """Return the suffix of a device name for a group over several hosts."""
-    return f" on {name}"
-
-
 @dataclass(eq=False)
 class Host:
     """A host of a group.
@@ -36,7 +31,6 @@ class Host:
         control: channel to the host's agent.
         machine: id of the machine.
         listens: address at which the agent listens.
-        devices: number of CUDA devices that the agent sees.
         pids: process ids of the host's ranks; empty until the ranks are ready.
         is_lost: whether the agent closed the connection or cannot be reached.
         sending: lock for sending on `control`.
@@ -46,7 +40,6 @@ class Host:
     control: SignedChannel
     machine: str
     listens: list[Any]
-    devices: int
     pids: list[int] = field(default_factory=list)
     is_lost: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -62,27 +55,24 @@ class Host:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
 
 
+@dataclass(eq=False)
 class RemoteWorker:
     """A rank that an agent has started; the class implements `Worker`.
 
-    Args:
+    Attributes:
         rank: the rank.
         host: host of the rank.
         channel: channel for messages to the rank.
         pid: process id of the rank on its host.
-
-    Attributes:
-        rank, host, channel, pid: the arguments of the same names.
         pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
     """
 
-    def __init__(self, rank: int, host: Host, channel: Channel, pid: int) -> None:
-        self.rank = rank
-        self.host = host
-        self.channel = channel
-        self.pid = pid
-        self.pidfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._status: tuple[int | None, int | None] = (None, None)
+    rank: int
+    host: Host
+    channel: Channel
+    pid: int
+    pidfd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    _status: tuple[int | None, int | None] = (None, None)
 
     def note_end(self, number: int | None = None, code: int | None = None) -> None:
         """Record that the rank has ended.
@@ -121,9 +111,8 @@ class RemoteWorker:
         else:
             manner = manner_of_end(number, code)
         text = (
-            f"the worker of rank {self.rank} (pid {self.pid}, {device_name.removesuffix(on_host(host))}) on host {host}"
-            f" died: {manner};"
-            " a group needs all its ranks, so the group has ended"
+            f"the worker of rank {self.rank} (pid {self.pid}, {device_name.removesuffix(f' on {host}')}) on host {host}"
+            f" died: {manner}; a group needs all its ranks, so the group has ended"
         )
         return functools.partial(WorkerDiedError, text, self.rank, number, code, host)
 

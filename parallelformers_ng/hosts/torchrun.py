@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.hosts import Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 
@@ -67,11 +68,6 @@ def world_size(num_gpus: int | None) -> int:
             " out, or pass workers={'launcher': 'local'}, so that each process starts workers of its own"
         )
     return processes
-
-
-def ranks_of_each() -> int:
-    """Return the number of ranks of each node."""
-    return _number("LOCAL_WORLD_SIZE")
 
 
 def serve_unless_caller() -> None:
@@ -146,14 +142,14 @@ def _number(name: str) -> int:
     return int(os.environ[name])
 
 
-class Torchrun:
+class Torchrun(Launcher):
     """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group.
 
-    The first object of a job with several nodes publishes the address of this process in torchrun's store.
+    The agents end with this process, and if an agent dies, torchrun ends the job. The first object of a job with
+    several nodes publishes the address of this process in torchrun's store.
 
     Attributes:
         key: secret key of the job.
-        threads: None, so the ranks of each host share its CPUs.
 
     Raises:
         StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
@@ -161,7 +157,6 @@ class Torchrun:
         torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
-    threads = None
     _meeting: tuple[bytes, Listener] | None = None  # key and listener of this process, for all its groups
     _lock = threading.Lock()
 
@@ -182,12 +177,6 @@ class Torchrun:
         threading.Thread(target=serve_here, name="parallelformers_ng-agent", daemon=True).start()
         nodes = _number("GROUP_WORLD_SIZE")
         return self._listener, [world_size // nodes] * nodes
-
-    def check(self) -> None:
-        """Do nothing: the agents end with this process, and if an agent dies, torchrun ends the job."""
-
-    def close(self, patient: bool) -> None:
-        """Do nothing: the agents wait for the next group."""
 
 
 def _open() -> tuple[bytes, Listener]:

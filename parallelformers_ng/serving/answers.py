@@ -83,15 +83,10 @@ class Stopper:
         if ends:
             self.stopped, self._delayed = True, ""
             return text[: min(ends)]
-        delay = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
+        starts = () if last else ((size, stop[:size]) for stop in self._stops for size in range(1, len(stop)))
+        delay = max((size for size, start in starts if text.endswith(start)), default=0)
         self._delayed = text[len(text) - delay :]
         return text[: len(text) - delay]
-
-
-def _beginning(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass

@@ -137,7 +137,9 @@ class Chat:
             if self._form is None:
                 read, tools = plain_messages(read, tools), []
             if self._takes_parts:
-                read = [_in_parts(message) for message in read]
+                for message in read:
+                    if isinstance(message["content"], str):
+                        message["content"] = [{"type": "text", "text": message["content"]}]
             return self._apply(read, tools=tools or None, **(arguments or {"add_generation_prompt": True}))
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
@@ -216,9 +218,3 @@ def _plain_part(part: MessagePart, reads_pictures: bool) -> dict[str, Any]:
         return {"type": "image"}
     types = "text and pictures (image_url)" if reads_pictures else "text"
     raise bad_request(f"a message has a part of type {part.type!r}; the model reads {types}", "messages")
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts instead of a string."""
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -157,13 +157,6 @@ class Engine:
         if max(ids) >= self.vocabulary:
             raise bad_request(f"the prompt has token {max(ids)}; the model has {self.vocabulary} tokens", "prompt")
 
-    def answer_start(self, ids: list[int]) -> int:
-        """Return the number of tokens before the answer in a decoder's sequence.
-
-        A decoder-only model continues the prompt. An encoder-decoder model begins its answer with one start token.
-        """
-        return 1 if self.model.config.is_encoder_decoder else len(ids)
-
     async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
@@ -309,7 +302,7 @@ class _Tokens(BaseStreamer):
             self._is_prompt = False
             return
         self._unsent += value.flatten().tolist()
-        if self._recorder is None or self._recorder.knows(self._streamed + len(self._unsent) - 1):
+        if self._recorder is None or self._streamed + len(self._unsent) <= len(self._recorder.top):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:

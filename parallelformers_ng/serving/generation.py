@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,7 +238,8 @@ class Generation:
         for index, answer in enumerate(answers):
             at, number = divmod(index, request.n or 1)
             prompt = prompts[at]
-            start = self._engine.answer_start(prompt.ids)
+            # The answer of an encoder-decoder model begins after one start token, and does not continue the prompt.
+            start = 1 if self._engine.model.config.is_encoder_decoder else len(prompt.ids)
             jobs.append(
                 GenerationJob(
                     prompt.ids,
@@ -303,9 +305,7 @@ _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # header
 async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(pieces):
         try:
-            for chunk in shape.opening():
-                yield shape.event(chunk)
-            for chunk in shape.chunks(first):
+            for chunk in itertools.chain(shape.opening(), shape.chunks(first)):
                 yield shape.event(chunk)
             async for piece in pieces:
                 for chunk in shape.chunks(piece):

@@ -7,6 +7,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class GrammarError(ValueError):
     """Error of a grammar that is too expensive, or that allows no next token."""
 
 
+@dataclass(eq=False)
 class Grammar(LogitsProcessor):
     """Logits processor that forbids the tokens that a grammar does not allow next.
 
@@ -99,21 +101,17 @@ class Grammar(LogitsProcessor):
     processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The processor raises GrammarError
     if the grammar is too expensive or allows no next token.
 
-    Args:
+    Attributes:
         grammar: grammar in llguidance's format.
         packed, words, ends: same as in `grammar_tokenizer`.
         prompt: number of tokens before the answer.
-
-    Attributes:
-        grammar, packed, words, ends, prompt: the arguments of the same names.
     """
 
-    def __init__(self, grammar: str, packed: bytes, words: int, ends: tuple[int, ...], prompt: int) -> None:
-        self.grammar = grammar
-        self.packed = packed
-        self.words = words
-        self.ends = ends
-        self.prompt = prompt
+    grammar: str
+    packed: bytes
+    words: int
+    ends: tuple[int, ...]
+    prompt: int
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         matcher = self._caught_up(input_ids[0, self.prompt :].tolist())

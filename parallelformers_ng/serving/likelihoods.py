@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import LogitsProcessor
@@ -23,27 +23,24 @@ class Likelihood:
     top: list[tuple[int, float]]
 
 
+@dataclass(eq=False)
 class Recorder(LogitsProcessor):
     """Logits processor that records the log-probabilities of a sequence and does not change the scores.
 
     The processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The ranks return the recorded
     values to the caller with the tokens.
 
-    Args:
-        alternatives: number of most likely tokens to record at each position.
-
     Attributes:
-        alternatives: the argument of the same name.
+        alternatives: number of most likely tokens to record at each position.
         top: ids and log-probabilities of the most likely tokens at each position, most likely first.
         chosen: log-probability of the chosen token at each position, except the newest position.
         last: log-probabilities of all tokens at the newest position, float32 `[vocabulary]`; None before the first.
     """
 
-    def __init__(self, alternatives: int) -> None:
-        self.alternatives = alternatives
-        self.top: list[list[tuple[int, float]]] = []
-        self.chosen: list[float] = []
-        self.last: torch.Tensor | None = None  # log-probabilities of the newest position, which has no chosen token yet
+    alternatives: int
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    last: torch.Tensor | None = None  # log-probabilities of the newest position, which has no chosen token yet
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.last is not None:
@@ -52,15 +49,11 @@ class Recorder(LogitsProcessor):
         self.top.append(likeliest(self.last, self.alternatives))
         return scores
 
-    def knows(self, place: int) -> bool:
-        """Return whether a position has been recorded; position 0 is the first new token."""
-        return place < len(self.top)
-
     def of(self, place: int, token: int) -> Likelihood:
         """Return the likelihood of the token at a position; position 0 is the first new token.
 
         Args:
-            place: position for which `knows` returns True.
+            place: recorded position, below `len(self.top)`.
             token: id of the chosen token.
         """
         if place < len(self.chosen):

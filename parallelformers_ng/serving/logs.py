@@ -14,8 +14,6 @@ from typing import Any
 
 log = logging.getLogger("parallelformers_ng")
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -119,7 +117,7 @@ def set_up_logs(log_format: str, log_level: str) -> None:
 
     Args:
         log_format: "text" or "json".
-        log_level: one of `LEVELS`; other libraries log only warnings and errors.
+        log_level: "debug", "info", "warning" or "error"; other libraries log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))

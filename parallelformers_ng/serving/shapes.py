@@ -174,7 +174,8 @@ class CompletionShape(Shape):
         super().__init__(name, tokenizer, request)
         self._prompts = prompts
         self.before: list[list[Likelihood]] = []
-        self._offsets: dict[int, _Offset] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # bytes of incomplete characters of each answer
+        self._characters: Counter[int] = Counter()
         self._special = set(tokenizer.all_special_ids)
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -204,7 +205,7 @@ class CompletionShape(Shape):
             return None
         logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt = index // (self._request.n or 1)
-        if self.before and index not in self._offsets:
+        if self.before and index not in self._decoders:
             first = self._prompts[prompt][0]
             self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # without a likelihood
             for each in self.before[prompt]:
@@ -227,28 +228,15 @@ class CompletionShape(Shape):
         top: dict[str, float] | None,
         shown: bytes,
     ) -> None:
-        if index not in self._offsets:
-            self._offsets[index] = _Offset()
+        if index not in self._decoders:
+            self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
                 shown = shown.removeprefix(b" ")  # the decoded text begins without the space
         for name, value in (
             ("tokens", self._token_bytes.text(token)),
             ("token_logprobs", logprob),
             ("top_logprobs", top),
-            ("text_offset", self._offsets[index].add(shown)),
+            ("text_offset", self._characters[index]),  # number of complete characters before the token
         ):
             logprobs[name].append(value)
-
-
-class _Offset:
-    """Counter of characters in a text whose bytes arrive token by token."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
-
-    def add(self, raw: bytes) -> int:
-        """Add the bytes of a token, and return the number of complete characters before the token."""
-        begin = self._characters
-        self._characters += len(self._decoder.decode(raw))
-        return begin
+        self._characters[index] += len(self._decoders[index].decode(shown))
