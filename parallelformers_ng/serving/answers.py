@@ -144,10 +144,7 @@ async def write(
         count += len(tokens)
         new = text.add([token for token in tokens if token not in engine.ends], last)
         shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
-        read = Read(text=shown) if reader is None else reader.add(shown)
-        if reader is not None and (last or stopper.stopped):
-            end = reader.end()
-            read = Read(read.text + end.text, read.reasoning + end.reasoning, read.calls + end.calls)
+        read = Read(text=shown) if reader is None else reader.add(shown, last or stopper.stopped)
         called = called or bool(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 

@@ -95,8 +95,14 @@ class BareReader:
         self._buffer = ""
         self._has_called = self._is_text = False
 
-    def add(self, text: str) -> Read:
-        """Add text of the answer, and return the calls that are complete, or the text if the rest is text."""
+    def add(self, text: str, last: bool = False) -> Read:
+        """Add text of the answer, and return the calls that are complete, or the text if the rest is text.
+
+        Args:
+            text: new text of the answer.
+            last: whether no text follows. The text of an incomplete call is then returned, but white space and
+                separators after a call are dropped.
+        """
         self._buffer += text
         read = Read()
         while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):
@@ -115,14 +121,10 @@ class BareReader:
             if self._calls_left is None or self._calls_left > 0:
                 read.calls.append(call)
                 self._calls_left = None if self._calls_left is None else self._calls_left - 1
-        if self._is_text:
+        is_incomplete = last and bool(not self._has_called or self._buffer.strip(_SEPARATORS))
+        if self._is_text or is_incomplete:
             read.text, self._buffer = self._buffer, ""
         return read
-
-    def end(self) -> Read:
-        """Return the text of an incomplete call. White space and separators after a call are dropped."""
-        text, self._buffer = self._buffer, ""
-        return Read() if self._has_called and not text.strip(_SEPARATORS) else Read(text=text)
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any] | None:
         name, arguments = value.get(self._form.name), value.get(self._form.arguments)

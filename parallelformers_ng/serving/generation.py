@@ -30,6 +30,7 @@ from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
 from parallelformers_ng.serving.structured import Constraint
+from parallelformers_ng.serving.tool_choice import read_tool_choice
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Generation:
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
         with self._engine.admitted(request.n or 1) as answers:
-            choice = request.tool_choice_read
+            choice = read_tool_choice(request.tools, request.tool_choice, request.parallel_tool_calls)
             text = await asyncio.to_thread(
                 self._chat.prompt, request.messages, choice.tools, request.template_arguments
             )

@@ -184,8 +184,10 @@ class AccessGuard:
                 ApiError(408, f"the client did not send the whole request within {seconds:g} s"), scope, receive, send
             )
             return
-        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
-        work = asyncio.ensure_future(self._app(scope, _replay(body, disconnected), send))
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        disconnected = asyncio.ensure_future(_pass_disconnect(receive, messages))
+        work = asyncio.ensure_future(self._app(scope, messages.get, send))
         try:
             await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -260,20 +262,8 @@ class AccessGuard:
         return bytes(body)
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
+async def _pass_disconnect(receive: Receive, messages: asyncio.Queue[Message]) -> None:
+    """Wait until the client disconnects, and pass this message on."""
+    while (message := await receive())["type"] != "http.disconnect":
         pass
-
-
-def _replay(body: bytes, disconnected: asyncio.Future[None]) -> Receive:
-    """Return an ASGI `receive` that returns a body, and then waits until the client disconnects."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.wait({disconnected})
-        return {"type": "http.disconnect"}
-
-    return receive
+    messages.put_nowait(message)

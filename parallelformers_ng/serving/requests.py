@@ -12,7 +12,7 @@ from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
 from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts
-from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
+from parallelformers_ng.serving.tool_choice import Tool
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -105,7 +105,11 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None to return no probabilities."""
+        """Number of most likely tokens to return at each position, or None to return no probabilities.
+
+        Raises:
+            ApiError: `top_logprobs` is above 0 without `logprobs`, status 400.
+        """
         raise NotImplementedError
 
     @property
@@ -217,28 +221,6 @@ class Message(Fields):
         return self
 
 
-class ToolFunction(Fields):
-    """Function that a model may call. Further fields, such as `description`, are kept for the chat template.
-
-    Attributes:
-        parameters: JSON schema of the arguments; None for any JSON object.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Fields):
-    """Tool that a model may call, in OpenAI's format. Further fields are kept for the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: ToolFunction
-
-
 class TemplateFields(ApiRequest):
     """Fields that control how chat messages become a prompt."""
 
@@ -281,8 +263,6 @@ class TemplateFields(ApiRequest):
 class ChatRequest(TemplateFields, GenerationRequest):
     """Request to `/v1/chat/completions`.
 
-    The validation raises ApiError with status 400 if `top_logprobs` is above 0 without `logprobs`.
-
     Attributes:
         max_completion_tokens: newer name of `max_tokens`; overrides `max_tokens`.
         logprobs: whether the answer has the probability of each token.
@@ -301,28 +281,14 @@ class ChatRequest(TemplateFields, GenerationRequest):
     parallel_tool_calls: bool = True
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        return self
-
-    @property
-    def tool_choice_read(self) -> ToolChoice:
-        """Tools that the model may call, and whether the answer must call a tool.
-
-        Raises:
-            ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
-        """
-        tools = [tool.model_dump() for tool in self.tools or ()]
-        return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
-
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

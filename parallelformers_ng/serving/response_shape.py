@@ -152,7 +152,13 @@ class ResponseShape(Shape):
         yield from self._close()
 
     def _response(self) -> dict[str, Any]:
-        ended = self._status in ("completed", "incomplete")
+        usage = {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self._tokens,
+        }
         return {
             "id": self._common["id"],
             "object": "response",
@@ -162,20 +168,11 @@ class ResponseShape(Shape):
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": [*self._output],
-            "usage": self._response_usage() if ended else None,
+            "usage": usage if self._status in ("completed", "incomplete") else None,
             "store": False,
             "previous_response_id": None,
             "background": False,
             "truncation": "disabled",
             "service_tier": "default",
             **self._original.echo(),
-        }
-
-    def _response_usage(self) -> dict[str, Any]:
-        return {
-            "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": self._tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": self.prompt_tokens + self._tokens,
         }

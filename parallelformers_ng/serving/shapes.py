@@ -207,35 +207,26 @@ class CompletionShape(Shape):
         prompt = index // (self._request.n or 1)
         if self.before and index not in self._decoders:
             first = self._prompts[prompt][0]
-            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # without a likelihood
+            self._note(logprobs, index, first, None, self._token_bytes.bytes(first))
             for each in self.before[prompt]:
-                self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
+                self._note(logprobs, index, each.token, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
-            special = each.token in self._special
-            self._note_likelihood(logprobs, index, each, b"" if special else self._token_bytes.bytes(each.token))
+            shown = b"" if each.token in self._special else self._token_bytes.bytes(each.token)
+            self._note(logprobs, index, each.token, each, shown)
         return logprobs
 
-    def _note_likelihood(self, logprobs: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
-        top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
-        self._note(logprobs, index, each.token, max(each.logprob, _MIN_LOGPROB), top, shown)
-
     def _note(
-        self,
-        logprobs: dict[str, list[Any]],
-        index: int,
-        token: int,
-        logprob: float | None,
-        top: dict[str, float] | None,
-        shown: bytes,
+        self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, shown: bytes
     ) -> None:
+        """Add one token to `logprobs`; the first token of a prompt has no likelihood."""
         if index not in self._decoders:
             self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
                 shown = shown.removeprefix(b" ")  # the decoded text begins without the space
         for name, value in (
             ("tokens", self._token_bytes.text(token)),
-            ("token_logprobs", logprob),
-            ("top_logprobs", top),
+            ("token_logprobs", each and max(each.logprob, _MIN_LOGPROB)),
+            ("top_logprobs", each and {self._token_bytes.text(token): logprob for token, logprob in each.top}),
             ("text_offset", self._characters[index]),  # number of complete characters before the token
         ):
             logprobs[name].append(value)

@@ -5,24 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.structured import Fields
 
 
-class _Name(Fields):
-    name: str
+class ToolFunction(Fields):
+    """Function that a model may call. Further fields, such as `description`, are kept for the chat template.
+
+    Attributes:
+        parameters: JSON schema of the arguments; None for any JSON object.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
 
 
-class _Named(Fields):
+class Tool(Fields):
+    """Tool that a model may call, in OpenAI's format, or that `tool_choice` names.
+
+    Further fields are kept for the chat template.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["function"]
-    function: _Name
+    function: ToolFunction
 
 
 class _Allowed(Fields):
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[_Named], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(min_length=1)]
 
 
 class _AllowedTools(Fields):
@@ -31,7 +47,7 @@ class _AllowedTools(Fields):
 
 
 class _Choice(Fields):
-    tool_choice: Annotated[_Named | _AllowedTools, Field(discriminator="type")]
+    tool_choice: Annotated[Tool | _AllowedTools, Field(discriminator="type")]
 
 
 @dataclass(frozen=True)
@@ -49,11 +65,11 @@ class ToolChoice:
     most_calls: int | None = None
 
 
-def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, several: bool) -> ToolChoice:
+def read_tool_choice(sent: list[Tool] | None, choice: str | dict[str, Any] | None, several: bool) -> ToolChoice:
     """Return the tool choice of a request.
 
     Args:
-        tools: field `tools` of the request.
+        sent: field `tools` of the request.
         choice: field `tool_choice` of the request.
         several: field `parallel_tool_calls` of the request.
 
@@ -61,10 +77,11 @@ def read_tool_choice(tools: list[dict[str, Any]], choice: str | dict[str, Any] |
         ApiError: `tool_choice` is an unknown word, names an unknown tool, or requires a call without tools, status 400.
         ValidationError: `tool_choice` is an object of an unknown form.
     """
+    tools = [tool.model_dump() for tool in sent or ()]
     most_calls = None if several else 1
     if isinstance(choice, dict):
         named = _Choice.model_validate({"tool_choice": choice}).tool_choice
-        if isinstance(named, _Named):
+        if isinstance(named, Tool):
             return ToolChoice(_among(tools, [named.function.name]), forced=True, most_calls=1)
         allowed = [each.function.name for each in named.allowed_tools.tools]
         return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most_calls)

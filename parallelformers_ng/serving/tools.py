@@ -54,35 +54,27 @@ class AnswerReader:
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
         self._unparsed = ""
 
-    def add(self, text: str) -> Read:
+    def add(self, text: str, last: bool = False) -> Read:
         """Add text of the answer, and return new text, new reasoning and the calls that are complete.
 
         Args:
             text: new text of the answer, including special tokens.
+            last: whether no text follows; then incomplete content is returned too.
         """
         if self._parser is None:
             return Read(text=text)
         self._unparsed += text
-        try:
-            return self._take(self._parser.feed(text))
-        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
-            return self._give_up()
-
-    def end(self) -> Read:
-        """Return the content that was incomplete until the end of the answer."""
-        if self._parser is None:
-            return Read()
-        try:
-            return self._take(self._parser.finalize()[1])
-        except Exception:
-            return self._give_up()
-
-    def _give_up(self) -> Read:
-        self._parser = None
-        return Read(text=self._unparsed)
-
-    def _take(self, events: list[dict[str, Any]]) -> Read:
         read = Read()
+        try:
+            self._take(self._parser.feed(text), read)
+            if last:
+                self._take(self._parser.finalize()[1], read)
+        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
+            self._parser = None
+            read.text += self._unparsed
+        return read
+
+    def _take(self, events: list[dict[str, Any]], read: Read) -> None:
         for event in events:
             name, kind = event["field"], event["type"]
             if kind == "region_chunk" and name == "content":
@@ -98,7 +90,6 @@ class AnswerReader:
                 self._unparsed = ""
             if kind == "region_chunk" and name != "tool_calls":
                 self._unparsed = self._unparsed.partition(event["text"])[2]
-        return read
 
 
 def openai_call(value: dict[str, Any]) -> dict[str, Any]:

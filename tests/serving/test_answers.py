@@ -98,7 +98,7 @@ def test_calls_in_other_forms_are_read(name):
     written = TOKENIZER.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
     reader = AnswerReader(TOKENIZER, template, "", [])
     read = [reader.add(piece) for piece in (written.split("[assistant]")[1].removesuffix("<|end|>"))]
-    calls = [call for each in (*read, reader.end()) for call in each.calls]
+    calls = [call for each in (*read, reader.add("", last=True)) for call in each.calls]
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"x": [1, {"y": "]}"}]}]
     assert "".join(each.text for each in read).strip() == ""
 
@@ -113,7 +113,7 @@ def test_text_that_resembles_a_call_is_text(size):
     assert template is not None
     reader = AnswerReader(TOKENIZER, template, "", [])
     shown = "".join(reader.add(text[start : start + size]).text for start in range(0, len(text), size))
-    assert shown + reader.end().text == text
+    assert shown + reader.add("", last=True).text == text
 
 
 @pytest.mark.parametrize("properties", [{"a": {"anyOf": 5}}, {"a": {"type": 7}}, [], {"a": None}])
