@@ -10,7 +10,7 @@ from typing import Any
 
 from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.engine import Engine, GenerationJob
-from parallelformers_ng.serving.likelihoods import Likelihood
+from parallelformers_ng.serving.processors import Likelihood
 from parallelformers_ng.serving.tools import AnswerReader, Read
 
 _UNFINISHED = "\ufffd"  # replacement character, which a tokenizer writes for an incomplete character

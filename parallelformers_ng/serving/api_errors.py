@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from parallelformers_ng.errors import BatchingError, ParallelError
-from parallelformers_ng.serving.grammar import GrammarError
+from parallelformers_ng.serving.processors import GrammarError
 
 log = logging.getLogger("parallelformers_ng")
 

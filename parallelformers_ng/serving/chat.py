@@ -10,8 +10,7 @@ from typing import Any
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar, plain_messages
 from parallelformers_ng.serving.requests import Message, MessagePart
-from parallelformers_ng.serving.structured import Constraint
-from parallelformers_ng.serving.tool_choice import ToolChoice
+from parallelformers_ng.serving.structured import Constraint, ToolChoice
 from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_template
 
 

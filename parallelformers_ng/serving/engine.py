@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
-from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.metrics import AnswerMetrics, Metrics
 from parallelformers_ng.serving.models import Models, peft_names
+from parallelformers_ng.serving.processors import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted

@@ -17,9 +17,9 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
+from parallelformers_ng.serving.sentence_modules import Pooling
 
 _TOKENS_AT_ONCE = 4096  # maximum number of tokens in one forward pass, padding included
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}

@@ -29,8 +29,7 @@ from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
-from parallelformers_ng.serving.structured import Constraint
-from parallelformers_ng.serving.tool_choice import read_tool_choice
+from parallelformers_ng.serving.structured import Constraint, read_tool_choice
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from parallelformers_ng.checkpoint.location import base_of_adapter, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.forwards import activation_of
-from parallelformers_ng.serving.pooling import Pooling
-from parallelformers_ng.serving.sentence_modules import SentenceFiles, read_pooling
+from parallelformers_ng.serving.sentence_modules import Pooling, SentenceFiles, read_pooling
 
 _TEXT = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -11,8 +11,7 @@ from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
-from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts
-from parallelformers_ng.serving.tool_choice import Tool
+from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, Tool
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]

@@ -17,9 +17,9 @@ from parallelformers_ng.serving import run
 from parallelformers_ng.serving.answers import Detokenizer, Stopper
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.model_kinds import Kind
+from parallelformers_ng.serving.processors import GrammarError
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.serve_options import read_serve_options
@@ -197,7 +197,7 @@ def test_large_schemas_are_kept_to():
 @pytest.mark.parametrize(("words", "returns"), [(10, 0), (2000, 1)])
 def test_memory_of_a_large_grammar_is_returned(words, returns, monkeypatch):
     back = []
-    monkeypatch.setattr("parallelformers_ng.serving.grammar.trim_heap", lambda: back.append(1))
+    monkeypatch.setattr("parallelformers_ng.serving.processors.trim_heap", lambda: back.append(1))
     grammar = SCHEMAS.processor(
         SCHEMAS.grammar(Constraint("json", {"enum": [f"x{number}" for number in range(words)]})), 1
     )
