@@ -13,6 +13,7 @@ import platform
 import select
 import socket
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -209,18 +210,20 @@ class _Agent:
                 self._obey(processes, word, values)
 
     def _obey(self, processes: Processes, word: str, values: list[Any]) -> None:
-        if word == "abort":
-            self._arena.abort(*values)
-        elif word == "cancel":
-            self._arena.request_cancel(*values)
-        elif word == "reset":
-            self._arena.reset()
-            self._resets, self._abort_reported = self._resets + 1, False
-            self._control.send(FrameKind.EVENT, 0, ["reset"])
-        elif word == "kill":
-            processes.kill()
-        else:
+        commands: dict[str, Callable[..., object]] = {
+            "abort": self._arena.abort,
+            "cancel": self._arena.request_cancel,
+            "kill": processes.kill,
+            "reset": self._reset,
+        }
+        if word not in commands:
             raise ProtocolError(f"the caller sent the unknown command {word!r}")
+        commands[word](*values)
+
+    def _reset(self) -> None:
+        self._arena.reset()
+        self._resets, self._abort_reported = self._resets + 1, False
+        self._control.send(FrameKind.EVENT, 0, ["reset"])
 
 
 def _for_rank(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:

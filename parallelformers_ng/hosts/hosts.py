@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
@@ -87,8 +88,7 @@ class Hosts:
         self._resets = threading.Semaphore(0)
         self._generation = 0  # number of resets of the arenas
         self._steering = threading.Lock()  # so that all hosts get commands in the same order
-        self._started = threading.Event()
-        self._failure: Exception | None = None
+        self._started: Future[None] = Future()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -142,9 +142,7 @@ class Hosts:
         self._thread.start()
 
         def wait() -> None:
-            self._started.wait()
-            if self._failure is not None:
-                raise self._failure
+            self._started.result()
             processes.workers.extend(self._workers)
             if order["device"] == "cuda":
                 several = len(self._hosts) > 1
@@ -202,15 +200,16 @@ class Hosts:
         try:
             self._start(world_size, order, deadline)
         except RequestTimeoutError as error:
-            self._failure = StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s")
+            self._started.set_exception(StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s"))
+        except StartupError as error:
+            self._started.set_exception(error)
         except (ParallelError, OSError) as error:
-            self._failure = error if isinstance(error, StartupError) else StartupError(str(error))
+            self._started.set_exception(StartupError(str(error)))
         except BaseException as error:
-            self._failure = StartupError(f"{type(error).__name__}: {error}")
+            self._started.set_exception(StartupError(f"{type(error).__name__}: {error}"))
             raise
-        finally:
-            self._started.set()
-        if self._failure is None:
+        else:
+            self._started.set_result(None)
             self._watch()
 
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:

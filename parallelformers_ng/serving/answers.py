@@ -149,8 +149,8 @@ async def write(
         return Piece(index, read, len(tokens), likelihoods)
 
     async with contextlib.aclosing(engine.generate(job)) as steps:
-        async for step in steps:
-            apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
+        async for new_tokens, new_likelihoods in steps:
+            apart = [([one.token], [one]) for one in new_likelihoods] or [(new_tokens, [])]
             for tokens, likelihoods in apart:
                 yield piece(tokens, likelihoods)
                 if stopper.stopped or tokens[-1] in job.ends:

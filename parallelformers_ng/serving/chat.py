@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request, refusing
 from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar, plain_messages
 from parallelformers_ng.serving.requests import Message, MessagePart
 from parallelformers_ng.serving.structured import Constraint, ToolChoice
@@ -89,10 +89,9 @@ class Chat:
         """
         self.check_length(text)
         self.check_length(second or "")
-        try:
+        # A lone surrogate, which JSON can contain, is an error of the tokenizer.
+        with refusing((ValueError, TypeError), "the tokenizer cannot read the text", "prompt"):
             return self.tokenizer(text, second, add_special_tokens=special, verbose=False)
-        except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
-            raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
 
     def check_length(self, text: str) -> None:
         """Raise an error if a text surely has more tokens than the limit of a prompt.
@@ -203,10 +202,8 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
     for call in plain.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
-            try:
+            with refusing((ValueError,), "the arguments of a tool call are not valid JSON", "messages"):
                 call["function"]["arguments"] = json.loads(arguments)
-            except ValueError:
-                raise bad_request("the arguments of a tool call are not valid JSON", "messages") from None
     return plain
 
 

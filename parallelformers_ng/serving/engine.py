@@ -59,17 +59,8 @@ class GenerationJob:
     inputs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """New tokens of an answer.
-
-    Attributes:
-        tokens: ids of the tokens.
-        likelihoods: likelihood of each token; empty if the job has no `alternatives`.
-    """
-
-    tokens: list[int]
-    likelihoods: list[Likelihood]
+NewTokens = tuple[list[int], list[Likelihood]]
+"""Ids of new tokens of an answer, and the likelihood of each token; no likelihoods if the job has no `alternatives`."""
 
 
 class Engine:
@@ -196,11 +187,11 @@ class Engine:
                     step = await queue.get()
                 if step is None:
                     break
-                self.metrics.wrote(job.answer, len(step.tokens))
+                self.metrics.wrote(job.answer, len(step[0]))
                 yield step
             await call
             if rest := streamer.rest():
-                self.metrics.wrote(job.answer, len(rest.tokens))
+                self.metrics.wrote(job.answer, len(rest[0]))
                 yield rest
         finally:
             call.cancel()
@@ -312,8 +303,8 @@ class _Tokens(BaseStreamer):
         if not tokens:
             return None
         if self._recorder is None:
-            return NewTokens(tokens, [])
-        return NewTokens(tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)])
+            return tokens, []
+        return tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)]
 
     def end(self) -> None:
         pass

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
-from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request, refusing
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -59,10 +59,8 @@ class Pictures:
         pictures = self._read(addresses)
         # The call is the same as in `apply_chat_template` of processors.
         no_special = {} if special else {"add_special_tokens": False}
-        try:
+        with refusing((ValueError, TypeError, IndexError), "the model's processor refuses the pictures", "messages"):
             return dict(self._processor(text=text, images=[pictures], return_tensors="pt", **no_special))
-        except (ValueError, TypeError, IndexError) as error:
-            raise bad_request(f"the model's processor refuses the pictures: {error}", "messages") from None
 
     def _read(self, addresses: list[str]) -> list[Any]:
         """Decode the pictures after a check of every picture's size."""
@@ -106,10 +104,8 @@ class Pictures:
             head, _, data = address.partition(",")
             if not head.lower().endswith(";base64"):
                 raise bad_request("a data URL is not in base64; write data:image/png;base64,…", "messages")
-            try:
+            with refusing((binascii.Error,), "the data URL of a picture is not valid base64", "messages"):
                 return base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise bad_request(f"the data URL of a picture is not valid base64: {error}", "messages") from None
         if scheme == "file":
             return self._file(unquote(urlsplit(address).path))
         raise bad_request(

@@ -45,12 +45,9 @@ class ResponseShape(Shape):
         for _ in self.chunks(piece):
             pass
 
-    def whole(self) -> dict[str, Any]:
-        return self._response()
-
     def opening(self) -> Iterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response())
+            yield self._event(f"response.{kind}", response=self.whole())
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
         self._tokens += piece.tokens
@@ -75,12 +72,12 @@ class ResponseShape(Shape):
             yield from self._close()
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        yield self._event(f"response.{self._status}", response=self._response())
+        yield self._event(f"response.{self._status}", response=self.whole())
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         self._status = "failed"
         self._error = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._response())
+        return self._event("response.failed", response=self.whole())
 
     def event(self, data: dict[str, Any]) -> str:
         return f"event: {data['type']}\n{super().event(data)}"
@@ -151,7 +148,7 @@ class ResponseShape(Shape):
         item["arguments"] = arguments
         yield from self._close()
 
-    def _response(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         usage = {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

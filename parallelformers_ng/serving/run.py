@@ -118,15 +118,14 @@ def serve(options: ServeOptions) -> int:
         log.info("loading %s; output: %s", options.model, kind)
         model, tokenizer = load(options, kind)
         deployment = deployment_of(model)
-        close, first = deployment.close, deployment.incarnation
         try:
             app = create_app(model, tokenizer, options, kind)
-            app.metrics.restarts = lambda: deployment.incarnation - first
+            app.metrics.restarts = lambda: deployment.incarnation
             warm_up(model)
             log.info("%s", started(model, options, listener.getsockname()[1]))
-            Server(app, options, close).run([listener])
+            Server(app, options, deployment.close).run([listener])
         finally:
-            close()
+            deployment.close()
     return 0
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from parallelformers_ng.serving.api_errors import ApiError, bad_request
+from parallelformers_ng.serving.api_errors import ApiError, bad_request, refusing
 from parallelformers_ng.serving.engine import Engine, draw_seed
 from parallelformers_ng.serving.structured import Fields
 
@@ -134,10 +134,8 @@ class Transcription:
                 )
             arguments["language"] = request.language.lower()
         if request.prompt:
-            try:
+            with refusing((ValueError,), "the tokenizer cannot read the prompt", "prompt"):
                 arguments["prompt_ids"] = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
-            except ValueError as error:
-                raise bad_request(f"the tokenizer cannot read the prompt: {error}", "prompt") from None
         if request.temperature:
             seed = draw_seed() if request.seed is None else request.seed % (1 << 63)
             arguments |= {"temperature": request.temperature, "seed": seed}
@@ -177,27 +175,27 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
     import soundfile
     import soxr
 
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
-                raise bad_request(
-                    f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
-                    f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
-                    "file",
-                )
-            most_frames = int(most_seconds * file.samplerate)
-            too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
-            if most_frames < file.frames < _UNKNOWN:
+    with (
+        refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file"),
+        soundfile.SoundFile(io.BytesIO(data)) as file,
+    ):
+        if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
+            raise bad_request(
+                f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
+                f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
+                "file",
+            )
+        most_frames = int(most_seconds * file.samplerate)
+        too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
+        if most_frames < file.frames < _UNKNOWN:
+            raise too_long
+        parts, frames = [], 0
+        while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+            frames += len(block)
+            if frames > most_frames:
                 raise too_long
-            parts, frames = [], 0
-            while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
-                frames += len(block)
-                if frames > most_frames:
-                    raise too_long
-                parts.append(block.mean(1))
-            file_rate = file.samplerate
-    except soundfile.SoundFileError as error:
-        raise bad_request(f"the sound file cannot be read: {error}", "file") from None
+            parts.append(block.mean(1))
+        file_rate = file.samplerate
     if not parts:
         raise bad_request("the file has no sound", "file")
     samples = np.concatenate(parts)
