@@ -70,7 +70,11 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
     connection, session = link
     control = SignedChannel(connection, session)
     listener = Listener(connection.getsockname()[0], key)
-    try:
+    with (
+        contextlib.closing(control),
+        contextlib.closing(listener),
+        contextlib.suppress(ChannelClosedError, ProtocolError),  # the group or its caller has ended
+    ):
         warm_up()
         hello = {
             "name": name or socket.gethostname(),
@@ -83,11 +87,6 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
         _, _, order = control.recv()
         with contextlib.closing(_Agent(address, key, number, control, listener, order)) as agent:
             agent.run()
-    except (ChannelClosedError, ProtocolError):
-        return  # the group or its caller has ended
-    finally:
-        listener.close()
-        control.close()
 
 
 class _Agent:

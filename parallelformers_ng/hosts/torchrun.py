@@ -8,6 +8,7 @@ Ranks are children of the agents.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -17,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -85,10 +85,6 @@ def serve_unless_caller() -> None:
         return
     if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
         sys.exit(0)  # the agent of this node starts this process's rank
-    _serve()
-
-
-def _serve() -> NoReturn:
     key, node = _key(), _number("GROUP_RANK")
     warm_up()
     address = _caller_address()
@@ -157,14 +153,11 @@ class Torchrun(Launcher):
         torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
-    _meeting: tuple[bytes, Listener] | None = None  # key and listener of this process, for all its groups
     _lock = threading.Lock()
 
     def __init__(self) -> None:
         with Torchrun._lock:
-            if Torchrun._meeting is None:
-                Torchrun._meeting = _open()
-        self.key, self._listener = Torchrun._meeting
+            self.key, self._listener = _open()
 
     def start(
         self, world_size: int, device: str, deadline: float, check: Callable[[], None]
@@ -179,7 +172,9 @@ class Torchrun(Launcher):
         return self._listener, [world_size // nodes] * nodes
 
 
+@functools.cache
 def _open() -> tuple[bytes, Listener]:
+    """Return the key and the listener of this process, for all its groups."""
     key = _key()
     if _number("GROUP_WORLD_SIZE") == 1:
         return key, Listener("127.0.0.1", key)

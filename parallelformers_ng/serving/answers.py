@@ -116,6 +116,7 @@ async def write(
     reader: AnswerReader | BareReader | None,
     index: int,
     job: GenerationJob,
+    most_calls: int | None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
@@ -130,6 +131,7 @@ async def write(
         reader: parser of reasoning and tool calls, or None for plain text.
         index: number of the answer within its request, for `Piece.index`.
         job: the answer to decode.
+        most_calls: maximum number of tool calls; None for no limit. Further calls are dropped.
 
     Raises:
         TimeoutError: the answer is not complete within the time limit.
@@ -137,7 +139,7 @@ async def write(
     """
     text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(stops)
-    finish, called, count = "length", False, 0
+    finish, called, count = "length", 0, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
         nonlocal called, count
@@ -145,7 +147,9 @@ async def write(
         new = text.add([token for token in tokens if token not in engine.ends], last)
         shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
         read = Read(text=shown) if reader is None else reader.add(shown, last or stopper.stopped)
-        called = called or bool(read.calls)
+        if most_calls is not None:
+            del read.calls[most_calls - called :]
+        called += len(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 
     async with contextlib.aclosing(engine.generate(job)) as steps:
@@ -170,6 +174,7 @@ async def write_all(
     stops: Sequence[str],
     reader: Callable[[], AnswerReader | BareReader | None],
     jobs: Sequence[GenerationJob],
+    most_calls: int | None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
 
@@ -181,6 +186,7 @@ async def write_all(
         stops: stop strings; see `write`.
         reader: function that returns a parser of one answer; see `Chat.reader`.
         jobs: the answers to decode; `Piece.index` is a position in this sequence.
+        most_calls: see `write`.
 
     Raises:
         TimeoutError, ParallelError: the first error of an answer; see `write`.
@@ -190,7 +196,7 @@ async def write_all(
 
     async def run(index: int, one: GenerationJob) -> None:
         try:
-            async for piece in write(engine, tokenizer, stops, reader(), index, one):
+            async for piece in write(engine, tokenizer, stops, reader(), index, one, most_calls):
                 pieces.put_nowait(piece)
         except Exception as error:
             pieces.put_nowait(error)

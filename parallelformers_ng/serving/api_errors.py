@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from parallelformers_ng.errors import BatchingError, ParallelError
+from parallelformers_ng.serving.logs import log
 from parallelformers_ng.serving.processors import GrammarError
-
-log = logging.getLogger("parallelformers_ng")
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 

@@ -29,10 +29,6 @@ _PAGE = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_POLICY = (
-    "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none'; base-uri 'none';"
-    " form-action 'self'"
-)
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -49,7 +45,12 @@ _HEAD = """<!doctype html>
 OpenAI and vLLM. Set <code>base_url</code> of OpenAI's client to the address of this server followed by
 <code>/v1</code>.</p>
 """
-_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none';"
+    " base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) -> AccessGuard:

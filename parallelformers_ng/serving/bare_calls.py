@@ -85,13 +85,11 @@ class BareReader:
     Args:
         form: JSON keys for the name and the arguments of a call.
         names: names of the tools; a JSON object without a tool name is text.
-        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
     """
 
-    def __init__(self, form: BareForm, names: set[str], most_calls: int | None = None) -> None:
+    def __init__(self, form: BareForm, names: set[str]) -> None:
         self._form = form
         self._names = names
-        self._calls_left = most_calls
         self._buffer = ""
         self._has_called = self._is_text = False
 
@@ -118,11 +116,8 @@ class BareReader:
                 self._is_text = True
                 break
             self._buffer, self._has_called = rest[size:], True
-            if self._calls_left is None or self._calls_left > 0:
-                read.calls.append(call)
-                self._calls_left = None if self._calls_left is None else self._calls_left - 1
-        is_incomplete = last and bool(not self._has_called or self._buffer.strip(_SEPARATORS))
-        if self._is_text or is_incomplete:
+            read.calls.append(call)
+        if self._is_text or (last and (not self._has_called or self._buffer.strip(_SEPARATORS))):
             read.text, self._buffer = self._buffer, ""
         return read
 

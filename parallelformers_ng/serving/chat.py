@@ -160,8 +160,8 @@ class Chat:
             choice: tool choice of the request, with at least one tool. The constraint allows exactly one call if
                 `most_calls` is set, otherwise a list of at least one call.
         """
-        several = choice.most_calls is None
-        return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
+        grammar = calls_grammar(self._bare_form, choice.tools, several=choice.most_calls is None)
+        return Constraint("lark", grammar, "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
         """Return a parser of reasoning and tool calls in an answer, or None if the whole answer is text.
@@ -177,9 +177,9 @@ class Chat:
         """
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}
-            return BareReader(self._bare_form, names, choice.most_calls)
+            return BareReader(self._bare_form, names)
         if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
-            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools, choice.most_calls)
+            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools)
         return None
 
 

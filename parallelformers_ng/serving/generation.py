@@ -29,7 +29,7 @@ from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
-from parallelformers_ng.serving.structured import Constraint, read_tool_choice
+from parallelformers_ng.serving.structured import ToolChoice, read_tool_choice
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Generation:
                 for prompt in prompts:
                     self._engine.check_prompt(prompt.ids)
                     shape.before.append(await self._engine.read(prompt.ids, request.logprobs, name))
-            return await self._answer(request, prompts, shape, lambda: None, answers)
+            return await self._answer(request, prompts, shape, lambda: None, answers, ToolChoice())
 
     async def converse(self, request: ChatRequest) -> Response:
         """Answer a request to `/v1/chat/completions`; the result is the same as in `complete`.
@@ -120,9 +120,8 @@ class Generation:
                 self._chat.prompt, request.messages, choice.tools, request.template_arguments
             )
             prompt = await self._prompt(request, text)
-            forced = self._chat.forced_calls(choice) if choice.forced else None
             return await self._answer(
-                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, forced
+                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, choice
             )
 
     async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
@@ -204,12 +203,12 @@ class Generation:
         shape: Shape,
         reader: Callable[[], Any],
         answers: list[AnswerMetrics],
-        forced: Constraint | None = None,
+        choice: ToolChoice,
     ) -> Response:
-        jobs = await self._jobs(request, prompts, answers, forced)
+        jobs = await self._jobs(request, prompts, answers, choice)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs)
+        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs, choice.most_calls)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -220,11 +219,11 @@ class Generation:
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
     async def _jobs(
-        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], forced: Constraint | None
+        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], choice: ToolChoice
     ) -> list[GenerationJob]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
-        constraint = request.constraint(forced)
+        constraint = request.constraint(self._chat.forced_calls(choice) if choice.forced else None)
         if constraint is not None and request.ignore_eos:
             raise bad_request(
                 f"the request has ignore_eos and {constraint.param}; remove one of the two fields", "ignore_eos"
@@ -240,6 +239,13 @@ class Generation:
             prompt = prompts[at]
             # The answer of an encoder-decoder model begins after one start token, and does not continue the prompt.
             start = 1 if self._engine.model.config.is_encoder_decoder else len(prompt.ids)
+            penalties = None
+            if request.penalizes:
+                repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty
+                bias = tuple(request.logit_bias.items())
+                penalties = Penalties(
+                    start, request.presence_penalty, request.frequency_penalty, repetition or 1.0, bias
+                )
             jobs.append(
                 GenerationJob(
                     prompt.ids,
@@ -251,25 +257,12 @@ class Generation:
                     ends,
                     request.min_tokens,
                     answer,
-                    self._penalties(request, start),
+                    penalties,
                     request.model,
                     prompt.inputs,
                 )
             )
         return jobs
-
-    def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
-        """Return the penalties of an answer, or None if the request has no penalties.
-
-        Args:
-            request: request to answer.
-            start: number of tokens in the sequence before the answer.
-        """
-        if not request.penalizes:
-            return None
-        repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty or 1.0
-        bias = tuple(request.logit_bias.items())
-        return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """Return values of `GenerationConfig` from a request; other values come from the model's own configuration."""

@@ -165,8 +165,7 @@ class AccessGuard:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
-            async with asyncio.timeout(self._options.client_timeout):
-                body = await self._body(Request(scope, receive))
+            body = await self._body(Request(scope, receive))
             if len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
                     raise ApiError(
@@ -177,12 +176,6 @@ class AccessGuard:
             return
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
-            return
-        except TimeoutError:
-            seconds = self._options.client_timeout
-            await self._refuse(
-                ApiError(408, f"the client did not send the whole request within {seconds:g} s"), scope, receive, send
-            )
             return
         messages: asyncio.Queue[Message] = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -248,17 +241,27 @@ class AccessGuard:
             await app(scope, receive, send)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request; raise ClientDisconnect if the client disconnects."""
+        """Return the body of a request.
+
+        Raises:
+            ApiError: the body is too large, status 413, or comes too slowly, status 408.
+            ClientDisconnect: the client disconnects.
+        """
         limit = self._max_body_bytes
         too_large = ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise too_large
+        seconds = self._options.client_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the client did not send the whole request within {seconds:g} s") from None
         return bytes(body)
 
 

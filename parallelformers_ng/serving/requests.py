@@ -179,9 +179,6 @@ class ToolCall(Fields):
     function: Function
 
 
-_REASONING = AliasChoices("reasoning_content", "reasoning")  # the second is vLLM's newer name
-
-
 class Message(Fields):
     """Message of a chat.
 
@@ -197,7 +194,9 @@ class Message(Fields):
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    reasoning_content: Annotated[str | None, Field(validation_alias=_REASONING)] = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
+        None  # the second name is vLLM's newer name
+    )
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,10 @@ from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
 from parallelformers_ng.serving.guard import AccessGuard, PatientProtocol
 from parallelformers_ng.serving.listening import bound
-from parallelformers_ng.serving.logs import set_up_logs
+from parallelformers_ng.serving.logs import log, set_up_logs
 from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.models import peft_names
 from parallelformers_ng.serving.serve_options import ServeOptions
-
-log = logging.getLogger("parallelformers_ng")
 
 _LEAVE_SECONDS = 2  # time limit for closing connections after all requests are answered
 

@@ -224,7 +224,8 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
     following = [_FOLLOWING[kind](files, module["path"])
                  for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
     lower_case, most = _transformer_settings(files)
-    prompt = _prompt(files)
+    config = files.json("config_sentence_transformers.json") or {}
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""  # put before every input
     if prompt and not pooling.get("include_prompt", True):
         raise UnsupportedModelError(
             f"{name} excludes its prompt {prompt!r} from the pooling, which the server does not support"
@@ -258,12 +259,6 @@ def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
                 " does not support this value"
             )
     return bool(config.get("do_lower_case")), config.get("max_seq_length")
-
-
-def _prompt(files: SentenceFiles) -> str:
-    """Return the default prompt, which is put before every input; "" if the model has no default prompt."""
-    config = files.json("config_sentence_transformers.json") or {}
-    return (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
 
 
 def _dense(files: SentenceFiles, folder: str) -> Module:

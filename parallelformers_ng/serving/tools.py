@@ -36,21 +36,12 @@ class AnswerReader:
         template: response template, see `tokenizer.parse_response`.
         prompt: prompt before the answer; the chat template may have written the beginning of the answer.
         tools: tools that the model may call, in OpenAI's format.
-        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
 
     Raises:
         ValueError: transformers cannot read the template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        template: dict[str, Any],
-        prompt: str,
-        tools: list[dict[str, Any]],
-        most_calls: int | None = None,
-    ) -> None:
-        self._calls_left = most_calls
+    def __init__(self, tokenizer: Any, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
         self._unparsed = ""
 
@@ -83,10 +74,7 @@ class AnswerReader:
                 read.reasoning += event["text"]
             elif kind == "region_close" and name == "tool_calls":
                 value = event["value"]
-                calls = (value if isinstance(value, list) else [value])[: self._calls_left]
-                read.calls += map(openai_call, calls)
-                if self._calls_left is not None:
-                    self._calls_left -= len(calls)
+                read.calls += map(openai_call, value if isinstance(value, list) else [value])
                 self._unparsed = ""
             if kind == "region_chunk" and name != "tool_calls":
                 self._unparsed = self._unparsed.partition(event["text"])[2]
