@@ -116,7 +116,6 @@ class _Agent:
         self._order = order
         self._token: bytes = order["token"]
         self._counts: list[int] = order["counts"]
-        self._first = sum(self._counts[:number])
         self._count = self._counts[number]
         self._ended: set[int] = set()
         self._resets = 0
@@ -148,8 +147,9 @@ class _Agent:
         with contextlib.ExitStack() as opened:
             links = self._links(deadline, opened) if len(self._counts) > 1 else None
             spans = []
+            first = sum(self._counts[: self._number])
             for index in range(self._count):
-                connection = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
+                connection = call(self._address, self._key, purpose("rank", first + index, self._token), deadline)
                 connections = {"caller": _for_rank(connection, opened), "links": None if index else links}
                 spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
             wait = startup.launch(

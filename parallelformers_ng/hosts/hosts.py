@@ -228,13 +228,12 @@ class Hosts:
         ranks = self._accept(
             listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
         )
-        channels = [SignedChannel(*ranks[rank]) for rank in range(world_size)]
         for host in self._hosts:
             while not self._is_ready(host, deadline):
                 self._check()
             for pid in host.pids:
                 rank = len(self._workers)
-                self._workers.append(RemoteWorker(rank, host, channels[rank], pid))
+                self._workers.append(RemoteWorker(rank, host, SignedChannel(*ranks[rank]), pid))
 
     def _accept(
         self, listener: Listener, due: Mapping[bytes, int], deadline: float

@@ -64,8 +64,8 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
     if options.launcher != "ray":
         return None
     ray_options = read_options(RayOptions, options.ray, "ray")
-    needs_resources = options.device == "auto" or fit.is_open  # the choice depends on the cluster's resources
-    connections = [Connection(ray_options)] if needs_resources else []
+    # The choice of devices and of stages depends on the cluster's resources.
+    connections = [Connection(ray_options)] if options.device == "auto" or fit.is_open else []
     nodes = connections[0].nodes() if connections else []
 
     def make(width: int) -> Hosts:

@@ -197,8 +197,7 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
     if isinstance(message.content, list):
         parts = [_plain_part(part, reads_pictures) for part in message.content]
         plain["content"] = parts if message.pictures else "".join(part["text"] for part in parts)
-    elif message.content is None:
-        plain["content"] = ""
+    plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):

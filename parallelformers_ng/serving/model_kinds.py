@@ -89,14 +89,13 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
     cls = class_of(config, source.location)
     reads_text = cls.main_input_name == "input_ids"
     pictures, sound = (any(getattr(config, each, None) is not None for each in of) for of in (_PICTURES, _SOUND))
-    reads_more = pictures or sound
     if cls.can_generate() and reads_text and _names(cls, *_TEXT):
-        if not reads_more and not config.is_encoder_decoder and _has_modules(name, revision):
+        if not (pictures or sound or config.is_encoder_decoder) and _has_modules(name, revision):
             return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
         return Kind(reads_pictures=pictures, reads_sound=sound)
     if cls.__name__ == "WhisperForConditionalGeneration":
         return Kind(transcribes=True)
-    if reads_text and not reads_more:
+    if reads_text and not pictures and not sound:
         is_encoder = _names(cls, auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
         if is_encoder or (_names(cls, auto.MODEL_MAPPING_NAMES) and not config.is_encoder_decoder):
             return Kind(read_pooling(name, revision))

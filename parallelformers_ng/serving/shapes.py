@@ -198,8 +198,7 @@ class CompletionShape(Shape):
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.read.text or piece.likelihoods or piece.finish:
             logprobs = self._logprobs(piece.index, piece.likelihoods)
-            text = piece.read.text
-            yield {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
+            yield {"index": piece.index, "text": piece.read.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _echo(self, index: int) -> str:
         if not self._request.echo:

@@ -78,7 +78,14 @@ class Transcription:
         """
         if self._processor is None:
             raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
-        self._check_origin(request)
+        # Browsers send forms to other origins without a preflight request, unlike JSON.
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
+            raise ApiError(
+                403,
+                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
+                code="origin",
+            )
         async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -97,22 +104,6 @@ class Transcription:
         if fields.response_format == "text":
             return PlainTextResponse(text + "\n")
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
-
-    def _check_origin(self, request: Request) -> None:
-        """Raise an error for a form from a page of an unknown origin.
-
-        Browsers send forms to other origins without a preflight request, unlike JSON.
-
-        Raises:
-            ApiError: `cors` does not name the origin, status 403.
-        """
-        origin, host = request.headers.get("origin"), request.headers.get("host")
-        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
-            raise ApiError(
-                403,
-                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
-                code="origin",
-            )
 
     def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
         """Return the arguments of `generate` for a request.
