@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from parallelformers_ng.serving import generation, grammar, guard, pictures, requests, response_requests, score_requests
+from parallelformers_ng.serving import (
+    generation,
+    guard,
+    pictures,
+    processors,
+    requests,
+    response_requests,
+    score_requests,
+)
 from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED, ROUTES
 from parallelformers_ng.serving.serve_options import ServeOptions
 
@@ -52,9 +60,9 @@ def request_fields() -> str:
         notes = [NOTES.get(name, "")]
         if name in REFUSED:
             values = ", ".join(f"`{_json(value)}`" for value in REFUSED[name].harmless)
-            notes.append(f"{REFUSED[name].instead}{f' ({values} is taken)' if values else ''}")
+            notes.append(f"{REFUSED[name].note}{f' ({values} is taken)' if values else ''}")
         if name in IGNORED:
-            notes.append(IGNORED[name].why)
+            notes.append(IGNORED[name].note)
         rows.append((f"`{name}`", *kinds, "; ".join(filter(None, notes))))
     return _table(
         (
@@ -83,8 +91,8 @@ def limits() -> str:
         ("tokens of `logit_bias`", f"{requests.MOST_BIASES:,}"),
         ("long side of a picture to its short one", f"{pictures.MOST_RATIO:,}"),
         ("characters of a stop string", f"{generation.STOP_LENGTH:,}"),
-        ("characters of a grammar or schema", f"{grammar.MOST_CHARACTERS:,}"),
-        ("symbols of a grammar, ten for a property", f"{grammar.MOST_SYMBOLS:,}"),
+        ("characters of a grammar or schema", f"{processors.MOST_CHARACTERS:,}"),
+        ("symbols of a grammar, ten for a property", f"{processors.MOST_SYMBOLS:,}"),
     ]
     return _table(("limit", "value"), rows)
 

@@ -18,6 +18,7 @@ from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.placement import placement
+from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
@@ -136,8 +137,9 @@ def bench(
     Raises:
         UnsupportedModelError: the model cannot generate.
         ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
-            `dtype` is no data type of torch; or transformers does not know the model type.
-        ParallelError: fewer devices exist than `num_gpus`, or `start_group`, `parallelize` or a call failed.
+            or transformers does not know the model type.
+        ParallelError: `dtype` is no floating-point data type, fewer devices exist than `num_gpus`, or `start_group`,
+            `parallelize` or a call failed.
         RuntimeError: torch cannot use `device`, or has no memory for the model.
         OSError: the configuration or the weights cannot be found.
     """
@@ -152,14 +154,14 @@ def bench(
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if device == "cuda" and not torch.cuda.is_available():
         placement(num_gpus, device, None)  # raises the error of `parallelize`
+    kind = target_dtype(False, dtype) or skeleton.dtype
     has_weights = Path(model).is_dir() or not (Path(model).is_file() or model == skeleton.config.model_type)
 
     def load() -> PreTrainedModel:
-        kind = dtype or skeleton.dtype
         if has_weights:
             return type(skeleton).from_pretrained(model, dtype=kind, revision=revision).eval()
         torch.manual_seed(0)
-        return type(skeleton)._from_config(skeleton.config, dtype=torch.float32).to(_dtype(kind)).eval()
+        return type(skeleton)._from_config(skeleton.config, dtype=torch.float32).to(kind).eval()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_cpus())
@@ -179,7 +181,7 @@ def bench(
             for round_ in range(rounds + 1):
                 say(f"round {round_} of {rounds}" if round_ else "warming up")
                 for name, contestant in contestants.items():
-                    filled, measured = _prefill(contestant, prompt), _decode(contestant, tokens)
+                    filled, measured = prompt / _seconds(contestant, prompt, 1), _decode(contestant, tokens)
                     if round_:
                         report.prefill.setdefault(name, []).append(filled)
                         report.decode.setdefault(name, []).append(measured)
@@ -215,11 +217,6 @@ def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
     return [tensor for tensor in plan.stored() if not tensor.is_buffer and tensor.name != unread]
 
 
-def _prefill(model: Any, prompt: int) -> float:
-    """Return the prompt tokens per second of the prefill, including the choice of the first new token."""
-    return prompt / _seconds(model, prompt, 1)
-
-
 def _decode(model: Any, tokens: int) -> float:
     """Return the decoded tokens per second after a prompt of 8 tokens, without the time of the prefill."""
     prefill_seconds = _seconds(model, _SHORT_PROMPT, 1)
@@ -241,10 +238,3 @@ def _seconds(model: Any, prompt: int, tokens: int) -> float:
         pad_token_id=0,
     )
     return time.perf_counter() - start
-
-
-def _dtype(kind: torch.dtype | str) -> torch.dtype:
-    dtype = getattr(torch, kind, None) if isinstance(kind, str) else kind
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"bench: {kind!r} is no data type of torch; pass float32, bfloat16 or float16")
-    return dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ def verify(options: argparse.Namespace) -> int:
 
     model = empty_model(options.model, options.revision)
     verification = verify_model(model, options.num_gpus, _custom(options), options.quantize)
-    _print(options, verification.as_dict(), _of_defaults(options, model) + str(verification))
+    _print(options, dataclasses.asdict(verification), _of_defaults(options, model) + str(verification))
     return 0 if verification.equal else 1
 
 
@@ -144,19 +145,8 @@ def bench(options: argparse.Namespace) -> None:
     """
     from parallelformers_ng.cli import bench as benchmark
 
-    report = benchmark.bench(
-        options.model,
-        options.num_gpus,
-        device=options.device,
-        prompt=options.prompt,
-        tokens=options.tokens,
-        rounds=options.rounds,
-        baseline=not options.no_baseline,
-        dtype=options.dtype,
-        revision=options.revision,
-        quantize=options.quantize,
-        say=lambda text: print(text, file=sys.stderr),
-    )
+    arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json")}
+    report = benchmark.bench(**arguments, say=lambda text: print(text, file=sys.stderr))
     _print(options, report.as_dict(), str(report))
 
 
@@ -284,7 +274,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt (default: 512)")
     command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
     command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
-    command.add_argument("--no-baseline", action="store_true", help="measure only the ranks, not one process")
+    command.add_argument(
+        "--no-baseline", dest="baseline", action="store_false", help="measure only the ranks, not one process"
+    )
     command.set_defaults(command=bench)
 
     command = commands.add_parser(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,6 @@ class Verification:
     quantized: int
     misfits: dict[str, str]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dictionary for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "NOT equal"
         lines = [
@@ -135,30 +131,26 @@ def verify_model(
     check_count(num_gpus)
     bits = read_quantize(quantize)
     base, misfits = known_policies(model, custom_policies, num_gpus)
-    tried, unproven, selection = list(misfits), "", base
-    plan = build_plan(model, num_gpus, base)
+    tried, unproven, selection, failure = list(misfits), "", base, ""
     try:
         if custom := check_custom(custom_policies):
             prove_custom(model, custom, num_gpus)
-        equal = True
     except PolicyError as error:
-        tried.append(str(error))
-        equal = False
-    if equal and base.policies and not misfits and is_covered(model, base.policies):
-        outcome = check(model, base, num_gpus)
-        equal, tried = outcome == "", [*tried, outcome] if outcome else tried
-    elif equal:
+        failure = str(error)
+    if not failure and base.policies and not misfits and is_covered(model, base.policies):
+        failure = check(model, base, num_gpus)
+    elif not failure:
         proof = prove(model, base, num_gpus)
         tried, unproven, selection = [*tried, *proof.tried], proof.unproven, proof.selection
-        plan = build_plan(model, num_gpus, selection)
-    if bits is not None:
-        plan = build_plan(model, num_gpus, selection, quantize=bits)
-        outcome = check_quantized(model, selection, num_gpus, bits) if equal else ""
-        equal, tried = equal and outcome == "", [*tried, outcome] if outcome else tried
+    if not failure and bits is not None:
+        failure = check_quantized(model, selection, num_gpus, bits)
+    if failure:
+        tried.append(failure)
+    plan = build_plan(model, num_gpus, selection, quantize=bits)
     rules = dict(Counter(tensor.rule for tensor in plan.stored() if not tensor.is_replicated))
     large = {name: size for name, size in plan.replicated.items() if name in plan.cuttable}
     return Verification(
-        *(type(model).__name__, num_gpus, equal, selection.source, plan.cut_share, rules, large, tried, unproven),
+        *(type(model).__name__, num_gpus, not failure, selection.source, plan.cut_share, rules, large, tried, unproven),
         scheme="" if bits is None else str(bits.scheme),
         quantized=0 if bits is None else len(plan.quantized),
         misfits={} if bits is None else dict(plan.misfits),

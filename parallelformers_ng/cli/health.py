@@ -25,8 +25,7 @@ def options_of(command: Sequence[str]) -> ServeOptions:
         OSError, UnicodeDecodeError: the configuration file cannot be read.
         SystemExit: a flag is unknown.
     """
-    arguments = command[command.index("serve") :]
-    parsed = commands._parser().parse_args(arguments)
+    parsed = commands._parser().parse_args(command[command.index("serve") :])
     return read_serve_options(parsed.config, serve.given_options(parsed))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import typing
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -44,32 +43,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
             continue
-        several: dict[str, Any] = {"nargs": "+"} if typing.get_origin(kind) is list else {}
+        several: dict[str, Any] = {}
+        if typing.get_origin(kind) is list:
+            several["nargs"] = "+"
+            (kind,) = typing.get_args(kind)
+        types = typing.get_args(kind) or (kind,)
         parser.add_argument(
             flag,
-            type=_reader(kind),
+            type=float if float in types else int if int in types else str,
             default=argparse.SUPPRESS,
             metavar=option.name.rpartition("_")[2].upper(),
             help=text,
             **several,
         )
-
-
-def _reader(kind: Any) -> type:
-    """Return the converter for one command-line word.
-
-    Args:
-        kind: annotated type of the option; for a list, the converter is for one item.
-    """
-    types = set(_types(kind))
-    return float if float in types else int if int in types else str
-
-
-def _types(kind: Any) -> Iterator[Any]:
-    """Yield a type and all nested types: `list[int]` gives `list[int]` and `int`."""
-    yield kind
-    for part in typing.get_args(kind):
-        yield from _types(part)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:

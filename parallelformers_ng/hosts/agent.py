@@ -13,6 +13,7 @@ import platform
 import select
 import socket
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,11 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
     connection, session = link
     control = SignedChannel(connection, session)
     listener = Listener(connection.getsockname()[0], key)
-    try:
+    with (
+        contextlib.closing(control),
+        contextlib.closing(listener),
+        contextlib.suppress(ChannelClosedError, ProtocolError),  # the group or its caller has ended
+    ):
         warm_up()
         hello = {
             "name": name or socket.gethostname(),
@@ -82,11 +87,6 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
         _, _, order = control.recv()
         with contextlib.closing(_Agent(address, key, number, control, listener, order)) as agent:
             agent.run()
-    except (ChannelClosedError, ProtocolError):
-        return  # the group or its caller has ended
-    finally:
-        listener.close()
-        control.close()
 
 
 class _Agent:
@@ -116,7 +116,6 @@ class _Agent:
         self._order = order
         self._token: bytes = order["token"]
         self._counts: list[int] = order["counts"]
-        self._first = sum(self._counts[:number])
         self._count = self._counts[number]
         self._ended: set[int] = set()
         self._resets = 0
@@ -148,8 +147,9 @@ class _Agent:
         with contextlib.ExitStack() as opened:
             links = self._links(deadline, opened) if len(self._counts) > 1 else None
             spans = []
+            first = sum(self._counts[: self._number])
             for index in range(self._count):
-                connection = call(self._address, self._key, purpose("rank", self._first + index, self._token), deadline)
+                connection = call(self._address, self._key, purpose("rank", first + index, self._token), deadline)
                 connections = {"caller": _for_rank(connection, opened), "links": None if index else links}
                 spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
             wait = startup.launch(
@@ -209,18 +209,20 @@ class _Agent:
                 self._obey(processes, word, values)
 
     def _obey(self, processes: Processes, word: str, values: list[Any]) -> None:
-        if word == "abort":
-            self._arena.abort(*values)
-        elif word == "cancel":
-            self._arena.request_cancel(*values)
-        elif word == "reset":
-            self._arena.reset()
-            self._resets, self._abort_reported = self._resets + 1, False
-            self._control.send(FrameKind.EVENT, 0, ["reset"])
-        elif word == "kill":
-            processes.kill()
-        else:
+        commands: dict[str, Callable[..., object]] = {
+            "abort": self._arena.abort,
+            "cancel": self._arena.request_cancel,
+            "kill": processes.kill,
+            "reset": self._reset,
+        }
+        if word not in commands:
             raise ProtocolError(f"the caller sent the unknown command {word!r}")
+        commands[word](*values)
+
+    def _reset(self) -> None:
+        self._arena.reset()
+        self._resets, self._abort_reported = self._resets + 1, False
+        self._control.send(FrameKind.EVENT, 0, ["reset"])
 
 
 def _for_rank(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:

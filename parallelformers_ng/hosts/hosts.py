@@ -9,8 +9,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
 from parallelformers_ng.hosts.agent import VERSIONS, machine, purpose
@@ -24,8 +25,8 @@ from parallelformers_ng.wire.signed import Session, SignedChannel
 _CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
 
 
-class Launcher(Protocol):
-    """Interface of an object that starts an agent on each host of one group.
+class Launcher:
+    """Base class of an object that starts an agent on each host of one group.
 
     Attributes:
         key: secret key of the group, which the agents know.
@@ -33,9 +34,7 @@ class Launcher(Protocol):
     """
 
     key: bytes
-
-    @property
-    def threads(self) -> int | None: ...
+    threads: int | None = None
 
     def start(
         self, world_size: int, device: str, deadline: float, check: Callable[[], None]
@@ -56,12 +55,13 @@ class Launcher(Protocol):
             StartupError: the agents cannot be started, or were not started before the deadline.
             OSError: this process cannot listen for the agents. The group then raises StartupError.
         """
+        raise NotImplementedError
 
     def check(self) -> None:
-        """Raise StartupError if a started agent has ended and so can no longer connect."""
+        """Raise StartupError if a started agent has ended and so can no longer connect; by default, do nothing."""
 
     def close(self, patient: bool) -> None:
-        """Release the resources of the ended group. Idempotent.
+        """Release the resources of the ended group. Idempotent. By default, do nothing.
 
         Args:
             patient: whether to wait until the agents end by themselves; all agents know the end of the group.
@@ -88,8 +88,7 @@ class Hosts:
         self._resets = threading.Semaphore(0)
         self._generation = 0  # number of resets of the arenas
         self._steering = threading.Lock()  # so that all hosts get commands in the same order
-        self._started = threading.Event()
-        self._failure: Exception | None = None
+        self._started: Future[None] = Future()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -143,22 +142,17 @@ class Hosts:
         self._thread.start()
 
         def wait() -> None:
-            self._started.wait()
-            if self._failure is not None:
-                raise self._failure
+            self._started.result()
             processes.workers = self._workers
             if order["device"] == "cuda":
-                device_names[:] = self._device_names()
+                several = len(self._hosts) > 1
+                device_names[:] = [
+                    f"cuda:{index} on {host.name}" if several else f"cuda:{index}"
+                    for host in self._hosts
+                    for index in range(len(host.pids))
+                ]
 
         return wait
-
-    def _device_names(self) -> list[str]:
-        several = len(self._hosts) > 1
-        return [
-            f"cuda:{index}{f' on {host.name}' if several else ''}"
-            for host, count in zip(self._hosts, self.counts, strict=True)
-            for index in range(count)
-        ]
 
     def abort(self, reason: str = "the group is ending") -> None:
         """Abort the collectives of all ranks.
@@ -206,15 +200,16 @@ class Hosts:
         try:
             self._start(world_size, order, deadline)
         except RequestTimeoutError as error:
-            self._failure = StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s")
+            self._started.set_exception(StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s"))
+        except StartupError as error:
+            self._started.set_exception(error)
         except (ParallelError, OSError) as error:
-            self._failure = error if isinstance(error, StartupError) else StartupError(str(error))
+            self._started.set_exception(StartupError(str(error)))
         except BaseException as error:
-            self._failure = StartupError(f"{type(error).__name__}: {error}")
+            self._started.set_exception(StartupError(f"{type(error).__name__}: {error}"))
             raise
-        finally:
-            self._started.set()
-        if self._failure is None:
+        else:
+            self._started.set_result(None)
             self._watch()
 
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
@@ -223,9 +218,9 @@ class Hosts:
         with contextlib.ExitStack() as unmet:  # on an error, close the connections, so that the agents end
             for connection, _ in connections.values():
                 unmet.callback(connection.close)
-            self._hosts = [_host_of(*connections[number], deadline) for number in range(len(counts))]
-            if order["device"] == "cuda":
-                _check_devices(self._hosts, counts)
+            for number, count in enumerate(counts):
+                devices = count if order["device"] == "cuda" else 0
+                self._hosts.append(_host_of(*connections[number], devices, deadline))
             unmet.pop_all()
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
@@ -233,13 +228,12 @@ class Hosts:
         ranks = self._accept(
             listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
         )
-        channels = [SignedChannel(*ranks[rank]) for rank in range(world_size)]
         for host in self._hosts:
             while not self._is_ready(host, deadline):
                 self._check()
             for pid in host.pids:
                 rank = len(self._workers)
-                self._workers.append(RemoteWorker(rank, host, channels[rank], pid))
+                self._workers.append(RemoteWorker(rank, host, SignedChannel(*ranks[rank]), pid))
 
     def _accept(
         self, listener: Listener, due: Mapping[bytes, int], deadline: float
@@ -337,11 +331,12 @@ class Hosts:
                     other.say("abort", reason)
 
 
-def _host_of(connection: socket.socket, session: Session, deadline: float) -> Host:
+def _host_of(connection: socket.socket, session: Session, devices: int, deadline: float) -> Host:
     """Return the host of an agent that has connected.
 
     Raises:
-        StartupError: the host and this process have different versions of a library.
+        StartupError: the host and this process have different versions of a library, or the host has fewer CUDA devices
+            than its ranks need.
     """
     control = SignedChannel(connection, session)
     _, _, hello = control.recv(deadline)
@@ -351,13 +346,9 @@ def _host_of(connection: socket.socket, session: Session, deadline: float) -> Ho
                 f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process has {version};"
                 " install the same version on all hosts, because modules are sent pickled"
             )
-    return Host(hello["name"], control, hello["machine"], hello["listens"], hello["devices"])
-
-
-def _check_devices(hosts: Sequence[Host], counts: Sequence[int]) -> None:
-    for host, count in zip(hosts, counts, strict=True):
-        if host.devices < count:
-            raise StartupError(
-                f"host {host.name} has {host.devices} CUDA devices for {count} ranks; use fewer ranks per host, check"
-                " whether CUDA_VISIBLE_DEVICES hides devices, or pass workers={'device': 'cpu'}"
-            )
+    if hello["devices"] < devices:
+        raise StartupError(
+            f"host {hello['name']} has {hello['devices']} CUDA devices for {devices} ranks; use fewer ranks per host,"
+            " check whether CUDA_VISIBLE_DEVICES hides devices, or pass workers={'device': 'cpu'}"
+        )
+    return Host(hello["name"], control, hello["machine"], hello["listens"])

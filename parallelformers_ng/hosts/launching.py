@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,12 +59,13 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
                 " replicas out, or start one job per replica"
             )
         torchrun.serve_unless_caller()
-        return Elsewhere(lambda _: Hosts(torchrun.Torchrun()), count, devices, lambda *_: torchrun.ranks_of_each())
+        ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        return Elsewhere(lambda _: Hosts(torchrun.Torchrun()), count, devices, lambda *_: ranks_of_node)
     if options.launcher != "ray":
         return None
     ray_options = read_options(RayOptions, options.ray, "ray")
-    needs_resources = options.device == "auto" or fit.is_open  # the choice depends on the cluster's resources
-    connections = [Connection(ray_options)] if needs_resources else []
+    # The choice of devices and of stages depends on the cluster's resources.
+    connections = [Connection(ray_options)] if options.device == "auto" or fit.is_open else []
     nodes = connections[0].nodes() if connections else []
 
     def make(width: int) -> Hosts:

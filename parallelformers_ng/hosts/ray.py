@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
+from parallelformers_ng.hosts.hosts import Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
@@ -91,7 +92,7 @@ class Connection:
                 _ray().shutdown()
 
 
-class RayHosts:
+class RayHosts(Launcher):
     """A `Launcher` that uses a placement group of a Ray cluster, with one agent on each host.
 
     Args:
@@ -107,6 +108,7 @@ class RayHosts:
     def __init__(self, options: RayOptions, connection: Connection, width: int = 1) -> None:
         self.key = secrets.token_bytes(32)
         self.threads = max(1, int(options.cpus))
+        self._ray = _ray()
         self._options = options
         self._width = width
         self._connection = connection
@@ -118,16 +120,15 @@ class RayHosts:
     def start(
         self, world_size: int, device: str, deadline: float, check: Callable[[], None]
     ) -> tuple[Listener, list[int]]:
-        ray = _ray()
         bundles_on: dict[str, list[int]] = {}
         for index, node in self._place(world_size, device, deadline, check).items():
             bundles_on.setdefault(node, []).append(index)
         devices = self._devices(world_size // self._width, deadline, check) if device == "cuda" else {}
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        self._listener = Listener(ray.util.get_node_ip_address(), self.key)
+        nodes = {node["NodeID"]: node for node in self._ray.nodes()}
+        self._listener = Listener(self._ray.util.get_node_ip_address(), self.key)
         for number, (node, bundles) in enumerate(bundles_on.items()):
             name = f"{nodes[node]['NodeManagerAddress']} (Ray node {node[:8]})"
-            agent = ray.remote(Agent).options(**self._in_bundle(bundles[0])).remote()
+            agent = self._ray.remote(Agent).options(**self._in_bundle(bundles[0])).remote()
             seconds = deadline - time.monotonic()
             self._agents.append(agent)
             here = [name for bundle in bundles for name in devices.get(bundle, ())]
@@ -136,36 +137,35 @@ class RayHosts:
 
     def _place(self, world_size: int, device: str, deadline: float, check: Callable[[], None]) -> dict[int, str]:
         """Reserve the resources of the ranks, and return bundle index → node id."""
-        ray = _ray()
         bundle = bundle_of(self._options, device, self._width)
-        self._placed = ray.util.placement_group([bundle] * (world_size // self._width), strategy="PACK")
+        self._placed = self._ray.util.placement_group([bundle] * (world_size // self._width), strategy="PACK")
         while not self._placed.wait(_WAIT_SECONDS):
             check()
             if time.monotonic() >= deadline:
                 raise StartupError(
                     f"the Ray cluster had no room in time for {world_size // self._width} times {bundle}, which"
-                    f" {world_size} ranks on {device} need: of {ray.cluster_resources()},"
-                    f" {ray.available_resources()} is free. Use fewer ranks, or allow more time with start_timeout="
+                    f" {world_size} ranks on {device} need: of {self._ray.cluster_resources()},"
+                    f" {self._ray.available_resources()} is free. Use fewer ranks, or allow more time with"
+                    " start_timeout="
                 )
-        return ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
+        return self._ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
     def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
         """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
         the bundle's devices; after the task has ended, the devices stay reserved."""
-        ray = _ray()
         pending = {
-            bundle: ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
+            bundle: self._ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
             for bundle in range(bundles)
         }
-        while len(ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
+        while len(self._ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
             check()
             if time.monotonic() >= deadline:
                 raise StartupError("the Ray cluster did not report reserved devices in time; raise start_timeout=")
-        return {bundle: ray.get(answer) for bundle, answer in pending.items()}
+        return {bundle: self._ray.get(answer) for bundle, answer in pending.items()}
 
     def _in_bundle(self, bundle: int, devices: int = 0) -> dict[str, Any]:
         """Return the options of a task or actor that runs in a bundle and uses `devices` GPUs of the bundle."""
-        place = _ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
+        place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return {
             "num_cpus": self._options.cpus,
             "num_gpus": devices,
@@ -175,30 +175,23 @@ class RayHosts:
         }
 
     def check(self) -> None:
-        ray = _ray()
         if not self._serving:
             return
-        for ended in ray.wait(list(self._serving), timeout=0)[0]:
+        for ended in self._ray.wait(list(self._serving), timeout=0)[0]:
             try:
-                ray.get(ended)
+                self._ray.get(ended)
             except Exception as error:  # from its process, environment or host
                 raise StartupError(f"the agent on {self._serving[ended]} ended: {error}") from error
 
     def close(self, patient: bool) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._placed is not None and _ray().is_initialized():  # Ray may have ended before, at interpreter exit
-            if patient:
-                self._await_agents()
-            _ray().util.remove_placement_group(self._placed)
+        if self._placed is not None and self._ray.is_initialized():  # Ray may have ended before, at interpreter exit
+            if patient and self._serving:  # Ray logs a message for each actor that it kills
+                self._ray.wait(list(self._serving), num_returns=len(self._serving), timeout=_GOODBYE_SECONDS)
+            self._ray.util.remove_placement_group(self._placed)
             self._placed = None
         self._connection.close()
-
-    def _await_agents(self) -> None:
-        """Wait until the agents have ended by themselves, because Ray logs a message for each killed actor."""
-        serving, self._serving = list(self._serving), {}
-        if serving:
-            _ray().wait(serving, num_returns=len(serving), timeout=_GOODBYE_SECONDS)
 
 
 def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:

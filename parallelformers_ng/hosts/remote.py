@@ -29,7 +29,6 @@ class Host:
         control: channel to the host's agent.
         machine: id of the machine.
         listens: address at which the agent listens.
-        devices: number of CUDA devices that the agent sees.
         pids: process ids of the host's ranks; empty until the ranks are ready.
         is_lost: whether the agent closed the connection or cannot be reached.
         sending: lock for sending on `control`.
@@ -39,7 +38,6 @@ class Host:
     control: SignedChannel
     machine: str
     listens: list[Any]
-    devices: int
     pids: list[int] = field(default_factory=list)
     is_lost: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -55,29 +53,28 @@ class Host:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
 
 
+@dataclass(eq=False)
 class RemoteWorker(Worker):
     """A rank that an agent has started.
 
-    Args:
+    Attributes:
         rank: the rank.
         host: host of the rank.
         channel: channel for messages to the rank.
         pid: process id of the rank on its host.
-
-    Attributes:
-        host: argument `host`.
         pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
     """
 
+    rank: int
+    host: Host
+    channel: Channel
+    pid: int
+    pidfd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    _status: tuple[int | None, int | None] = (None, None)
     unknown_end = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
 
-    def __init__(self, rank: int, host: Host, channel: Channel, pid: int) -> None:
-        self.rank = rank
-        self.host, self.host_name = host, host.name
-        self.channel = channel
-        self.pid = pid
-        self.pidfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._status: tuple[int | None, int | None] = (None, None)
+    def __post_init__(self) -> None:
+        self.host_name = self.host.name
 
     def note_end(self, number: int | None = None, code: int | None = None) -> None:
         """Record that the rank has ended.

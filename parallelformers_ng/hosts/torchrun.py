@@ -8,6 +8,7 @@ Ranks are children of the agents.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -17,12 +18,12 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
 
 import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.hosts import Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 
@@ -69,11 +70,6 @@ def world_size(num_gpus: int | None) -> int:
     return processes
 
 
-def ranks_of_each() -> int:
-    """Return the number of ranks of each node."""
-    return _number("LOCAL_WORLD_SIZE")
-
-
 def serve_unless_caller() -> None:
     """Return at once in the process of rank 0; end every other process of the torchrun job by SystemExit.
 
@@ -89,10 +85,6 @@ def serve_unless_caller() -> None:
         return
     if _number("GROUP_RANK") == 0 or _number("LOCAL_RANK"):
         sys.exit(0)  # the agent of this node starts this process's rank
-    _serve()
-
-
-def _serve() -> NoReturn:
     key, node = _key(), _number("GROUP_RANK")
     warm_up()
     address = _caller_address()
@@ -146,14 +138,14 @@ def _number(name: str) -> int:
     return int(os.environ[name])
 
 
-class Torchrun:
+class Torchrun(Launcher):
     """A `Launcher` for a torchrun job, whose agents are already running and wait for the next group.
 
-    The first object of a job with several nodes publishes the address of this process in torchrun's store.
+    The agents end with this process, and if an agent dies, torchrun ends the job. The first object of a job with
+    several nodes publishes the address of this process in torchrun's store.
 
     Attributes:
         key: secret key of the job.
-        threads: None, so the ranks of each host share its CPUs.
 
     Raises:
         StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
@@ -161,15 +153,11 @@ class Torchrun:
         torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
-    threads = None
-    _meeting: tuple[bytes, Listener] | None = None  # key and listener of this process, for all its groups
     _lock = threading.Lock()
 
     def __init__(self) -> None:
         with Torchrun._lock:
-            if Torchrun._meeting is None:
-                Torchrun._meeting = _open()
-        self.key, self._listener = Torchrun._meeting
+            self.key, self._listener = _open()
 
     def start(
         self, world_size: int, device: str, deadline: float, check: Callable[[], None]
@@ -183,14 +171,10 @@ class Torchrun:
         nodes = _number("GROUP_WORLD_SIZE")
         return self._listener, [world_size // nodes] * nodes
 
-    def check(self) -> None:
-        """Do nothing: the agents end with this process, and if an agent dies, torchrun ends the job."""
 
-    def close(self, patient: bool) -> None:
-        """Do nothing: the agents wait for the next group."""
-
-
+@functools.cache
 def _open() -> tuple[bytes, Listener]:
+    """Return the key and the listener of this process, for all its groups."""
     key = _key()
     if _number("GROUP_WORLD_SIZE") == 1:
         return key, Listener("127.0.0.1", key)

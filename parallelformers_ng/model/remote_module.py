@@ -43,6 +43,8 @@ class Remote:
 
     Attributes:
         calls, path: the arguments of the same names.
+        parts: for the model itself, its remote submodules; otherwise empty.
+        plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
@@ -51,6 +53,8 @@ class Remote:
         self._model = weakref.ref(model)
         self.calls = calls
         self.path = path
+        self.parts: list[nn.Module] = []
+        self.plain_parts: list[nn.Module] = []
         self.around: list[nn.Module] = []
         self.tables: dict[str, dict[str, Any]] = {}
 

@@ -15,7 +15,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.plain_parts import PlainPart, computes_here, enter_plain, leave_plain
+from parallelformers_ng.model.plain_parts import computes_here, enter_plain, leave_plain
 from parallelformers_ng.model.remote_module import (
     REMOTE,
     Remote,
@@ -37,14 +37,19 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
         calls: calls of the model.
         root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
     """
-    for path, module in list(model.named_modules()):
-        if path and computes_here(module):
-            enter_plain(module, calls, path)
-        else:
-            vars(module)[REMOTE] = Remote(model, calls, path)
-            lock(module)
-            cls: Any = type(module)
-            module.__class__ = _remote_class(RemoteModule if path else root, cls)
+    remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
+    for path, module in model.named_modules():
+        (plain if path and computes_here(module) else remote).append((path, module))
+    for path, module in remote:
+        vars(module)[REMOTE] = Remote(model, calls, path)
+        lock(module)
+        cls: Any = type(module)
+        module.__class__ = _remote_class(RemoteModule if path else root, cls)
+    for path, module in plain:
+        enter_plain(module, calls, path)
+    # Kept, because a program may replace the model's tables of modules.
+    remote_of(model).parts = [module for path, module in remote if path]
+    remote_of(model).plain_parts = [module for _, module in plain]
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
@@ -54,7 +59,7 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         model: the parallelized model.
         gather: function that puts the weights back into the model.
     """
-    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, RemoteModule)]
+    modules = (model, *remote_of(model).parts)
     for module in modules:
         unlock(module)
     try:
@@ -65,9 +70,8 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
         raise
     calls = remote_of(model).calls
     calls.hooks.leave()
-    for part in model.modules():
-        if isinstance(part, PlainPart):
-            leave_plain(part, calls)
+    for part in remote_of(model).plain_parts:
+        leave_plain(part, calls)
     for module in (*modules, *remote_of(model).around):
         object.__setattr__(module, "__class__", whole_class(type(module)))
         del vars(module)[REMOTE]

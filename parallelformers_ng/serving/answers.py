@@ -10,7 +10,7 @@ from typing import Any
 
 from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.engine import Engine, GenerationJob
-from parallelformers_ng.serving.likelihoods import Likelihood
+from parallelformers_ng.serving.processors import Likelihood
 from parallelformers_ng.serving.tools import AnswerReader, Read
 
 _UNFINISHED = "\ufffd"  # replacement character, which a tokenizer writes for an incomplete character
@@ -83,15 +83,10 @@ class Stopper:
         if ends:
             self.stopped, self._delayed = True, ""
             return text[: min(ends)]
-        delay = 0 if last else max((_beginning(text, stop) for stop in self._stops), default=0)
+        starts = () if last else ((size, stop[:size]) for stop in self._stops for size in range(1, len(stop)))
+        delay = max((size for size, start in starts if text.endswith(start)), default=0)
         self._delayed = text[len(text) - delay :]
         return text[: len(text) - delay]
-
-
-def _beginning(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of the stop string."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass
@@ -121,6 +116,7 @@ async def write(
     reader: AnswerReader | BareReader | None,
     index: int,
     job: GenerationJob,
+    most_calls: int | None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
@@ -135,6 +131,7 @@ async def write(
         reader: parser of reasoning and tool calls, or None for plain text.
         index: number of the answer within its request, for `Piece.index`.
         job: the answer to decode.
+        most_calls: maximum number of tool calls; None for no limit. Further calls are dropped.
 
     Raises:
         TimeoutError: the answer is not complete within the time limit.
@@ -142,23 +139,22 @@ async def write(
     """
     text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
     stopper = Stopper(stops)
-    finish, called, count = "length", False, 0
+    finish, called, count = "length", 0, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
         nonlocal called, count
         count += len(tokens)
         new = text.add([token for token in tokens if token not in engine.ends], last)
         shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
-        read = Read(text=shown) if reader is None else reader.add(shown)
-        if reader is not None and (last or stopper.stopped):
-            end = reader.end()
-            read = Read(read.text + end.text, read.reasoning + end.reasoning, read.calls + end.calls)
-        called = called or bool(read.calls)
+        read = Read(text=shown) if reader is None else reader.add(shown, last or stopper.stopped)
+        if most_calls is not None:
+            del read.calls[most_calls - called :]
+        called += len(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 
     async with contextlib.aclosing(engine.generate(job)) as steps:
-        async for step in steps:
-            apart = [([one.token], [one]) for one in step.likelihoods] or [(step.tokens, [])]
+        async for new_tokens, new_likelihoods in steps:
+            apart = [([one.token], [one]) for one in new_likelihoods] or [(new_tokens, [])]
             for tokens, likelihoods in apart:
                 yield piece(tokens, likelihoods)
                 if stopper.stopped or tokens[-1] in job.ends:
@@ -178,6 +174,7 @@ async def write_all(
     stops: Sequence[str],
     reader: Callable[[], AnswerReader | BareReader | None],
     jobs: Sequence[GenerationJob],
+    most_calls: int | None,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
 
@@ -189,19 +186,18 @@ async def write_all(
         stops: stop strings; see `write`.
         reader: function that returns a parser of one answer; see `Chat.reader`.
         jobs: the answers to decode; `Piece.index` is a position in this sequence.
+        most_calls: see `write`.
 
     Raises:
         TimeoutError, ParallelError: the first error of an answer; see `write`.
         ValueError: see `Chat.reader`.
     """
-    pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
     async def run(index: int, one: GenerationJob) -> None:
         try:
-            async with contextlib.aclosing(write(engine, tokenizer, stops, reader(), index, one)) as stream:
-                async for piece in stream:
-                    pieces.put_nowait(piece)
-            pieces.put_nowait(None)
+            async for piece in write(engine, tokenizer, stops, reader(), index, one, most_calls):
+                pieces.put_nowait(piece)
         except Exception as error:
             pieces.put_nowait(error)
 
@@ -210,12 +206,11 @@ async def write_all(
         left = len(tasks)
         while left:
             piece = await pieces.get()
-            if isinstance(piece, BaseException):
+            if isinstance(piece, Exception):
                 raise piece
-            if piece is None:
+            if piece.finish:
                 left -= 1
-            else:
-                yield piece
+            yield piece
     finally:
         for task in tasks:
             task.cancel()

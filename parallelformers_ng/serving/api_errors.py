@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,11 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from parallelformers_ng.errors import BatchingError, ParallelError
-from parallelformers_ng.serving.grammar import GrammarError
+from parallelformers_ng.serving.logs import log
+from parallelformers_ng.serving.processors import GrammarError
 
-log = logging.getLogger("parallelformers_ng")
-
-RETRY_SECONDS = "1"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -50,7 +49,7 @@ class ApiError(Exception):
         A response with status 503 asks the client to retry after 1 second. A response with status 401 makes a browser
         ask for the API key as the password of a login dialog.
         """
-        headers = {"Retry-After": RETRY_SECONDS} if self.status == 503 else {}
+        headers = {"Retry-After": "1"} if self.status == 503 else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = 'Basic realm="the password is the API key of this server"'
         return JSONResponse(self.body(), self.status, headers)
@@ -59,6 +58,21 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return an error with status 400; the arguments are the same as in `ApiError`."""
     return ApiError(400, message, param, code)
+
+
+@contextlib.contextmanager
+def refusing(kinds: tuple[type[Exception], ...], what: str, param: str) -> Iterator[None]:
+    """Turn errors of some kinds inside the block into ApiErrors with status 400.
+
+    Args:
+        kinds: classes of the errors.
+        what: description of the error, which precedes the error's own text.
+        param: field of the request that causes the error.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise bad_request(f"{what}: {error}", param) from None
 
 
 def api_error(error: Exception) -> ApiError:

@@ -1,7 +1,8 @@
-"""Builds the web application of the server: the routes, the access guard, and the chat page."""
+"""Builds the web application of the server: the routes, the access guard, the chat page, and the page `/docs`."""
 
 from __future__ import annotations
 
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from parallelformers_ng.serving import api_errors
-from parallelformers_ng.serving.api_page import api_page
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
+from parallelformers_ng.serving.fields import IGNORED, NOTES, REFUSED
 from parallelformers_ng.serving.forwards import Forwards
 from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import AccessGuard
@@ -28,11 +29,28 @@ _PAGE = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_POLICY = (
-    "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none'; base-uri 'none';"
-    " form-action 'self'"
-)
-_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>API</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="page.css">
+</head>
+<body>
+<header><h1>Routes and fields of the API</h1></header>
+<main class="documents">
+<p><a href="./">Chat page</a>, <a href="openapi.json">OpenAPI schema for programs</a>. The routes follow the APIs of
+OpenAI and vLLM. Set <code>base_url</code> of OpenAI's client to the address of this server followed by
+<code>/v1</code>.</p>
+"""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none';"
+    " base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) -> AccessGuard:
@@ -61,7 +79,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     generation, status = Generation(engine, chat, pictures), Status(engine, chat)
     transcription = Transcription(engine, processor if kind.transcribes else None)
     forwards = Forwards(engine, chat, kind.pooling, kind.activation)
-    # FastAPI's own page at /docs loads scripts from other sites; `api_page` builds a page without scripts.
+    # FastAPI's own page at /docs loads scripts from other sites; `_api_page` builds a page without scripts.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
     if options.cors:
@@ -118,7 +136,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     for path, (name, media_type) in _PAGE.items():
         content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
         app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
-    app.add_api_route("/docs", _asset(api_page(app), "text/html"), include_in_schema=False)
+    app.add_api_route("/docs", _asset(_api_page(app), "text/html"), include_in_schema=False)
     return AccessGuard(app, options, engine.metrics, reads_media=processor is not None)
 
 
@@ -127,3 +145,40 @@ def _asset(content: bytes | str, media_type: str) -> Any:
         return Response(content, media_type=media_type, headers=_HEADERS)
 
     return serve
+
+
+def _api_page(app: FastAPI) -> str:
+    """Return the page `/docs`: HTML with a section for each route and a table of the route's request fields.
+
+    Args:
+        app: application that has all its routes already.
+    """
+    schema = app.openapi()
+    parts = [_HEAD]
+    for path, methods in schema["paths"].items():
+        for method, route in methods.items():
+            parts.append(f"<section><h2>{method.upper()} {escape(path)}</h2><p>{escape(route['description'])}</p>")
+            body = route.get("requestBody", {}).get("content", {}).get("application/json")
+            if body:
+                name = body["schema"]["$ref"].rpartition("/")[2]
+                parts.append(_fields(path, schema["components"]["schemas"][name]))
+            parts.append("</section>\n")
+    return "".join([*parts, "</main>\n</body>\n</html>\n"])
+
+
+def _fields(path: str, body: dict[str, Any]) -> str:
+    """Return an HTML table of request fields: first supported fields, then refused fields, then ignored fields."""
+    rows = [
+        (name, "needed" if name in body.get("required", ()) else "", NOTES.get(name, "")) for name in body["properties"]
+    ]
+    for kind, table in (("refused", REFUSED), ("ignored", IGNORED)):
+        rows += [(name, kind, field.note) for name, field in table.items() if path in field.routes]
+    cells = "".join(
+        f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{kind}</td><td>{escape(note)}</td></tr>'
+        for name, kind, note in rows
+    )
+    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">Effect or replacement</th></tr>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Fields of {path}">'
+        f"<table><thead>{head}</thead><tbody>{cells}</tbody></table></div>"
+    )

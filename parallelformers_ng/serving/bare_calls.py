@@ -85,18 +85,22 @@ class BareReader:
     Args:
         form: JSON keys for the name and the arguments of a call.
         names: names of the tools; a JSON object without a tool name is text.
-        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
     """
 
-    def __init__(self, form: BareForm, names: set[str], most_calls: int | None = None) -> None:
+    def __init__(self, form: BareForm, names: set[str]) -> None:
         self._form = form
         self._names = names
-        self._calls_left = most_calls
         self._buffer = ""
         self._has_called = self._is_text = False
 
-    def add(self, text: str) -> Read:
-        """Add text of the answer, and return the calls that are complete, or the text if the rest is text."""
+    def add(self, text: str, last: bool = False) -> Read:
+        """Add text of the answer, and return the calls that are complete, or the text if the rest is text.
+
+        Args:
+            text: new text of the answer.
+            last: whether no text follows. The text of an incomplete call is then returned, but white space and
+                separators after a call are dropped.
+        """
         self._buffer += text
         read = Read()
         while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):
@@ -112,17 +116,10 @@ class BareReader:
                 self._is_text = True
                 break
             self._buffer, self._has_called = rest[size:], True
-            if self._calls_left is None or self._calls_left > 0:
-                read.calls.append(call)
-                self._calls_left = None if self._calls_left is None else self._calls_left - 1
-        if self._is_text:
+            read.calls.append(call)
+        if self._is_text or (last and (not self._has_called or self._buffer.strip(_SEPARATORS))):
             read.text, self._buffer = self._buffer, ""
         return read
-
-    def end(self) -> Read:
-        """Return the text of an incomplete call. White space and separators after a call are dropped."""
-        text, self._buffer = self._buffer, ""
-        return Read() if self._has_called and not text.strip(_SEPARATORS) else Read(text=text)
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any] | None:
         name, arguments = value.get(self._form.name), value.get(self._form.arguments)

@@ -7,11 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request, refusing
 from parallelformers_ng.serving.bare_calls import BareReader, calls_grammar, plain_messages
 from parallelformers_ng.serving.requests import Message, MessagePart
-from parallelformers_ng.serving.structured import Constraint
-from parallelformers_ng.serving.tool_choice import ToolChoice
+from parallelformers_ng.serving.structured import Constraint, ToolChoice
 from parallelformers_ng.serving.tools import AnswerReader, BareForm, response_template
 
 
@@ -90,10 +89,9 @@ class Chat:
         """
         self.check_length(text)
         self.check_length(second or "")
-        try:
+        # A lone surrogate, which JSON can contain, is an error of the tokenizer.
+        with refusing((ValueError, TypeError), "the tokenizer cannot read the text", "prompt"):
             return self.tokenizer(text, second, add_special_tokens=special, verbose=False)
-        except (ValueError, TypeError) as error:  # a lone surrogate, which JSON can contain
-            raise bad_request(f"the tokenizer cannot read the text: {error}", "prompt") from None
 
     def check_length(self, text: str) -> None:
         """Raise an error if a text surely has more tokens than the limit of a prompt.
@@ -137,7 +135,9 @@ class Chat:
             if self._form is None:
                 read, tools = plain_messages(read, tools), []
             if self._takes_parts:
-                read = [_in_parts(message) for message in read]
+                for message in read:
+                    if isinstance(message["content"], str):
+                        message["content"] = [{"type": "text", "text": message["content"]}]
             return self._apply(read, tools=tools or None, **(arguments or {"add_generation_prompt": True}))
         except RecursionError:
             raise bad_request("the messages are nested too deeply", "messages") from None
@@ -160,8 +160,8 @@ class Chat:
             choice: tool choice of the request, with at least one tool. The constraint allows exactly one call if
                 `most_calls` is set, otherwise a list of at least one call.
         """
-        several = choice.most_calls is None
-        return Constraint("lark", calls_grammar(self._bare_form, choice.tools, several), "tools")
+        grammar = calls_grammar(self._bare_form, choice.tools, several=choice.most_calls is None)
+        return Constraint("lark", grammar, "tools")
 
     def reader(self, prompt: str, choice: ToolChoice) -> AnswerReader | BareReader | None:
         """Return a parser of reasoning and tool calls in an answer, or None if the whole answer is text.
@@ -177,9 +177,9 @@ class Chat:
         """
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}
-            return BareReader(self._bare_form, names, choice.most_calls)
+            return BareReader(self._bare_form, names)
         if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
-            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools, choice.most_calls)
+            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools)
         return None
 
 
@@ -197,15 +197,12 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
     if isinstance(message.content, list):
         parts = [_plain_part(part, reads_pictures) for part in message.content]
         plain["content"] = parts if message.pictures else "".join(part["text"] for part in parts)
-    elif message.content is None:
-        plain["content"] = ""
+    plain.setdefault("content", "")
     for call in plain.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
-            try:
+            with refusing((ValueError,), "the arguments of a tool call are not valid JSON", "messages"):
                 call["function"]["arguments"] = json.loads(arguments)
-            except ValueError:
-                raise bad_request("the arguments of a tool call are not valid JSON", "messages") from None
     return plain
 
 
@@ -216,9 +213,3 @@ def _plain_part(part: MessagePart, reads_pictures: bool) -> dict[str, Any]:
         return {"type": "image"}
     types = "text and pictures (image_url)" if reads_pictures else "text"
     raise bad_request(f"a message has a part of type {part.type!r}; the model reads {types}", "messages")
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts instead of a string."""
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

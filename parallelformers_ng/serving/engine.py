@@ -18,9 +18,9 @@ from transformers.generation.streamers import BaseStreamer
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
-from parallelformers_ng.serving.likelihoods import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.metrics import AnswerMetrics, Metrics
 from parallelformers_ng.serving.models import Models, peft_names
+from parallelformers_ng.serving.processors import Likelihood, Recorder, likeliest
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _CANCEL_SECONDS = 60.0  # time for ranks to stop a canceled call; workers that take longer are restarted
@@ -59,17 +59,8 @@ class GenerationJob:
     inputs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """New tokens of an answer.
-
-    Attributes:
-        tokens: ids of the tokens.
-        likelihoods: likelihood of each token; empty if the job has no `alternatives`.
-    """
-
-    tokens: list[int]
-    likelihoods: list[Likelihood]
+NewTokens = tuple[list[int], list[Likelihood]]
+"""Ids of new tokens of an answer, and the likelihood of each token; no likelihoods if the job has no `alternatives`."""
 
 
 class Engine:
@@ -157,13 +148,6 @@ class Engine:
         if max(ids) >= self.vocabulary:
             raise bad_request(f"the prompt has token {max(ids)}; the model has {self.vocabulary} tokens", "prompt")
 
-    def answer_start(self, ids: list[int]) -> int:
-        """Return the number of tokens before the answer in a decoder's sequence.
-
-        A decoder-only model continues the prompt. An encoder-decoder model begins its answer with one start token.
-        """
-        return 1 if self.model.config.is_encoder_decoder else len(ids)
-
     async def generate(self, job: GenerationJob) -> AsyncGenerator[NewTokens, None]:
         """Yield the new tokens of one answer after each decode step.
 
@@ -203,11 +187,11 @@ class Engine:
                     step = await queue.get()
                 if step is None:
                     break
-                self.metrics.wrote(job.answer, len(step.tokens))
+                self.metrics.wrote(job.answer, len(step[0]))
                 yield step
             await call
             if rest := streamer.rest():
-                self.metrics.wrote(job.answer, len(rest.tokens))
+                self.metrics.wrote(job.answer, len(rest[0]))
                 yield rest
         finally:
             call.cancel()
@@ -309,7 +293,7 @@ class _Tokens(BaseStreamer):
             self._is_prompt = False
             return
         self._unsent += value.flatten().tolist()
-        if self._recorder is None or self._recorder.knows(self._streamed + len(self._unsent) - 1):
+        if self._recorder is None or self._streamed + len(self._unsent) <= len(self._recorder.top):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, self.rest())
 
     def rest(self) -> NewTokens | None:
@@ -319,8 +303,8 @@ class _Tokens(BaseStreamer):
         if not tokens:
             return None
         if self._recorder is None:
-            return NewTokens(tokens, [])
-        return NewTokens(tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)])
+            return tokens, []
+        return tokens, [self._recorder.of(begin + at, token) for at, token in enumerate(tokens)]
 
     def end(self) -> None:
         pass

@@ -17,17 +17,17 @@ _ALL = (CHAT, RESPONSES, COMPLETIONS, *_VECTORS)
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A field that the server does not support, and refuses because the field would change the answer.
+class Unsupported:
+    """A field that the server does not support.
 
     Attributes:
         routes: routes whose requests have the field.
-        instead: hint for the caller, such as a replacement for the field.
-        harmless: values that change nothing; the server accepts these values.
+        note: for a refused field, a hint such as a replacement; for an ignored field, the reason why it is harmless.
+        harmless: values of a refused field that change nothing; the server accepts these values.
     """
 
     routes: tuple[str, ...]
-    instead: str
+    note: str
     harmless: tuple[Any, ...] = ()
 
     def takes(self, value: Any) -> bool:
@@ -40,118 +40,104 @@ class Refused:
         )
 
 
-@dataclass(frozen=True)
-class Ignored:
-    """A field that the server ignores because the field does not change the answer.
-
-    Attributes:
-        routes: routes whose requests have the field.
-        why: reason why the field does not change the answer.
-    """
-
-    routes: tuple[str, ...]
-    why: str
-
-
 _LATER = "remove the field"
 _NOT_STORED = "the server stores no conversations; send the conversation as `input`"
 _OF_PROCESSOR = "the server reads pictures with the settings of the model's processor"
 REFUSED = {
     # fields of OpenAI
-    "audio": Refused(_TEXT[:1], "the model answers only with text"),
-    "best_of": Refused(_TEXT[1:], "set `n`, and choose the best answer yourself", (1,)),
-    "dimensions": Refused((EMBEDDINGS,), "shorten the embedding yourself"),
-    "function_call": Refused((CHAT,), "use `tool_choice`", ("none",)),
-    "functions": Refused((CHAT,), "use `tools`", ([],)),
-    "modalities": Refused((CHAT,), "the model answers only with text", (["text"],)),
-    "moderation": Refused((CHAT, RESPONSES), "the server does not moderate text"),
-    "suffix": Refused((COMPLETIONS,), _LATER, ("",)),
-    "verbosity": Refused((CHAT,), "state the length of the answer in a message", ("medium",)),
-    "web_search_options": Refused((CHAT,), "the server does not search the web"),
-    "access_programs": Refused((RESPONSES,), _LATER),
-    "background": Refused((RESPONSES,), "wait for the answer, or set `stream`", (False,)),
-    "background_options": Refused((RESPONSES,), "wait for the answer, or set `stream`"),
-    "context_management": Refused((RESPONSES,), "shorten the input yourself", ([],)),
-    "conversation": Refused((RESPONSES,), _NOT_STORED),
-    "image": Refused((RESPONSES,), _LATER),
-    "previous_response_id": Refused((RESPONSES,), _NOT_STORED),
-    "prompt": Refused((RESPONSES,), "send `instructions` and `input`"),
-    "truncation": Refused((RESPONSES,), "shorten the input yourself", ("disabled",)),
+    "audio": Unsupported(_TEXT[:1], "the model answers only with text"),
+    "best_of": Unsupported(_TEXT[1:], "set `n`, and choose the best answer yourself", (1,)),
+    "dimensions": Unsupported((EMBEDDINGS,), "shorten the embedding yourself"),
+    "function_call": Unsupported((CHAT,), "use `tool_choice`", ("none",)),
+    "functions": Unsupported((CHAT,), "use `tools`", ([],)),
+    "modalities": Unsupported((CHAT,), "the model answers only with text", (["text"],)),
+    "moderation": Unsupported((CHAT, RESPONSES), "the server does not moderate text"),
+    "suffix": Unsupported((COMPLETIONS,), _LATER, ("",)),
+    "verbosity": Unsupported((CHAT,), "state the length of the answer in a message", ("medium",)),
+    "web_search_options": Unsupported((CHAT,), "the server does not search the web"),
+    "access_programs": Unsupported((RESPONSES,), _LATER),
+    "background": Unsupported((RESPONSES,), "wait for the answer, or set `stream`", (False,)),
+    "background_options": Unsupported((RESPONSES,), "wait for the answer, or set `stream`"),
+    "context_management": Unsupported((RESPONSES,), "shorten the input yourself", ([],)),
+    "conversation": Unsupported((RESPONSES,), _NOT_STORED),
+    "image": Unsupported((RESPONSES,), _LATER),
+    "previous_response_id": Unsupported((RESPONSES,), _NOT_STORED),
+    "prompt": Unsupported((RESPONSES,), "send `instructions` and `input`"),
+    "truncation": Unsupported((RESPONSES,), "shorten the input yourself", ("disabled",)),
     # fields of vLLM
-    "media_io_kwargs": Refused(_TEMPLATES, _OF_PROCESSOR, ({},)),
-    "mm_processor_kwargs": Refused((*_ALL[:2], *_VECTORS, TOKENIZE), _OF_PROCESSOR, ({},)),
-    "enable_response_messages": Refused((RESPONSES,), "send the messages to `/tokenize`", (False,)),
-    "previous_input_messages": Refused((RESPONSES,), _NOT_STORED),
-    "previous_response": Refused((RESPONSES,), _NOT_STORED),
-    "add_special_tokens": Refused((EMBEDDINGS,), "embedding models need their special tokens", (True,)),
-    "allowed_token_ids": Refused(_TEXT, "use `structured_outputs`"),
-    "bad_words": Refused(_TEXT, _LATER, ([],)),
-    "cache_salt": Refused(_ALL, "start the server with --prefix-tokens 0, so that requests share no prompt caches"),
-    "chat_template": Refused(_TEMPLATES, "start the server with --chat-template FILE"),
-    "echo": Refused((CHAT,), "prepend the last message to the answer yourself", (False,)),
-    "ec_transfer_params": Refused(_TEXT, _LATER, ({},)),
-    "embed_dtype": Refused((EMBEDDINGS,), "embeddings are float32", ("float32",)),
-    "endianness": Refused((EMBEDDINGS,), "the server sends base64 in little-endian order", ("native", "little")),
-    "include_reasoning": Refused((CHAT,), "remove `reasoning_content` from the answer yourself", (True,)),
-    "include_stop_str_in_output": Refused(_ANSWERS, "append the stop string to the answer yourself", (False,)),
-    "kv_transfer_params": Refused(_TEXT, _LATER, ({},)),
-    "logprob_token_ids": Refused(_TEXT, "use `top_logprobs`"),
-    "normalize": Refused((EMBEDDINGS,), "the model's own modules decide whether vectors are normalized"),
-    "padding": Refused(_VECTORS, "padding does not change the result", ("do_not_pad",)),
-    "priority": Refused(_ALL, "the server answers requests in order of arrival", (0,)),
-    "prompt_embeds": Refused((COMPLETIONS,), "send `prompt`", ([],)),
-    "prompt_logprobs": Refused(_TEXT, "use `/v1/completions` with `echo` and `logprobs`"),
-    "repetition_detection": Refused(_TEXT, "use `repetition_penalty`"),
-    "return_prompt_text": Refused(
+    "media_io_kwargs": Unsupported(_TEMPLATES, _OF_PROCESSOR, ({},)),
+    "mm_processor_kwargs": Unsupported((*_ALL[:2], *_VECTORS, TOKENIZE), _OF_PROCESSOR, ({},)),
+    "enable_response_messages": Unsupported((RESPONSES,), "send the messages to `/tokenize`", (False,)),
+    "previous_input_messages": Unsupported((RESPONSES,), _NOT_STORED),
+    "previous_response": Unsupported((RESPONSES,), _NOT_STORED),
+    "add_special_tokens": Unsupported((EMBEDDINGS,), "embedding models need their special tokens", (True,)),
+    "allowed_token_ids": Unsupported(_TEXT, "use `structured_outputs`"),
+    "bad_words": Unsupported(_TEXT, _LATER, ([],)),
+    "cache_salt": Unsupported(_ALL, "start the server with --prefix-tokens 0, so that requests share no prompt caches"),
+    "chat_template": Unsupported(_TEMPLATES, "start the server with --chat-template FILE"),
+    "echo": Unsupported((CHAT,), "prepend the last message to the answer yourself", (False,)),
+    "ec_transfer_params": Unsupported(_TEXT, _LATER, ({},)),
+    "embed_dtype": Unsupported((EMBEDDINGS,), "embeddings are float32", ("float32",)),
+    "endianness": Unsupported((EMBEDDINGS,), "the server sends base64 in little-endian order", ("native", "little")),
+    "include_reasoning": Unsupported((CHAT,), "remove `reasoning_content` from the answer yourself", (True,)),
+    "include_stop_str_in_output": Unsupported(_ANSWERS, "append the stop string to the answer yourself", (False,)),
+    "kv_transfer_params": Unsupported(_TEXT, _LATER, ({},)),
+    "logprob_token_ids": Unsupported(_TEXT, "use `top_logprobs`"),
+    "normalize": Unsupported((EMBEDDINGS,), "the model's own modules decide whether vectors are normalized"),
+    "padding": Unsupported(_VECTORS, "padding does not change the result", ("do_not_pad",)),
+    "priority": Unsupported(_ALL, "the server answers requests in order of arrival", (0,)),
+    "prompt_embeds": Unsupported((COMPLETIONS,), "send `prompt`", ([],)),
+    "prompt_logprobs": Unsupported(_TEXT, "use `/v1/completions` with `echo` and `logprobs`"),
+    "repetition_detection": Unsupported(_TEXT, "use `repetition_penalty`"),
+    "return_prompt_text": Unsupported(
         (CHAT,), "send the messages to `/tokenize`, and the tokens to `/detokenize`", (False,)
     ),
-    "return_token_ids": Refused(_TEXT, "send the text to `/tokenize`", (False,)),
-    "return_token_strs": Refused((TOKENIZE,), _LATER, (False,)),
-    "return_tokens_as_token_ids": Refused(_TEXT, "read the exact bytes of each token from `logprobs`", (False,)),
-    "skip_special_tokens": Refused(_ANSWERS, "an answer contains no special tokens", (True,)),
-    "structural_tag": Refused(_TEXT, "use `structured_outputs` with a `grammar`"),
-    "task": Refused((EMBEDDINGS,), _LATER, ("embed",)),
-    "thinking_token_budget": Refused(_TEXT, "use `max_tokens`", (-1,)),
-    "truncate_prompt_tokens": Refused(_NO_RESPONSES, "shorten the prompt yourself"),
-    "use_activation": Refused((EMBEDDINGS,), "the model's own modules decide whether vectors are normalized"),
-    "use_beam_search": Refused(_TEXT, "set `n`, and choose the best answer yourself", (False,)),
-    "vllm_xargs": Refused(_ANSWERS, _LATER, ({},)),
-    "watermarking": Refused(_TEXT, _LATER, (False,)),
+    "return_token_ids": Unsupported(_TEXT, "send the text to `/tokenize`", (False,)),
+    "return_token_strs": Unsupported((TOKENIZE,), _LATER, (False,)),
+    "return_tokens_as_token_ids": Unsupported(_TEXT, "read the exact bytes of each token from `logprobs`", (False,)),
+    "skip_special_tokens": Unsupported(_ANSWERS, "an answer contains no special tokens", (True,)),
+    "structural_tag": Unsupported(_TEXT, "use `structured_outputs` with a `grammar`"),
+    "task": Unsupported((EMBEDDINGS,), _LATER, ("embed",)),
+    "thinking_token_budget": Unsupported(_TEXT, "use `max_tokens`", (-1,)),
+    "truncate_prompt_tokens": Unsupported(_NO_RESPONSES, "shorten the prompt yourself"),
+    "use_activation": Unsupported((EMBEDDINGS,), "the model's own modules decide whether vectors are normalized"),
+    "use_beam_search": Unsupported(_TEXT, "set `n`, and choose the best answer yourself", (False,)),
+    "vllm_xargs": Unsupported(_ANSWERS, _LATER, ({},)),
+    "watermarking": Unsupported(_TEXT, _LATER, (False,)),
 }
+"""Fields that the server refuses, because they would change the answer."""
 IGNORED = {
     # fields of OpenAI
-    "max_tool_calls": Ignored(
+    "max_tool_calls": Unsupported(
         (RESPONSES,), "the field limits tools that a server runs; clients of this server run the tools"
     ),
-    "metadata": Ignored((CHAT,), "the server stores no metadata"),
-    "prediction": Ignored((CHAT,), "the field makes answers faster and does not change the text"),
-    "prompt_cache_key": Ignored(
-        (CHAT, RESPONSES), "the server reuses the caches of prompts with a common beginning without this field"
+    "metadata": Unsupported((CHAT,), "the server stores no metadata"),
+    "prediction": Unsupported((CHAT,), "the field makes answers faster and does not change the text"),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        Unsupported(
+            (CHAT, RESPONSES), "the server reuses the caches of prompts with a common beginning without this field"
+        ),
     ),
-    "prompt_cache_options": Ignored(
-        (CHAT, RESPONSES), "the server reuses the caches of prompts with a common beginning without this field"
-    ),
-    "prompt_cache_retention": Ignored(
-        (CHAT, RESPONSES), "the server reuses the caches of prompts with a common beginning without this field"
-    ),
-    "safety_identifier": Ignored((CHAT, RESPONSES), "the field only names the user"),
-    "service_tier": Ignored((CHAT, RESPONSES), "the server has only one tier"),
-    "store": Ignored((CHAT, RESPONSES), "the server stores no answers; a response has `store: false`"),
-    "user": Ignored(_ALL, "the field only names the user"),
+    "safety_identifier": Unsupported((CHAT, RESPONSES), "the field only names the user"),
+    "service_tier": Unsupported((CHAT, RESPONSES), "the server has only one tier"),
+    "store": Unsupported((CHAT, RESPONSES), "the server stores no answers; a response has `store: false`"),
+    "user": Unsupported(_ALL, "the field only names the user"),
     # fields of vLLM
-    "guided_decoding_backend": Ignored(_TEXT, "the field names a library; llguidance enforces the same grammar"),
-    "length_penalty": Ignored(_TEXT, "the field matters only for beam search, which the server refuses"),
-    "request_id": Ignored(_ALL, "the server chooses the ids of its answers"),
-    "return_mm_kwargs": Ignored(_TEXT, "vLLM uses the field on other routes"),
-    "return_token_offsets": Ignored(_TEXT, "vLLM uses the field on other routes"),
-    "routed_experts_prompt_start": Ignored(_TEXT, "the server does not return which experts ran"),
-    "session_id": Ignored(_TEXT, "the field only names a conversation"),
-    "spaces_between_special_tokens": Ignored(_TEXT, "an answer contains no special tokens"),
-    "stream_interval": Ignored(_TEXT, "the field joins events of a stream and does not change the text"),
-    "truncation_side": Ignored(
+    "guided_decoding_backend": Unsupported(_TEXT, "the field names a library; llguidance enforces the same grammar"),
+    "length_penalty": Unsupported(_TEXT, "the field matters only for beam search, which the server refuses"),
+    "request_id": Unsupported(_ALL, "the server chooses the ids of its answers"),
+    "return_mm_kwargs": Unsupported(_TEXT, "vLLM uses the field on other routes"),
+    "return_token_offsets": Unsupported(_TEXT, "vLLM uses the field on other routes"),
+    "routed_experts_prompt_start": Unsupported(_TEXT, "the server does not return which experts ran"),
+    "session_id": Unsupported(_TEXT, "the field only names a conversation"),
+    "spaces_between_special_tokens": Unsupported(_TEXT, "an answer contains no special tokens"),
+    "stream_interval": Unsupported(_TEXT, "the field joins events of a stream and does not change the text"),
+    "truncation_side": Unsupported(
         _NO_RESPONSES, "the field matters only with `truncate_prompt_tokens`, which the server refuses"
     ),
 }
+"""Fields that the server ignores, because they do not change the answer."""
 NOTES = {
     "add_generation_prompt": "default true; false: the prompt ends without the start of the assistant's message",
     "add_special_tokens": "whether the tokenizer adds special tokens; default true for prompts, false for messages",

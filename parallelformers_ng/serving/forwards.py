@@ -17,9 +17,9 @@ from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.chat import Chat
 from parallelformers_ng.serving.engine import Engine
-from parallelformers_ng.serving.pooling import Pooling
 from parallelformers_ng.serving.requests import EmbeddingRequest
 from parallelformers_ng.serving.score_requests import RerankRequest, ScoreRequest
+from parallelformers_ng.serving.sentence_modules import Pooling
 
 _TOKENS_AT_ONCE = 4096  # maximum number of tokens in one forward pass, padding included
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid, "Tanh": torch.nn.Tanh}
@@ -70,7 +70,15 @@ class Forwards:
         if pooling is not None and pooling.max_tokens:
             self._longest = min(self._longest, pooling.max_tokens)
         if pooling is not None and pooling.lower_case:
-            _lower_case(chat.tokenizer)
+            if not chat.tokenizer.is_fast:
+                raise UnsupportedModelError(
+                    "the model lower-cases its texts, which only a fast tokenizer supports; this model has a slow"
+                    " tokenizer"
+                )
+            # Like sentence-transformers, before every other normalization.
+            backend = chat.tokenizer.backend_tokenizer
+            others = [] if backend.normalizer is None else [backend.normalizer]
+            backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
     async def embed(self, request: EmbeddingRequest) -> dict[str, Any]:
         """Answer a request to `/v1/embeddings`.
@@ -202,17 +210,6 @@ class Forwards:
             )
             outputs.update(zip(batch, read(model(**padded, **more), padded["attention_mask"]), strict=True))
         return torch.stack([outputs[index] for index in range(len(rows))]), sum(sizes)
-
-
-def _lower_case(tokenizer: Any) -> None:
-    """Make a tokenizer lower-case texts before every other normalization, like sentence-transformers."""
-    if not tokenizer.is_fast:
-        raise UnsupportedModelError(
-            "the model lower-cases its texts, which only a fast tokenizer supports; this model has a slow tokenizer"
-        )
-    backend = tokenizer.backend_tokenizer
-    others = [] if backend.normalizer is None else [backend.normalizer]
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
 
 
 def _encoded(vector: torch.Tensor, form: str) -> list[float] | str:

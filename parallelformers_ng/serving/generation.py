@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ from parallelformers_ng.serving.response_requests import ResponsesRequest
 from parallelformers_ng.serving.response_shape import ResponseShape
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.shapes import ChatShape, CompletionShape, Shape
-from parallelformers_ng.serving.structured import Constraint
+from parallelformers_ng.serving.structured import ToolChoice, read_tool_choice
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Generation:
                 for prompt in prompts:
                     self._engine.check_prompt(prompt.ids)
                     shape.before.append(await self._engine.read(prompt.ids, request.logprobs, name))
-            return await self._answer(request, prompts, shape, lambda: None, answers)
+            return await self._answer(request, prompts, shape, lambda: None, answers, ToolChoice())
 
     async def converse(self, request: ChatRequest) -> Response:
         """Answer a request to `/v1/chat/completions`; the result is the same as in `complete`.
@@ -114,14 +115,13 @@ class Generation:
     async def _converse(self, request: ChatRequest, shape: Shape) -> Response:
         self._check(request, 1)
         with self._engine.admitted(request.n or 1) as answers:
-            choice = request.tool_choice_read
+            choice = read_tool_choice(request.tools, request.tool_choice, request.parallel_tool_calls)
             text = await asyncio.to_thread(
                 self._chat.prompt, request.messages, choice.tools, request.template_arguments
             )
             prompt = await self._prompt(request, text)
-            forced = self._chat.forced_calls(choice) if choice.forced else None
             return await self._answer(
-                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, forced
+                request, [prompt], shape, lambda: self._chat.reader(text, choice), answers, choice
             )
 
     async def _prompt(self, request: ChatRequest | TokenizeRequest, text: str) -> Prompt:
@@ -203,12 +203,12 @@ class Generation:
         shape: Shape,
         reader: Callable[[], Any],
         answers: list[AnswerMetrics],
-        forced: Constraint | None = None,
+        choice: ToolChoice,
     ) -> Response:
-        jobs = await self._jobs(request, prompts, answers, forced)
+        jobs = await self._jobs(request, prompts, answers, choice)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs)
+        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs, choice.most_calls)
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -219,11 +219,11 @@ class Generation:
         return StreamingResponse(_events(first, pieces, shape), 200, _UNBUFFERED, "text/event-stream")
 
     async def _jobs(
-        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], forced: Constraint | None
+        self, request: GenerationRequest, prompts: list[Prompt], answers: list[AnswerMetrics], choice: ToolChoice
     ) -> list[GenerationJob]:
         settings = self._settings(request)
         seed = draw_seed() if request.seed is None else request.seed
-        constraint = request.constraint(forced)
+        constraint = request.constraint(self._chat.forced_calls(choice) if choice.forced else None)
         if constraint is not None and request.ignore_eos:
             raise bad_request(
                 f"the request has ignore_eos and {constraint.param}; remove one of the two fields", "ignore_eos"
@@ -237,7 +237,15 @@ class Generation:
         for index, answer in enumerate(answers):
             at, number = divmod(index, request.n or 1)
             prompt = prompts[at]
-            start = self._engine.answer_start(prompt.ids)
+            # The answer of an encoder-decoder model begins after one start token, and does not continue the prompt.
+            start = 1 if self._engine.model.config.is_encoder_decoder else len(prompt.ids)
+            penalties = None
+            if request.penalizes:
+                repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty
+                bias = tuple(request.logit_bias.items())
+                penalties = Penalties(
+                    start, request.presence_penalty, request.frequency_penalty, repetition or 1.0, bias
+                )
             jobs.append(
                 GenerationJob(
                     prompt.ids,
@@ -249,25 +257,12 @@ class Generation:
                     ends,
                     request.min_tokens,
                     answer,
-                    self._penalties(request, start),
+                    penalties,
                     request.model,
                     prompt.inputs,
                 )
             )
         return jobs
-
-    def _penalties(self, request: GenerationRequest, start: int) -> Penalties | None:
-        """Return the penalties of an answer, or None if the request has no penalties.
-
-        Args:
-            request: request to answer.
-            start: number of tokens in the sequence before the answer.
-        """
-        if not request.penalizes:
-            return None
-        repetition = request.repetition_penalty or self._engine.model.generation_config.repetition_penalty or 1.0
-        bias = tuple(request.logit_bias.items())
-        return Penalties(start, request.presence_penalty, request.frequency_penalty, repetition, bias)
 
     def _settings(self, request: GenerationRequest) -> dict[str, Any]:
         """Return values of `GenerationConfig` from a request; other values come from the model's own configuration."""
@@ -303,9 +298,7 @@ _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # header
 async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:
     async with contextlib.aclosing(pieces):
         try:
-            for chunk in shape.opening():
-                yield shape.event(chunk)
-            for chunk in shape.chunks(first):
+            for chunk in itertools.chain(shape.opening(), shape.chunks(first)):
                 yield shape.event(chunk)
             async for piece in pieces:
                 for chunk in shape.chunks(piece):

@@ -1,4 +1,4 @@
-"""Checks every request before the application: API key, size limit, time limit, and clients that disconnect."""
+"""Checks every request before the application: API key, size limit, time limits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import binascii
 import contextlib
 import hmac
 from itertools import chain
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from parallelformers_ng.runtime.freed_memory import give_back_freed
 from parallelformers_ng.serving.api_errors import ApiError
@@ -55,6 +58,44 @@ class _Pace:
         await asyncio.sleep(wait)
 
 
+class PatientProtocol(H11Protocol):
+    """HTTP protocol of uvicorn with a time limit for the headers of each request.
+
+    After the time limit, the protocol closes the connection. uvicorn's own protocol has no such limit: a client can
+    hold a connection by sending single bytes.
+
+    Attributes:
+        seconds: time limit in seconds from the connection, or from the first byte of a later request, to the end of the
+            headers.
+    """
+
+    seconds = 30.0
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._update_limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_limit()
+        super().connection_lost(exc)
+
+    def _update_limit(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_limit()  # the headers are complete; the guard limits the time for the body
+        elif self._limit is None:
+            self._limit = self.loop.call_later(self.seconds, self.transport.close)
+
+    def _end_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+
 class AccessGuard:
     """ASGI application that checks each request before another application answers the request.
 
@@ -95,53 +136,51 @@ class AccessGuard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        record = new_record(_header(scope, b"x-request-id"))
-        token = current.set(record)
+        record = new_record(Request(scope).headers.get("x-request-id", ""))
+        current.set(record)  # only for the rest of this task, which serves no other request
         status, ended = CLIENT_WENT, False
 
         async def noting(message: Message) -> None:
+            """Send a message, with a time limit for slow clients and a rate limit for refusals."""
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode("latin-1"))]
-            await send(message)
+                if 400 <= status < 500 and self._refusals.wait() < self._options.client_timeout:
+                    await self._refusals.turn()
+            async with asyncio.timeout(self._options.client_timeout):
+                await send(message)
             ended = ended or (message["type"] == "http.response.body" and not message.get("more_body", False))
 
         self.in_flight += 1
         try:
-            await self._serve(scope, receive, self._patient(noting))
+            await self._serve(scope, receive, noting)
         finally:
             self.in_flight -= 1
             status = status if ended else CLIENT_WENT
             self.metrics.served(status)
             if not self._options.no_access_log:
                 log_access(record, scope["method"], scope["path"], status)
-            current.reset(token)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
-            async with asyncio.timeout(self._options.client_timeout):
-                body = await self._body(scope, receive)
-            if body is not None and len(body) > LARGE_BYTES:
+            body = await self._body(Request(scope, receive))
+            if len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
                     raise ApiError(
                         503, "too many large requests are waiting; send the request again later", code="overloaded"
                     )
                 await self._large.turn(len(body))
+        except ClientDisconnect:
+            return
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
             return
-        except TimeoutError:
-            seconds = self._options.client_timeout
-            await self._refuse(
-                ApiError(408, f"the client did not send the whole request within {seconds:g} s"), scope, receive, send
-            )
-            return
-        if body is None:
-            return
-        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
-        work = asyncio.ensure_future(self._app(scope, _replay(body, disconnected), send))
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        disconnected = asyncio.ensure_future(_pass_disconnect(receive, messages))
+        work = asyncio.ensure_future(self._app(scope, messages.get, send))
         try:
             await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -181,7 +220,8 @@ class AccessGuard:
         The key is a bearer token, as OpenAI's clients send it, or the password of a browser's login dialog.
         """
         assert self._options.api_key is not None
-        kind, _, key = _header(scope, b"authorization").strip().partition(b" ")
+        sent = Request(scope).headers.get("authorization", "").encode("latin-1")
+        kind, _, key = sent.strip().partition(b" ")
         if kind.lower() == b"basic":
             try:
                 key = base64.b64decode(key).partition(b":")[2]
@@ -200,57 +240,33 @@ class AccessGuard:
         with contextlib.suppress(TimeoutError):
             await app(scope, receive, send)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body of a request, or None if the client has disconnected."""
-        limit, parts, size = self._max_body_bytes, [], 0
-        announced = _header(scope, b"content-length")
-        if announced.isdigit() and int(announced) > limit:
-            raise _too_large(limit)
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise _too_large(limit)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request.
 
-    def _patient(self, send: Send) -> Send:
-        """Return `send` with a time limit for slow clients and a rate limit for refusals."""
-
-        async def sending(message: Message) -> None:
-            if 400 <= message.get("status", 0) < 500 and self._refusals.wait() < self._options.client_timeout:
-                await self._refusals.turn()
-            async with asyncio.timeout(self._options.client_timeout):
-                await send(message)
-
-        return sending
+        Raises:
+            ApiError: the body is too large, status 413, or comes too slowly, status 408.
+            ClientDisconnect: the client disconnects.
+        """
+        limit = self._max_body_bytes
+        too_large = ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            raise too_large
+        body = bytearray()
+        seconds = self._options.client_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError:
+            raise ApiError(408, f"the client did not send the whole request within {seconds:g} s") from None
+        return bytes(body)
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
+async def _pass_disconnect(receive: Receive, messages: asyncio.Queue[Message]) -> None:
+    """Wait until the client disconnects, and pass this message on."""
+    while (message := await receive())["type"] != "http.disconnect":
         pass
-
-
-def _replay(body: bytes, disconnected: asyncio.Future[None]) -> Receive:
-    """Return an ASGI `receive` that returns a body, and then waits until the client disconnects."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.wait({disconnected})
-        return {"type": "http.disconnect"}
-
-    return receive
+    messages.put_nowait(message)

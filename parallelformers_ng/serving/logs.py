@@ -14,8 +14,6 @@ from typing import Any
 
 log = logging.getLogger("parallelformers_ng")
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -43,15 +41,14 @@ current: ContextVar[Record] = ContextVar("current", default=_NONE)
 """Record of the request that the current task serves."""
 
 
-def new_record(request_id: bytes) -> Record:
+def new_record(request_id: str) -> Record:
     """Return the record of a new request.
 
     Args:
         request_id: header `X-Request-Id` of the client; the server replaces it unless it has 1 to 128 visible ASCII
             characters.
     """
-    text = request_id.decode("latin-1")
-    return Record(text if _ID.fullmatch(text) else secrets.token_hex(12))
+    return Record(request_id if _ID.fullmatch(request_id) else secrets.token_hex(12))
 
 
 def log_access(record: Record, method: str, path: str, status: int) -> None:
@@ -62,31 +59,28 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
         method, path: method and path of the HTTP request; the line has at most 200 characters of the path.
         status: HTTP status; 499 if the client disconnected before the end.
     """
-    now = time.monotonic()
+    first = round(record.first - record.began, 4) if record.first else None
     facts: dict[str, Any] = {
         "method": method,
-        "path": path[:_MOST_PATH],
+        "path": path[:200],
         "status": status,
         "prompt_tokens": record.prompt_tokens,
         "tokens": record.tokens,
-        "first_token_seconds": round(record.first - record.began, 4) if record.first else None,
-        "seconds": round(now - record.began, 4),
+        "first_token_seconds": first,
+        "seconds": round(time.monotonic() - record.began, 4),
     }
-    first = "-" if record.first == 0 else f"{record.first - record.began:.3f}"
     log.info(
-        "%s %r %d: %d prompt tokens, %d answer tokens, first token after %s s, end after %.3f s",
-        method, facts["path"], status, record.prompt_tokens, record.tokens, first, now - record.began,
+        "%(method)s %(path)r %(status)d: %(prompt_tokens)d prompt tokens, %(tokens)d answer tokens,"
+        " first token after %(first)s s, end after %(seconds).3f s",
+        {**facts, "first": "-" if first is None else f"{first:.3f}"},
         extra={"facts": facts},
-    )  # fmt: skip
+    )
 
 
-_MOST_PATH = 200
+_TIME = "%Y-%m-%dT%H:%M:%S"
 
 
 class _Text(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s.%(msecs)03d %(levelname)s [%(request)s] %(message)s", "%Y-%m-%dT%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
         record.request = current.get().id
         return super().format(record)
@@ -95,7 +89,7 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "time": self.formatTime(record, _TIME) + f".{int(record.msecs):03d}",
             "level": record.levelname.lower(),
             "logger": record.name,
             "request_id": current.get().id,
@@ -113,7 +107,9 @@ def formatter(log_format: str) -> logging.Formatter:
     Args:
         log_format: "text" or "json".
     """
-    return _Json() if log_format == "json" else _Text()
+    if log_format == "json":
+        return _Json()
+    return _Text("%(asctime)s.%(msecs)03d %(levelname)s [%(request)s] %(message)s", _TIME)
 
 
 def set_up_logs(log_format: str, log_level: str) -> None:
@@ -121,7 +117,7 @@ def set_up_logs(log_format: str, log_level: str) -> None:
 
     Args:
         log_format: "text" or "json".
-        log_level: one of `LEVELS`; other libraries log only warnings and errors.
+        log_level: "debug", "info", "warning" or "error"; other libraries log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(log_format))

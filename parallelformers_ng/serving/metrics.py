@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +15,19 @@ from parallelformers_ng.serving.logs import current
 _SECONDS = (0.001, 0.005, *(0.01 * 2**power for power in range(15)))
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _RATE_SECONDS = 10.0
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "Seconds from the call to the first token.",
+    "inter_token_latency_seconds": "Seconds from one token of an answer to the next token.",
+    "e2e_request_latency_seconds": "Seconds from the call to the last token.",
+    "request_prompt_tokens": "Number of tokens in a prompt.",
+    "request_generation_tokens": "Number of tokens in an answer.",
+    "request_max_num_generation_tokens": "Number of tokens in an answer.",
+    "request_queue_time_seconds": "Seconds from the call to a free row.",
+    "request_prefill_time_seconds": "Seconds from a free row to the first token.",
+    "request_decode_time_seconds": "Seconds from the first token to the last token.",
+    "request_time_per_output_token_seconds": "Decoding seconds per token after the first token.",
+}
+"""Names of histograms, without `vllm:`, and their descriptions; buckets are seconds, or numbers of tokens."""
 CLIENT_WENT = 499
 """HTTP status of a request whose client disconnected before the end; nginx uses the same number."""
 
@@ -67,8 +79,6 @@ class Metrics:
             added = kind(metric, text, ("model_name", *labels), registry=self._registry, **options)
             return added if labels else added.labels(name)
 
-        seconds = functools.partial(new, Histogram, buckets=_SECONDS)
-        tokens = functools.partial(new, Histogram, buckets=_TOKENS)
         new(Gauge, "vllm:num_requests_running", "Number of answers that have at least one token.").set_function(
             lambda: self.running
         )
@@ -82,20 +92,10 @@ class Metrics:
         ).set_function(lambda: min(1.0, sum(each.prompt + each.tokens for each in self._answers[:rows]) / cache_tokens))
         self._prompt = new(Counter, "vllm:prompt_tokens", "Number of prompt tokens.")
         self._generated = new(Counter, "vllm:generation_tokens", "Number of answer tokens.")
-        self._first = seconds("vllm:time_to_first_token_seconds", "Seconds from the call to the first token.")
-        self._between = seconds(
-            "vllm:inter_token_latency_seconds", "Seconds from one token of an answer to the next token."
-        )
-        self._whole = seconds("vllm:e2e_request_latency_seconds", "Seconds from the call to the last token.")
-        self._prompt_length = tokens("vllm:request_prompt_tokens", "Number of tokens in a prompt.")
-        self._length = tokens("vllm:request_generation_tokens", "Number of tokens in an answer.")
-        self._longest = tokens("vllm:request_max_num_generation_tokens", "Number of tokens in an answer.")
-        self._queued = seconds("vllm:request_queue_time_seconds", "Seconds from the call to a free row.")
-        self._prefill = seconds("vllm:request_prefill_time_seconds", "Seconds from a free row to the first token.")
-        self._decode = seconds("vllm:request_decode_time_seconds", "Seconds from the first token to the last token.")
-        self._per_token = seconds(
-            "vllm:request_time_per_output_token_seconds", "Decoding seconds per token after the first token."
-        )
+        self._histograms = {
+            name: new(Histogram, f"vllm:{name}", text, buckets=_SECONDS if name.endswith("_seconds") else _TOKENS)
+            for name, text in _HISTOGRAMS.items()
+        }
         self._ended = new(
             Counter, "vllm:request_success", "Number of complete answers by finish reason.", "finished_reason"
         )
@@ -148,16 +148,20 @@ class Metrics:
         self._admit()
         if not answer.tokens:
             return
-        admitted = answer.admitted or answer.first
-        self._whole.observe(time.monotonic() - answer.arrived)
-        self._prompt_length.observe(answer.prompt)
-        self._length.observe(answer.tokens)
-        self._longest.observe(answer.tokens)
-        self._queued.observe(admitted - answer.arrived)
-        self._prefill.observe(max(0.0, answer.first - admitted))
-        self._decode.observe(answer.latest - answer.first)
+        admitted, decoding = answer.admitted or answer.first, answer.latest - answer.first
+        figures = {
+            "e2e_request_latency_seconds": time.monotonic() - answer.arrived,
+            "request_prompt_tokens": answer.prompt,
+            "request_generation_tokens": answer.tokens,
+            "request_max_num_generation_tokens": answer.tokens,
+            "request_queue_time_seconds": admitted - answer.arrived,
+            "request_prefill_time_seconds": max(0.0, answer.first - admitted),
+            "request_decode_time_seconds": decoding,
+        }
         if answer.tokens > 1:
-            self._per_token.observe((answer.latest - answer.first) / (answer.tokens - 1))
+            figures["request_time_per_output_token_seconds"] = decoding / (answer.tokens - 1)
+        for name, figure in figures.items():
+            self._histograms[name].observe(figure)
 
     def took(self, prompt_tokens: int) -> None:
         """Add tokens to the counter of prompt tokens and to the record of the current request."""
@@ -174,10 +178,10 @@ class Metrics:
         now = time.monotonic()
         if answer.tokens:
             for _ in range(tokens):
-                self._between.observe((now - answer.latest) / tokens)
+                self._histograms["inter_token_latency_seconds"].observe((now - answer.latest) / tokens)
         else:
             answer.first = now
-            self._first.observe(now - answer.arrived)
+            self._histograms["time_to_first_token_seconds"].observe(now - answer.arrived)
         record = current.get()
         record.tokens += tokens
         record.first = record.first or now

@@ -11,18 +11,13 @@ from parallelformers_ng.checkpoint.location import base_of_adapter, read_source
 from parallelformers_ng.checkpoint.model_class import class_of
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.serving.forwards import activation_of
-from parallelformers_ng.serving.pooling import Pooling
-from parallelformers_ng.serving.sentence_modules import SentenceFiles, read_pooling
+from parallelformers_ng.serving.sentence_modules import Pooling, SentenceFiles, read_pooling
 
 _TEXT = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-_TRANSCRIBERS = ("WhisperForConditionalGeneration",)
-_ENCODERS = (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,)
-_CLASSIFIERS = (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,)
-_BASES = (auto.MODEL_MAPPING_NAMES,)
 _PICTURES = ("vision_config", "vq_config", "image_token_id", "image_token_index")
 _SOUND = ("audio_config", "speech_config")
 """Configuration attributes of models that read pictures, and of models that read sound."""
@@ -94,19 +89,19 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
     cls = class_of(config, source.location)
     reads_text = cls.main_input_name == "input_ids"
     pictures, sound = (any(getattr(config, each, None) is not None for each in of) for of in (_PICTURES, _SOUND))
-    reads_more = pictures or sound
-    if cls.can_generate() and reads_text and _names(cls, _TEXT):
-        if not reads_more and not config.is_encoder_decoder and _has_modules(name, revision):
+    if cls.can_generate() and reads_text and _names(cls, *_TEXT):
+        if not (pictures or sound or config.is_encoder_decoder) and _has_modules(name, revision):
             return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
         return Kind(reads_pictures=pictures, reads_sound=sound)
-    if cls.__name__ in _TRANSCRIBERS:
+    if cls.__name__ == "WhisperForConditionalGeneration":
         return Kind(transcribes=True)
-    if reads_text and not reads_more:
-        if _names(cls, _ENCODERS) or (_names(cls, _BASES) and not config.is_encoder_decoder):
+    if reads_text and not pictures and not sound:
+        is_encoder = _names(cls, auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
+        if is_encoder or (_names(cls, auto.MODEL_MAPPING_NAMES) and not config.is_encoder_decoder):
             return Kind(read_pooling(name, revision))
         if cls.__name__.endswith("ForMaskedLM") and SentenceFiles(name, revision).find("modules.json"):
             return Kind(read_pooling(name, revision), model_class=auto.MODEL_MAPPING[type(config)])
-        if _names(cls, _CLASSIFIERS) and not config.is_encoder_decoder:
+        if _names(cls, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and not config.is_encoder_decoder:
             if config.num_labels != 1:
                 raise UnsupportedModelError(
                     f"{name} is a {cls.__name__}, which the server cannot serve with {config.num_labels} labels; choose"
@@ -128,7 +123,7 @@ def _has_modules(name: str, revision: str | None) -> bool:
         return False
 
 
-def _names(cls: type, mappings: tuple[Any, ...]) -> bool:
+def _names(cls: type, *mappings: Any) -> bool:
     """Return whether a class is in one of transformers' mappings from model types to classes."""
     named = [name for mapping in mappings for name in mapping.values()]
     return any(cls.__name__ in ((name,) if isinstance(name, str) else name) for name in named)

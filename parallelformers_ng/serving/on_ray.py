@@ -82,7 +82,16 @@ def deployed(options: ServeOptions) -> Iterator[str]:
         ParallelError: an option is not supported on Ray, or Ray Serve refuses a value of `autoscaling`.
         StartupError: the cluster cannot be reached, or Ray Serve cannot start the server.
     """
-    _refuse_unsupported_options(options)
+    if options.client_timeout != ServeOptions.client_timeout:
+        raise ParallelError(
+            "client_timeout has no effect with launcher 'ray', because Ray Serve's proxy holds connections; remove it"
+        )
+    if not options.port:
+        raise ParallelError("port is 0; with launcher 'ray', set a port from 1 to 65535")
+    if options.autoscaling and options.replicas != ServeOptions.replicas:
+        raise ParallelError(
+            f"replicas is {options.replicas}, but autoscaling sets the number of replicas; remove one of the options"
+        )
     scale = _scale(options)
     with contextlib.closing(Connection(RayOptions(address=options.ray_address))):
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
@@ -148,16 +157,3 @@ def _scale(options: ServeOptions) -> dict[str, Any]:
     except ValueError as error:
         raise ParallelError(f"autoscaling is {settings}, which Ray Serve refuses: {error}") from None
     return {"autoscaling_config": settings}
-
-
-def _refuse_unsupported_options(options: ServeOptions) -> None:
-    if options.client_timeout != ServeOptions.client_timeout:
-        raise ParallelError(
-            "client_timeout has no effect with launcher 'ray', because Ray Serve's proxy holds connections; remove it"
-        )
-    if not options.port:
-        raise ParallelError("port is 0; with launcher 'ray', set a port from 1 to 65535")
-    if options.autoscaling and options.replicas != ServeOptions.replicas:
-        raise ParallelError(
-            f"replicas is {options.replicas}, but autoscaling sets the number of replicas; remove one of the options"
-        )

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
-from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.api_errors import bad_request, refusing
 from parallelformers_ng.serving.serve_options import ServeOptions
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -59,10 +59,8 @@ class Pictures:
         pictures = self._read(addresses)
         # The call is the same as in `apply_chat_template` of processors.
         no_special = {} if special else {"add_special_tokens": False}
-        try:
+        with refusing((ValueError, TypeError, IndexError), "the model's processor refuses the pictures", "messages"):
             return dict(self._processor(text=text, images=[pictures], return_tensors="pt", **no_special))
-        except (ValueError, TypeError, IndexError) as error:
-            raise bad_request(f"the model's processor refuses the pictures: {error}", "messages") from None
 
     def _read(self, addresses: list[str]) -> list[Any]:
         """Decode the pictures after a check of every picture's size."""
@@ -100,30 +98,26 @@ class Pictures:
             ) from None
 
     def _bytes(self, address: str) -> bytes:
-        """Return the bytes of a picture from its data URL or file URL."""
+        """Return the bytes of a picture from its data URL, or from its file URL inside the media folder."""
         scheme = address[:8].partition(":")[0].lower()
         if scheme == "data":
             head, _, data = address.partition(",")
             if not head.lower().endswith(";base64"):
                 raise bad_request("a data URL is not in base64; write data:image/png;base64,…", "messages")
-            try:
+            with refusing((binascii.Error,), "the data URL of a picture is not valid base64", "messages"):
                 return base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise bad_request(f"the data URL of a picture is not valid base64: {error}", "messages") from None
-        if scheme == "file":
-            return self._file(unquote(urlsplit(address).path))
-        raise bad_request(
-            "the server does not download pictures; send a data URL (data:image/png;base64,…) or a file URL (file:///path)",
-            "messages",
-        )
-
-    def _file(self, name: str) -> bytes:
-        """Return the bytes of a file inside the media folder, after symbolic links are resolved."""
+        if scheme != "file":
+            raise bad_request(
+                "the server does not download pictures; send a data URL (data:image/png;base64,…) or a file URL"
+                " (file:///path)",
+                "messages",
+            )
         if self._options.media_folder is None:
             raise bad_request(
                 "the server reads no picture files; start the server with --media-folder FOLDER", "messages"
             )
         root = Path(self._options.media_folder).resolve()
+        name = unquote(urlsplit(address).path)
         path = (root / name).resolve() if "\0" not in name else root
         # A path outside the folder and a missing file give the same error, which reveals nothing about other folders.
         if not path.is_relative_to(root) or not path.is_file():

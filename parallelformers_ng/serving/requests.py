@@ -11,8 +11,7 @@ from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
-from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts
-from parallelformers_ng.serving.tool_choice import ToolChoice, read_tool_choice
+from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, Tool
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -51,7 +50,7 @@ class ApiRequest(Fields):
         for name in sorted(REFUSED.keys() & extra.keys()):
             field = REFUSED[name]
             if self.route in field.routes and not field.takes(extra[name]):
-                raise bad_request(f"{name} is not supported: {field.instead}", name, "unsupported_parameter")
+                raise bad_request(f"{name} is not supported: {field.note}", name, "unsupported_parameter")
         return self
 
 
@@ -105,7 +104,11 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None to return no probabilities."""
+        """Number of most likely tokens to return at each position, or None to return no probabilities.
+
+        Raises:
+            ApiError: `top_logprobs` is above 0 without `logprobs`, status 400.
+        """
         raise NotImplementedError
 
     @property
@@ -176,9 +179,6 @@ class ToolCall(Fields):
     function: Function
 
 
-_REASONING = AliasChoices("reasoning_content", "reasoning")  # the second is vLLM's newer name
-
-
 class Message(Fields):
     """Message of a chat.
 
@@ -194,7 +194,9 @@ class Message(Fields):
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    reasoning_content: Annotated[str | None, Field(validation_alias=_REASONING)] = None
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
+        None  # the second name is vLLM's newer name
+    )
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -215,28 +217,6 @@ class Message(Fields):
                     f"a message has {name}, which the server does not support; remove the field", "messages"
                 )
         return self
-
-
-class ToolFunction(Fields):
-    """Function that a model may call. Further fields, such as `description`, are kept for the chat template.
-
-    Attributes:
-        parameters: JSON schema of the arguments; None for any JSON object.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Annotated[str, Field(min_length=1)]
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(Fields):
-    """Tool that a model may call, in OpenAI's format. Further fields are kept for the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: ToolFunction
 
 
 class TemplateFields(ApiRequest):
@@ -281,8 +261,6 @@ class TemplateFields(ApiRequest):
 class ChatRequest(TemplateFields, GenerationRequest):
     """Request to `/v1/chat/completions`.
 
-    The validation raises ApiError with status 400 if `top_logprobs` is above 0 without `logprobs`.
-
     Attributes:
         max_completion_tokens: newer name of `max_tokens`; overrides `max_tokens`.
         logprobs: whether the answer has the probability of each token.
@@ -301,28 +279,14 @@ class ChatRequest(TemplateFields, GenerationRequest):
     parallel_tool_calls: bool = True
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        return self
-
-    @property
-    def tool_choice_read(self) -> ToolChoice:
-        """Tools that the model may call, and whether the answer must call a tool.
-
-        Raises:
-            ApiError: `tool_choice` is invalid, names an unknown tool, or requires a call without tools, status 400.
-        """
-        tools = [tool.model_dump() for tool in self.tools or ()]
-        return read_tool_choice(tools, self.tool_choice, self.parallel_tool_calls)
-
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

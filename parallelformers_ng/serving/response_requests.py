@@ -12,8 +12,6 @@ from parallelformers_ng.serving.requests import MOST_MESSAGES, ChatRequest, Coun
 from parallelformers_ng.serving.structured import Fields, StructuredOutputs
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-_SCHEMA = {"name", "schema_"}
-_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseTool(Fields):
@@ -110,7 +108,7 @@ class ResponsesRequest(Sampling):
             ValidationError: an item of the input or a tool has an invalid field.
         """
         fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
-        tells_logprobs = _LOGPROBS in self.include
+        tells_logprobs = "message.output_text.logprobs" in self.include
         fields |= {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
@@ -131,13 +129,11 @@ class ResponsesRequest(Sampling):
         """Return the request fields that the response repeats."""
         as_sent = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
         text_format = self.text.format or TextFormat(type="text")
-        format_fields = text_format.model_dump(
-            by_alias=True, exclude=None if text_format.type == "json_schema" else _SCHEMA
-        )
+        excluded = None if text_format.type == "json_schema" else {"name", "schema_"}
         return {
             **{name: getattr(self, name) for name in (*as_sent, "top_logprobs", "top_p")},
             "tools": [tool.model_dump() for tool in self.tools],
-            "text": {"format": format_fields, "verbosity": "medium"},
+            "text": {"format": text_format.model_dump(by_alias=True, exclude=excluded), "verbosity": "medium"},
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
         }
 

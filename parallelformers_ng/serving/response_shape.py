@@ -45,12 +45,9 @@ class ResponseShape(Shape):
         for _ in self.chunks(piece):
             pass
 
-    def whole(self) -> dict[str, Any]:
-        return self._response()
-
     def opening(self) -> Iterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", response=self._response())
+            yield self._event(f"response.{kind}", response=self.whole())
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
         self._tokens += piece.tokens
@@ -75,12 +72,12 @@ class ResponseShape(Shape):
             yield from self._close()
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        yield self._event(f"response.{self._status}", response=self._response())
+        yield self._event(f"response.{self._status}", response=self.whole())
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         self._status = "failed"
         self._error = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response=self._response())
+        return self._event("response.failed", response=self.whole())
 
     def event(self, data: dict[str, Any]) -> str:
         return f"event: {data['type']}\n{super().event(data)}"
@@ -151,8 +148,14 @@ class ResponseShape(Shape):
         item["arguments"] = arguments
         yield from self._close()
 
-    def _response(self) -> dict[str, Any]:
-        ended = self._status in ("completed", "incomplete")
+    def whole(self) -> dict[str, Any]:
+        usage = {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self._tokens,
+        }
         return {
             "id": self._common["id"],
             "object": "response",
@@ -162,20 +165,11 @@ class ResponseShape(Shape):
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": [*self._output],
-            "usage": self._response_usage() if ended else None,
+            "usage": usage if self._status in ("completed", "incomplete") else None,
             "store": False,
             "previous_response_id": None,
             "background": False,
             "truncation": "disabled",
             "service_tier": "default",
             **self._original.echo(),
-        }
-
-    def _response_usage(self) -> dict[str, Any]:
-        return {
-            "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": self._tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
-            "total_tokens": self.prompt_tokens + self._tokens,
         }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import logging
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +20,12 @@ from parallelformers_ng.checkpoint.location import base_of_adapter
 from parallelformers_ng.errors import UnsupportedModelError, WorkerError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.serving.app import create_app
-from parallelformers_ng.serving.guard import AccessGuard
+from parallelformers_ng.serving.guard import AccessGuard, PatientProtocol
 from parallelformers_ng.serving.listening import bound
-from parallelformers_ng.serving.logs import set_up_logs
+from parallelformers_ng.serving.logs import log, set_up_logs
 from parallelformers_ng.serving.model_kinds import Kind, is_gguf, kind_of
 from parallelformers_ng.serving.models import peft_names
-from parallelformers_ng.serving.protocol import PatientProtocol
 from parallelformers_ng.serving.serve_options import ServeOptions
-
-log = logging.getLogger("parallelformers_ng")
 
 _LEAVE_SECONDS = 2  # time limit for closing connections after all requests are answered
 
@@ -65,15 +60,10 @@ class Server(uvicorn.Server):
         self._options = options
         self._abandon = abandon
         self._drain: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_shutdown)
+        # A handler of signals, which uvicorn has set while the loop runs in this thread.
+        asyncio.get_running_loop().call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
         if self._drain is not None:
@@ -125,15 +115,14 @@ def serve(options: ServeOptions) -> int:
         log.info("loading %s; output: %s", options.model, kind)
         model, tokenizer = load(options, kind)
         deployment = deployment_of(model)
-        close, first = deployment.close, deployment.incarnation
         try:
             app = create_app(model, tokenizer, options, kind)
-            app.metrics.restarts = lambda: deployment.incarnation - first
+            app.metrics.restarts = lambda: deployment.incarnation
             warm_up(model)
             log.info("%s", started(model, options, listener.getsockname()[1]))
-            Server(app, options, close).run([listener])
+            Server(app, options, deployment.close).run([listener])
         finally:
-            close()
+            deployment.close()
     return 0
 
 

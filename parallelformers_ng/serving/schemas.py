@@ -12,7 +12,7 @@ from typing import Any
 from parallelformers_ng.runtime.freed_memory import trim_heap
 from parallelformers_ng.serving.api_errors import ApiError, bad_request
 from parallelformers_ng.serving.bare_calls import JSON_STYLE
-from parallelformers_ng.serving.grammar import (
+from parallelformers_ng.serving.processors import (
     LARGE_CHARACTERS,
     MOST_CHARACTERS,
     Grammar,

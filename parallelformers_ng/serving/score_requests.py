@@ -11,9 +11,6 @@ from parallelformers_ng.serving.fields import RERANK, SCORE
 from parallelformers_ng.serving.requests import ApiRequest
 from parallelformers_ng.serving.structured import Fields, Texts, as_list
 
-_FIRST = ("text_1", "data_1", "queries")
-_SECOND = ("text_2", "data_2", "documents", "items")
-
 
 class ScoreRequest(ApiRequest):
     """Request for scores of text pairs: one first text for all second texts, or one first text for each second text.
@@ -43,7 +40,10 @@ class ScoreRequest(ApiRequest):
             ApiError: status 400. The numbers of first and second texts do not match, or the first or the second texts
                 are missing or in several fields.
         """
-        first, second = self._texts(_FIRST), self._texts(_SECOND)
+        first, second = (
+            self._texts("text_1", "data_1", "queries"),
+            self._texts("text_2", "data_2", "documents", "items"),
+        )
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -54,7 +54,7 @@ class ScoreRequest(ApiRequest):
             )
         return list(zip(first, second, strict=True))
 
-    def _texts(self, names: tuple[str, ...]) -> list[str]:
+    def _texts(self, *names: str) -> list[str]:
         values: list[list[str]] = [value for name in names if (value := getattr(self, name)) is not None]
         if len(values) != 1:
             raise bad_request(

@@ -1,8 +1,10 @@
-"""Reads the modules of a sentence-transformers model from a folder, or from the Hugging Face hub and its cache."""
+"""Reads the modules of a sentence-transformers model from a folder or the hub, and pools the vectors of tokens."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from parallelformers_ng.checkpoint.files import open_file
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
-from parallelformers_ng.serving.pooling import MODES, Module, Pooling, normalize
 
 _TRANSFORMER_FILES = tuple(
     f"sentence_{kind}_config.json"
@@ -37,6 +38,63 @@ _OLDER = {
 """Older names of the pooling modes, in the order in which the vectors of several modes are concatenated."""
 _HARMLESS = ("unpad_inputs", "backend")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Softplus", "Mish")
+
+
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+Module = Callable[[torch.Tensor], torch.Tensor]
+"""Function from vectors `[texts, width]` to vectors `[texts, new width]`."""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Pooling of a model's token vectors, followed by further modules.
+
+    Attributes:
+        modes: pooling modes from `MODES`, as in sentence-transformers; the vectors of several modes are concatenated.
+        modules: modules that run after the pooling, in order.
+        prompt: text that is put before each input.
+        lower_case: whether inputs are lower-cased.
+        max_tokens: maximum number of tokens in a text; None for the limit of the model.
+    """
+
+    modes: Sequence[str] = ("mean",)
+    modules: Sequence[Module] = field(default_factory=lambda: [normalize])
+    prompt: str = ""
+    lower_case: bool = False
+    max_tokens: int | None = None
+
+    def __call__(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return one vector for each text, float32 `[texts, width]`.
+
+        Args:
+            states: output of the last layer, `[texts, tokens, width]`, padded on the right.
+            mask: attention mask `[texts, tokens]`, 1 for a token and 0 for padding.
+        """
+        states = states.float()
+        pooled = torch.cat([_pool(mode, states, mask) for mode in self.modes], -1)
+        for module in self.modules:
+            pooled = module(pooled)
+        return pooled
+
+
+def normalize(vectors: torch.Tensor) -> torch.Tensor:
+    """Scale vectors `[…, width]` to Euclidean length 1; zero vectors stay zero."""
+    return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    tokens = mask[..., None].to(states.dtype)
+    if mode == "cls":
+        return states[:, 0]
+    if mode == "lasttoken":
+        return states[torch.arange(len(states)), mask.sum(1) - 1]
+    if mode == "max":
+        return states.masked_fill(tokens == 0, -torch.inf).amax(1)
+    if mode == "weightedmean":
+        tokens = tokens * torch.arange(1, states.shape[1] + 1, dtype=states.dtype)[:, None]
+    counts = tokens.sum(1)
+    return (states * tokens).sum(1) / (counts.sqrt() if mode == "mean_sqrt_len_tokens" else counts)
 
 
 class SentenceFiles:
@@ -166,7 +224,8 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
     following = [_FOLLOWING[kind](files, module["path"])
                  for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
     lower_case, most = _transformer_settings(files)
-    prompt = _prompt(files)
+    config = files.json("config_sentence_transformers.json") or {}
+    prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""  # put before every input
     if prompt and not pooling.get("include_prompt", True):
         raise UnsupportedModelError(
             f"{name} excludes its prompt {prompt!r} from the pooling, which the server does not support"
@@ -200,12 +259,6 @@ def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
                 " does not support this value"
             )
     return bool(config.get("do_lower_case")), config.get("max_seq_length")
-
-
-def _prompt(files: SentenceFiles) -> str:
-    """Return the default prompt, which is put before every input; "" if the model has no default prompt."""
-    config = files.json("config_sentence_transformers.json") or {}
-    return (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""
 
 
 def _dense(files: SentenceFiles, folder: str) -> Module:

@@ -17,7 +17,6 @@ from parallelformers_ng.options import (
     checked_seconds,
     read_options,
 )
-from parallelformers_ng.serving.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,12 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ParallelError("no model is set; pass a model folder or a name on the Hugging Face hub")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ParallelError(f"device is {self.device!r}; set 'auto', 'cpu' or 'cuda'")
-        if self.launcher not in ("local", "ray"):
-            raise ParallelError(f"launcher is {self.launcher!r}; set 'local' or 'ray'")
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise ParallelError(f"{name} is {getattr(self, name)!r}; set {' or '.join(map(repr, allowed))}")
         for name in ("ray_address", "autoscaling"):
             if getattr(self, name) and self.launcher != "ray":
                 raise ParallelError(f"{name} is {getattr(self, name)!r}, which needs launcher 'ray'")
-        for name, allowed in (("log_format", FORMATS), ("log_level", LEVELS)):
-            if getattr(self, name) not in allowed:
-                raise ParallelError(f"{name} is {getattr(self, name)!r}; set {' or '.join(map(repr, allowed))}")
         if not 0 <= self.port < 1 << 16:
             raise ParallelError(f"port is {self.port}; set a number from 0 to 65535")
         for name in ("timeout", "client_timeout", "drain", "max_audio_seconds"):
@@ -209,11 +204,16 @@ class ServeOptions:
         `waiting` of the batch is twice `most_answers`, because a call leaves the batch shortly after it leaves the
         server.
         """
-        shared = {name: getattr(self, name) for name in _OF_BATCHES}
-        return BatchingOptions(**{**shared, "waiting": 2 * self.most_answers})
+        waiting = 2 * self.most_answers
+        return BatchingOptions(self.rows, waiting, self.prefill_patience, self.prefix_tokens, self.cache_tokens)
 
 
-_OF_BATCHES = ("rows", "waiting", "prefill_patience", "prefix_tokens", "cache_tokens")
+_ALLOWED = {
+    "device": ("auto", "cpu", "cuda"),
+    "launcher": ("local", "ray"),
+    "log_format": ("text", "json"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
 _LOWEST = {
     "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
     "max_tokens": 1,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
+import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from parallelformers_ng.serving.answers import Piece
 from parallelformers_ng.serving.api_errors import ApiError
-from parallelformers_ng.serving.likelihoods import Likelihood
+from parallelformers_ng.serving.processors import Likelihood
 from parallelformers_ng.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
-from parallelformers_ng.serving.token_bytes import TokenBytes
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Shape:
@@ -174,7 +180,8 @@ class CompletionShape(Shape):
         super().__init__(name, tokenizer, request)
         self._prompts = prompts
         self.before: list[list[Likelihood]] = []
-        self._offsets: dict[int, _Offset] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # bytes of incomplete characters of each answer
+        self._characters: Counter[int] = Counter()
         self._special = set(tokenizer.all_special_ids)
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -191,8 +198,7 @@ class CompletionShape(Shape):
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.read.text or piece.likelihoods or piece.finish:
             logprobs = self._logprobs(piece.index, piece.likelihoods)
-            text = piece.read.text
-            yield {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
+            yield {"index": piece.index, "text": piece.read.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _echo(self, index: int) -> str:
         if not self._request.echo:
@@ -204,51 +210,82 @@ class CompletionShape(Shape):
             return None
         logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         prompt = index // (self._request.n or 1)
-        if self.before and index not in self._offsets:
+        if self.before and index not in self._decoders:
             first = self._prompts[prompt][0]
-            self._note(logprobs, index, first, None, None, self._token_bytes.bytes(first))  # without a likelihood
+            self._note(logprobs, index, first, None, self._token_bytes.bytes(first))
             for each in self.before[prompt]:
-                self._note_likelihood(logprobs, index, each, self._token_bytes.bytes(each.token))
+                self._note(logprobs, index, each.token, each, self._token_bytes.bytes(each.token))
         for each in likelihoods:
-            special = each.token in self._special
-            self._note_likelihood(logprobs, index, each, b"" if special else self._token_bytes.bytes(each.token))
+            shown = b"" if each.token in self._special else self._token_bytes.bytes(each.token)
+            self._note(logprobs, index, each.token, each, shown)
         return logprobs
 
-    def _note_likelihood(self, logprobs: dict[str, list[Any]], index: int, each: Likelihood, shown: bytes) -> None:
-        top = {self._token_bytes.text(token): logprob for token, logprob in each.top}
-        self._note(logprobs, index, each.token, max(each.logprob, _MIN_LOGPROB), top, shown)
-
     def _note(
-        self,
-        logprobs: dict[str, list[Any]],
-        index: int,
-        token: int,
-        logprob: float | None,
-        top: dict[str, float] | None,
-        shown: bytes,
+        self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, shown: bytes
     ) -> None:
-        if index not in self._offsets:
-            self._offsets[index] = _Offset()
+        """Add one token to `logprobs`; the first token of a prompt has no likelihood."""
+        if index not in self._decoders:
+            self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
                 shown = shown.removeprefix(b" ")  # the decoded text begins without the space
         for name, value in (
             ("tokens", self._token_bytes.text(token)),
-            ("token_logprobs", logprob),
-            ("top_logprobs", top),
-            ("text_offset", self._offsets[index].add(shown)),
+            ("token_logprobs", each and max(each.logprob, _MIN_LOGPROB)),
+            ("top_logprobs", each and {self._token_bytes.text(token): logprob for token, logprob in each.top}),
+            ("text_offset", self._characters[index]),  # number of complete characters before the token
         ):
             logprobs[name].append(value)
+        self._characters[index] += len(self._decoders[index].decode(shown))
 
 
-class _Offset:
-    """Counter of characters in a text whose bytes arrive token by token."""
+class TokenBytes:
+    """Converter of a tokenizer's tokens to bytes.
 
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0
+    Args:
+        tokenizer: tokenizer of transformers.
+    """
 
-    def add(self, raw: bytes) -> int:
-        """Add the bytes of a token, and return the number of complete characters before the token."""
-        begin = self._characters
-        self._characters += len(self._decoder.decode(raw))
-        return begin
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items()}
+
+    @functools.cached_property
+    def _decoders(self) -> str:
+        """Types and settings of a fast tokenizer's decoders, as JSON; "" for a slow tokenizer."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
+
+    def bytes(self, token: int) -> bytes:
+        """Return the bytes of a token; b"" if the tokenizer does not know the id.
+
+        A byte-level tokenizer writes bytes as characters of GPT-2's table (`bytes_to_unicode`). A SentencePiece
+        tokenizer writes a single byte as `<0x0A>`, and a space as `▁`.
+
+        Args:
+            token: id of the token.
+        """
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # the model's vocabulary can be larger than the tokenizer's
+            return b""
+        if '"ByteLevel"' in self._decoders:
+            parts = (_OF_CHARACTER.get(each, each) for each in piece)
+            return b"".join(bytes([part]) if isinstance(part, int) else part.encode() for part in parts)
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        if "▁" in piece and ("▁" in self._decoders or not self._decoders):
+            return str(piece.replace("▁", " ")).encode()
+        return self._tokenizer.decode([token]).encode()
+
+    def text(self, token: int) -> str:
+        """Return the text of a token. If its bytes are not valid UTF-8, all bytes become escapes, such as `\\xf0\\x9f`.
+
+        Args:
+            token: id of the token.
+        """
+        raw = self.bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "".join(f"\\x{byte:02x}" for byte in raw)

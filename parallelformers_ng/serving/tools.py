@@ -36,53 +36,36 @@ class AnswerReader:
         template: response template, see `tokenizer.parse_response`.
         prompt: prompt before the answer; the chat template may have written the beginning of the answer.
         tools: tools that the model may call, in OpenAI's format.
-        most_calls: maximum number of calls to return; None for no limit. Further calls are dropped.
 
     Raises:
         ValueError: transformers cannot read the template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        template: dict[str, Any],
-        prompt: str,
-        tools: list[dict[str, Any]],
-        most_calls: int | None = None,
-    ) -> None:
-        self._calls_left = most_calls
+    def __init__(self, tokenizer: Any, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
         self._parser: Any = tokenizer.get_response_parser(template, prefix=prompt, tools=tools)
         self._unparsed = ""
 
-    def add(self, text: str) -> Read:
+    def add(self, text: str, last: bool = False) -> Read:
         """Add text of the answer, and return new text, new reasoning and the calls that are complete.
 
         Args:
             text: new text of the answer, including special tokens.
+            last: whether no text follows; then incomplete content is returned too.
         """
         if self._parser is None:
             return Read(text=text)
         self._unparsed += text
-        try:
-            return self._take(self._parser.feed(text))
-        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
-            return self._give_up()
-
-    def end(self) -> Read:
-        """Return the content that was incomplete until the end of the answer."""
-        if self._parser is None:
-            return Read()
-        try:
-            return self._take(self._parser.finalize()[1])
-        except Exception:
-            return self._give_up()
-
-    def _give_up(self) -> Read:
-        self._parser = None
-        return Read(text=self._unparsed)
-
-    def _take(self, events: list[dict[str, Any]]) -> Read:
         read = Read()
+        try:
+            self._take(self._parser.feed(text), read)
+            if last:
+                self._take(self._parser.finalize()[1], read)
+        except Exception:  # text that only resembles a call, or an invalid JSON schema of the client's tool
+            self._parser = None
+            read.text += self._unparsed
+        return read
+
+    def _take(self, events: list[dict[str, Any]], read: Read) -> None:
         for event in events:
             name, kind = event["field"], event["type"]
             if kind == "region_chunk" and name == "content":
@@ -91,14 +74,10 @@ class AnswerReader:
                 read.reasoning += event["text"]
             elif kind == "region_close" and name == "tool_calls":
                 value = event["value"]
-                calls = (value if isinstance(value, list) else [value])[: self._calls_left]
-                read.calls += map(openai_call, calls)
-                if self._calls_left is not None:
-                    self._calls_left -= len(calls)
+                read.calls += map(openai_call, value if isinstance(value, list) else [value])
                 self._unparsed = ""
             if kind == "region_chunk" and name != "tool_calls":
                 self._unparsed = self._unparsed.partition(event["text"])[2]
-        return read
 
 
 def openai_call(value: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from parallelformers_ng.serving.api_errors import ApiError, bad_request
+from parallelformers_ng.serving.api_errors import ApiError, bad_request, refusing
 from parallelformers_ng.serving.engine import Engine, draw_seed
 from parallelformers_ng.serving.structured import Fields
 
@@ -78,7 +78,14 @@ class Transcription:
         """
         if self._processor is None:
             raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
-        self._check_origin(request)
+        # Browsers send forms to other origins without a preflight request, unlike JSON.
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
+            raise ApiError(
+                403,
+                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
+                code="origin",
+            )
         async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -97,22 +104,6 @@ class Transcription:
         if fields.response_format == "text":
             return PlainTextResponse(text + "\n")
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
-
-    def _check_origin(self, request: Request) -> None:
-        """Raise an error for a form from a page of an unknown origin.
-
-        Browsers send forms to other origins without a preflight request, unlike JSON.
-
-        Raises:
-            ApiError: `cors` does not name the origin, status 403.
-        """
-        origin, host = request.headers.get("origin"), request.headers.get("host")
-        if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
-            raise ApiError(
-                403,
-                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
-                code="origin",
-            )
 
     def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
         """Return the arguments of `generate` for a request.
@@ -134,10 +125,8 @@ class Transcription:
                 )
             arguments["language"] = request.language.lower()
         if request.prompt:
-            try:
+            with refusing((ValueError,), "the tokenizer cannot read the prompt", "prompt"):
                 arguments["prompt_ids"] = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
-            except ValueError as error:
-                raise bad_request(f"the tokenizer cannot read the prompt: {error}", "prompt") from None
         if request.temperature:
             seed = draw_seed() if request.seed is None else request.seed % (1 << 63)
             arguments |= {"temperature": request.temperature, "seed": seed}
@@ -177,27 +166,27 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
     import soundfile
     import soxr
 
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
-                raise bad_request(
-                    f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
-                    f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
-                    "file",
-                )
-            most_frames = int(most_seconds * file.samplerate)
-            too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
-            if most_frames < file.frames < _UNKNOWN:
+    with (
+        refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file"),
+        soundfile.SoundFile(io.BytesIO(data)) as file,
+    ):
+        if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
+            raise bad_request(
+                f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
+                f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
+                "file",
+            )
+        most_frames = int(most_seconds * file.samplerate)
+        too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
+        if most_frames < file.frames < _UNKNOWN:
+            raise too_long
+        parts, frames = [], 0
+        while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+            frames += len(block)
+            if frames > most_frames:
                 raise too_long
-            parts, frames = [], 0
-            while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
-                frames += len(block)
-                if frames > most_frames:
-                    raise too_long
-                parts.append(block.mean(1))
-            file_rate = file.samplerate
-    except soundfile.SoundFileError as error:
-        raise bad_request(f"the sound file cannot be read: {error}", "file") from None
+            parts.append(block.mean(1))
+        file_rate = file.samplerate
     if not parts:
         raise bad_request("the file has no sound", "file")
     samples = np.concatenate(parts)

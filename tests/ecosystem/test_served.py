@@ -18,7 +18,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
 from parallelformers_ng.serving.model_kinds import Kind
-from parallelformers_ng.serving.pooling import Pooling
+from parallelformers_ng.serving.sentence_modules import Pooling
 from tests.ecosystem.test_evaluation import KINDS, same, tasks  # noqa: F401  (a fixture)
 from tests.helpers.server import Running, ScriptedModel, serving, tiny_tokenizer
 

@@ -113,7 +113,7 @@ class ScriptedModel:
 
     def release(self, running: Running) -> None:
         """Let all calls continue."""
-        running.server._loop.call_soon_threadsafe(self._may_go.set)
+        running.loop.call_soon_threadsafe(self._may_go.set)
 
     async def agenerate(self, streamer: Any, **kwargs: Any) -> None:
         self.calls.append(kwargs)
@@ -136,6 +136,11 @@ class Running:
     server: Server
     app: AccessGuard
     thread: threading.Thread
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Event loop of the server."""
+        return self.server.servers[0].get_loop()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until the condition holds, at most `PROMPTLY` seconds."""

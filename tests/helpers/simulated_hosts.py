@@ -9,18 +9,17 @@ import threading
 from collections.abc import Callable
 
 from parallelformers_ng.hosts import agent
+from parallelformers_ng.hosts.hosts import Launcher
 from parallelformers_ng.wire.meeting import Listener, call
 
 
-class SimulatedHosts:
+class SimulatedHosts(Launcher):
     """A `Launcher` of hosts.
 
     Args:
         *counts: number of ranks of each host.
         apart: whether hosts have disjoint CPUs, if enough CPUs exist. Each host then has its own fork server, too.
     """
-
-    threads = None
 
     def __init__(self, *counts: int, apart: bool = False) -> None:
         self.counts = list(counts)
@@ -43,9 +42,6 @@ class SimulatedHosts:
             os.sched_setaffinity(0, cpus[number % len(cpus) :: len(self.counts)])  # the affinity of this thread alone
         connection = call(self._listener.address, self.key, b"host %d" % number, deadline)
         agent.serve(connection, self._listener.address, self.key, number, f"host-{number}")
-
-    def check(self) -> None:
-        pass
 
     def close(self, patient: bool) -> None:
         self._listener.close()

@@ -52,7 +52,7 @@ def job(monkeypatch, rank=0, nodes=1, each=2, group=0):
     }
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torchrun.Torchrun, "_meeting", None)
+    torchrun._open.cache_clear()
 
 
 def test_one_node_takes_and_restarts_its_ranks(monkeypatch, tmp_path):

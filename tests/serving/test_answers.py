@@ -17,9 +17,9 @@ from parallelformers_ng.serving import run
 from parallelformers_ng.serving.answers import Detokenizer, Stopper
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
-from parallelformers_ng.serving.grammar import GrammarError
 from parallelformers_ng.serving.metrics import Metrics
 from parallelformers_ng.serving.model_kinds import Kind
+from parallelformers_ng.serving.processors import GrammarError
 from parallelformers_ng.serving.requests import Message
 from parallelformers_ng.serving.schemas import Schemas
 from parallelformers_ng.serving.serve_options import read_serve_options
@@ -98,7 +98,7 @@ def test_calls_in_other_forms_are_read(name):
     written = TOKENIZER.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
     reader = AnswerReader(TOKENIZER, template, "", [])
     read = [reader.add(piece) for piece in (written.split("[assistant]")[1].removesuffix("<|end|>"))]
-    calls = [call for each in (*read, reader.end()) for call in each.calls]
+    calls = [call for each in (*read, reader.add("", last=True)) for call in each.calls]
     assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"x": [1, {"y": "]}"}]}]
     assert "".join(each.text for each in read).strip() == ""
 
@@ -113,7 +113,7 @@ def test_text_that_resembles_a_call_is_text(size):
     assert template is not None
     reader = AnswerReader(TOKENIZER, template, "", [])
     shown = "".join(reader.add(text[start : start + size]).text for start in range(0, len(text), size))
-    assert shown + reader.end().text == text
+    assert shown + reader.add("", last=True).text == text
 
 
 @pytest.mark.parametrize("properties", [{"a": {"anyOf": 5}}, {"a": {"type": 7}}, [], {"a": None}])
@@ -197,7 +197,7 @@ def test_large_schemas_are_kept_to():
 @pytest.mark.parametrize(("words", "returns"), [(10, 0), (2000, 1)])
 def test_memory_of_a_large_grammar_is_returned(words, returns, monkeypatch):
     back = []
-    monkeypatch.setattr("parallelformers_ng.serving.grammar.trim_heap", lambda: back.append(1))
+    monkeypatch.setattr("parallelformers_ng.serving.processors.trim_heap", lambda: back.append(1))
     grammar = SCHEMAS.processor(
         SCHEMAS.grammar(Constraint("json", {"enum": [f"x{number}" for number in range(words)]})), 1
     )

@@ -20,8 +20,7 @@ from parallelformers_ng import parallelize
 from parallelformers_ng.errors import CheckpointError, UnsupportedModelError
 from parallelformers_ng.serving import run
 from parallelformers_ng.serving.model_kinds import Kind, kind_of
-from parallelformers_ng.serving.pooling import MODES, Pooling
-from parallelformers_ng.serving.sentence_modules import read_pooling
+from parallelformers_ng.serving.sentence_modules import MODES, Pooling, read_pooling
 from parallelformers_ng.serving.serve_options import ServeOptions
 from tests.checkpoint.test_hub import snapshot
 from tests.helpers.real_weights import minilm, minilm_folder

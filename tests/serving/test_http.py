@@ -287,7 +287,7 @@ def test_running_requests_complete_after_sigterm_others_are_refused(caplog):
             for number in range(8)
         ]
         running.until(lambda: len(model.calls) == 8)
-        running.server.handle_exit(signal.SIGTERM, None)
+        running.loop.call_soon_threadsafe(running.server.handle_exit, signal.SIGTERM, None)
         running.until(lambda: running.app.draining)
         refused = running.client().post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -306,7 +306,7 @@ def test_a_second_signal_ends_the_server_at_once():
         future = pool.submit(running.client().post, "/v1/completions", json={"prompt": "x"})
         running.until(lambda: model.calls)
         for _ in range(2):
-            running.server.handle_exit(signal.SIGINT, None)
+            running.loop.call_soon_threadsafe(running.server.handle_exit, signal.SIGINT, None)
         running.thread.join(20)
         assert not running.thread.is_alive()
         with pytest.raises(httpx.HTTPError):

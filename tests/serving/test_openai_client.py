@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.serving.model_kinds import Kind
-from parallelformers_ng.serving.pooling import Pooling
+from parallelformers_ng.serving.sentence_modules import Pooling
 from tests.helpers.patience import await_incarnation, kill
 from tests.helpers.server import Running, serving, serving_on, tiny_model, tiny_tokenizer
 from tests.zoo.build import build

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from parallelformers_ng.serving.token_bytes import TokenBytes
+from parallelformers_ng.serving.shapes import TokenBytes
 from tests.helpers.real_weights import minilm_folder, smollm2_tokenizer
 from tests.helpers.server import serving_on, tiny_tokenizer
 

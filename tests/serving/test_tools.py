@@ -189,7 +189,8 @@ def test_a_template_may_write_calls_without_a_mark():
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_calls_without_a_mark_are_read(says, calls, text, size):
     reader = BareReader(BareForm("name", "parameters"), {"paint"})
-    read = [reader.add(says[start : start + size]) for start in range(0, len(says), size)] + [reader.end()]
+    read = [reader.add(says[start : start + size]) for start in range(0, len(says), size)]
+    read.append(reader.add("", last=True))
     calls_read = [call for each in read for call in each.calls]
     assert [json.loads(call["function"]["arguments"]) for call in calls_read] == [
         {"colour": "red", "thick": True}

@@ -1,4 +1,4 @@
-"""Restricts the next token to a grammar. Ranks import this file, so this file must not import the server."""
+"""Restricts the next token to a grammar, and records probabilities. Ranks import this file, which imports no server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class GrammarError(ValueError):
     """Error of a grammar that is too expensive, or that allows no next token."""
 
 
+@dataclass(eq=False)
 class Grammar(LogitsProcessor):
     """Logits processor that forbids the tokens that a grammar does not allow next.
 
@@ -99,21 +101,17 @@ class Grammar(LogitsProcessor):
     processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The processor raises GrammarError
     if the grammar is too expensive or allows no next token.
 
-    Args:
+    Attributes:
         grammar: grammar in llguidance's format.
         packed, words, ends: same as in `grammar_tokenizer`.
         prompt: number of tokens before the answer.
-
-    Attributes:
-        grammar, packed, words, ends, prompt: the arguments of the same names.
     """
 
-    def __init__(self, grammar: str, packed: bytes, words: int, ends: tuple[int, ...], prompt: int) -> None:
-        self.grammar = grammar
-        self.packed = packed
-        self.words = words
-        self.ends = ends
-        self.prompt = prompt
+    grammar: str
+    packed: bytes
+    words: int
+    ends: tuple[int, ...]
+    prompt: int
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         matcher = self._caught_up(input_ids[0, self.prompt :].tolist())
@@ -145,3 +143,68 @@ class Grammar(LogitsProcessor):
 
 _read: weakref.WeakKeyDictionary[Grammar, tuple[Any, int]] = weakref.WeakKeyDictionary()
 """Matcher of each grammar, and the number of tokens that the matcher has consumed."""
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Likelihood of one token of an answer.
+
+    Attributes:
+        token: id of the token.
+        logprob: natural logarithm of the token's probability.
+        top: ids and log-probabilities of the most likely tokens, most likely first.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False)
+class Recorder(LogitsProcessor):
+    """Logits processor that records the log-probabilities of a sequence and does not change the scores.
+
+    The processor takes one sequence, with ids `[1, tokens]` and scores `[1, vocabulary]`. The ranks return the recorded
+    values to the caller with the tokens.
+
+    Attributes:
+        alternatives: number of most likely tokens to record at each position.
+        top: ids and log-probabilities of the most likely tokens at each position, most likely first.
+        chosen: log-probability of the chosen token at each position, except the newest position.
+        last: log-probabilities of all tokens at the newest position, float32 `[vocabulary]`; None before the first.
+    """
+
+    alternatives: int
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    last: torch.Tensor | None = None  # log-probabilities of the newest position, which has no chosen token yet
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.last is not None:
+            self.chosen.append(float(self.last[input_ids[0, -1]]))
+        self.last = scores[0].float().log_softmax(-1)
+        self.top.append(likeliest(self.last, self.alternatives))
+        return scores
+
+    def of(self, place: int, token: int) -> Likelihood:
+        """Return the likelihood of the token at a position; position 0 is the first new token.
+
+        Args:
+            place: recorded position, below `len(self.top)`.
+            token: id of the chosen token.
+        """
+        if place < len(self.chosen):
+            return Likelihood(token, self.chosen[place], self.top[place])
+        assert self.last is not None
+        return Likelihood(token, float(self.last[token]), self.top[place])
+
+
+def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """Return ids and log-probabilities of the most likely tokens, most likely first.
+
+    Args:
+        logprobs: log-probability of each token, `[vocabulary]`.
+        count: number of tokens to return; a larger number than the vocabulary's size returns all tokens.
+    """
+    values, tokens = logprobs.topk(min(count, len(logprobs)))
+    return list(zip(tokens.tolist(), values.tolist(), strict=True))
