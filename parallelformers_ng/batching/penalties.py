@@ -49,24 +49,27 @@ def penalized(scores: torch.Tensor, sequences: Sequence[torch.Tensor], penalties
     rows, words = scores.shape
     scores = scores.clone()
     flat = scores.view(-1)
+    settings = [number for each in penalties for number in (each.repetition, each.presence, each.frequency)]
     biased = [(row * words + token, value) for row, each in enumerate(penalties) for token, value in each.bias]
+    numbers = torch.tensor(settings + [number for pair in biased for number in pair], dtype=torch.float64)
+    numbers = numbers.to(flat.device)  # one copy for all rows; places are exact in float64
+    repetition, presence, frequency = numbers[: len(settings)].to(flat.dtype).view(rows, 3).unbind(1)
     if biased:
-        places, values = zip(*biased, strict=True)
-        flat.index_add_(0, torch.tensor(places, device=flat.device), flat.new_tensor(values))
+        places, values = numbers[len(settings) :].view(-1, 2).unbind(1)
+        flat.index_add_(0, places.long(), values.to(flat.dtype))
     base = torch.arange(rows, device=flat.device) * words
+    # Below, a place may occur several times: each time, it gets the same value. To drop the others, the host would wait.
     if any(each.repetition != 1 for each in penalties):
-        places = torch.cat([sequence + base[row] for row, sequence in enumerate(sequences)]).unique()
-        factors = flat.new_tensor([each.repetition for each in penalties])[places // words]
-        flat[places] = torch.where(flat[places] < 0, flat[places] * factors, flat[places] / factors)
+        places = torch.cat([sequence + base[row] for row, sequence in enumerate(sequences)])
+        old, factors = flat[places], repetition[places // words]
+        flat[places] = torch.where(old < 0, old * factors, old / factors)
     if any(each.presence or each.frequency for each in penalties):
         answers = [
             sequence[each.start :] + base[row]
             for row, (sequence, each) in enumerate(zip(sequences, penalties, strict=True))
         ]
-        places, counts = torch.cat(answers).unique(return_counts=True)
-        row = places // words
-        presence, frequency = (
-            flat.new_tensor([getattr(each, name) for each in penalties])[row] for name in ("presence", "frequency")
-        )
-        flat[places] -= presence + frequency * counts
+        places = torch.cat(answers)
+        ordered, row = places.sort().values, places // words
+        counts = torch.searchsorted(ordered, places, right=True) - torch.searchsorted(ordered, places)
+        flat[places] = flat[places] - (presence[row] + frequency[row] * counts)
     return scores

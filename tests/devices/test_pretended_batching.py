@@ -16,6 +16,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
@@ -74,6 +75,8 @@ def test_processors_that_hold_tensors(pretended_one: WorkerGroup) -> None:
 
 CALLERS = 16
 ALONE = "its decode steps do not become CUDA graphs"
+PROCESSOR = {"min_new_tokens": 24}
+PENALTIES = {"logits_processor": [Penalties(2, 0.5, 0.3, repetition=1.2, bias=((7, 2.0), (9, -1.0)))]}
 
 
 def long_calls(new: int, **more: Any) -> list[dict[str, Any]]:
@@ -85,10 +88,10 @@ def long_calls(new: int, **more: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("greedy", [True, False])
-def test_step_of_16_rows_copies_and_waits_once(greedy: bool, ranks: int, pretended_groups: Any) -> None:
+@pytest.mark.parametrize("more", [{}, PROCESSOR, PENALTIES], ids=["greedy", "processor", "penalties"])
+def test_step_of_16_rows_copies_and_waits_once(more: Any, ranks: int, pretended_groups: Any) -> None:
     group = pretended_groups(ranks)
-    specs = long_calls(24, **({} if greedy else {"min_new_tokens": 24}))  # a processor in each call
+    specs = long_calls(24, **more)
     want = [small().generate(**call) for call in specs]
     with parallelize(small(), workers=group, batching={"rows": CALLERS}) as model:
         for _ in range(2):  # steps are recorded in the first round
@@ -97,10 +100,11 @@ def test_step_of_16_rows_copies_and_waits_once(greedy: bool, ranks: int, pretend
             assert all(map(torch.equal, together(model, specs), want))
         steps = [counts for rows, counts in group.call("steps_of_rows") if rows == CALLERS]
         assert len(steps) >= 8
-        for counts in steps[:-1]:  # in the last step a row ends
-            assert counts.get(TO_DEVICE, 0) <= 1
-            assert (counts[TO_HOST], counts[WAITS]) == (1, 1)
-        assert sum(counts.get(TO_DEVICE, 0) for counts in steps[:-1]) <= 2  # after joins
+        each = int(more is PENALTIES)  # their numbers are copied in each step, and newest tokens only after joins
+        copies = [counts.get(TO_DEVICE, 0) - each for counts in steps[:-1]]  # in the last step a row ends
+        assert max(copies) <= 1
+        assert sum(copies) <= 2
+        assert {(counts[TO_HOST], counts[WAITS]) for counts in steps[:-1]} == {(1, 1)}
         for count, counts in group.call("rounds_of_rows"):  # after a round, ids are checked, and ranks agree
             assert counts.get(TO_DEVICE, 0) <= 1
             assert counts[WAITS] <= count + ranks
