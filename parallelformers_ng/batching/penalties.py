@@ -58,7 +58,7 @@ def penalized(scores: torch.Tensor, sequences: Sequence[torch.Tensor], penalties
         places, values = numbers[len(settings) :].view(-1, 2).unbind(1)
         flat.index_add_(0, places.long(), values.to(flat.dtype))
     base = torch.arange(rows, device=flat.device) * words
-    # Below, a place may occur several times: each time, it gets the same value. To drop the others, the host would wait.
+    # Below, a place that occurs several times gets the same value each time. To drop the others, the host would wait.
     if any(each.repetition != 1 for each in penalties):
         places = torch.cat([sequence + base[row] for row, sequence in enumerate(sequences)])
         old, factors = flat[places], repetition[places // words]
