@@ -180,8 +180,8 @@ class _StackInC:
     def run(self, *steps: StepInC) -> list[Tensor]:
         """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
         hidden]`."""
-        flat = [each.hidden.flatten(0, 1) for each in steps]
-        out = torch.cat(flat)
+        is_alone = len(steps) == 1
+        out = steps[0].hidden.clone() if is_alone else torch.cat([each.hidden.flatten(0, 1) for each in steps])
         of_caches = [
             number
             for each in steps
@@ -195,7 +195,9 @@ class _StackInC:
         status = _decode.decoder_layers(kernel, self._sum_kind, self._layers, out.data_ptr(), *of_steps, *of_caches)
         if status:
             self._communicator.check(status, "all_reduce")
-        outputs = out.split([len(rows) for rows in flat])
+        if is_alone:
+            return [out]
+        outputs = out.split([each.hidden.shape[:2].numel() for each in steps])
         return [output.view(each.hidden.shape) for output, each in zip(outputs, steps, strict=True)]
 
 

@@ -22,6 +22,7 @@ from parallelformers_ng.cuda_graphs.modes import CAPTURED, CAPTURED_BY_DEFAULT, 
 from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, KeptAlive, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import ReusableCache, bucket_of, handed_out, unsupported_layer
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.hooks.installed import InstalledHooks
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.worker import runner
@@ -130,6 +131,7 @@ def test_out_of_memory_releases_captured_steps(on_a_device: Make) -> None:
     """Running out of memory releases the memory of captured steps, for every kind of request."""
     alone = SingleCommunicator(Arena.create(1))
     replica = on_a_device(alone)
+    replica.hooks = InstalledHooks(torch.nn.Module(), lambda cache: cache)
     captured = replica.kept.steps["call"] = CapturedSteps(OperatorRecorder(), alone)  # type: ignore[arg-type]
     released: list[bool] = []
     for error, kept in ((ValueError, 1), (torch.OutOfMemoryError, 0)):

@@ -87,7 +87,7 @@ def test_profile_lists_operators_of_steps(
 ) -> None:
     assert measured("profile")["profile"]["steps"] == 5
     table = capsys.readouterr().out
-    assert "aten::embedding" in table
+    assert "aten::cos" in table  # of the positions; among the 30 longest on any machine
     assert "Self CPU time total" in table
 
 
