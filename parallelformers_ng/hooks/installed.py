@@ -27,9 +27,13 @@ class InstalledHooks:
     Args:
         model: the rank's model.
         hand_out: function that returns the caller's handle for a cache.
+
+    Attributes:
+        present: whether any hooks are installed now.
     """
 
     def __init__(self, model: nn.Module, hand_out: Callable[[Cache], Handle]) -> None:
+        self.present = False
         self._model = model
         self._hand_out = hand_out
         self._hooks: dict[Place, Hook] = {}
@@ -37,11 +41,6 @@ class InstalledHooks:
         self._state: ObjectState | None = None
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
-
-    @property
-    def present(self) -> bool:
-        """Whether any hooks are installed now."""
-        return bool(self._hooks)
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
         """Install the hooks of a call, and remove the caller's other hooks.
@@ -68,6 +67,7 @@ class InstalledHooks:
         for place in (*reversed(prepended), *places):
             if place not in self._handles:
                 self._handles[place] = self._registered(place, place in prepended)
+        self.present = bool(hooks)
         if packed is None:
             return  # the caller may still request the changes of a failed call with hooks
         self._attributes = {}

@@ -175,7 +175,7 @@ class Calls:
     ) -> torch.Tensor | None:
         """Decode a call in a shared batch; return None if the call has to run alone."""
         shared = self.shared[self.dispatchers.index(dispatcher)]
-        busy = dispatcher.replica.group.busy
+        busy = dispatcher.replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
         if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
@@ -200,7 +200,7 @@ class Calls:
     ) -> Any:
         steps = None if path else dispatcher.steps
         eager = arguments
-        if dispatcher.replica.group.device == "cuda":
+        if dispatcher.replica.current[0].device == "cuda":
             check_compiler(module, arguments, self.deployment.plan.world_size)
             eager = eager_generation(module, arguments)
         static, reason = (eager, "") if steps is None else static_generation(module, arguments, steps)

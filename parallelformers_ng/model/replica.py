@@ -188,14 +188,16 @@ class Dispatcher:
             GroupError: the workers failed or have ended, or the deadline has passed; see `WorkerGroup.call`.
             ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
         """
-        end = self.replica.group.deadline(options.timeout)
+        end = self.replica.current[0].deadline(options.timeout)
         registry, caches = self.replica.caches, dict[int, Cache]()
         with (
             self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks,
             self._stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
-            group, incarnation, _ = self.replica.ready(end)
+            group, incarnation = self.replica.current
+            if not group.alive:
+                group, incarnation, _ = self.replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
             if not all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
                 args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))

@@ -203,7 +203,7 @@ class ModelRunner(RankWeights):
             caches={number: self.caches.info(number) for number in used},
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
-            hook_changes=self.hooks.changes(call.cache_block),
+            hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
         )
 
     def decode_rows(self, order: Round) -> News:

@@ -30,13 +30,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "parallelformers_ng"
 
 
 @pytest.fixture(scope="module", params=["shared_memory", "gloo"])
-def group(request, groups) -> Iterator[WorkerGroup]:
-    """Yield workers in normal use: the workers have a model and have answered a call."""
-    if request.param == "gloo":
-        with start_group(2, device="cpu", backend="gloo") as group:
-            yield from _with_model(group)
-    else:
-        yield from _with_model(groups(2))
+def group(request) -> Iterator[WorkerGroup]:
+    """Yield new workers in normal use: the workers have a model and have answered a call."""
+    backend = {"backend": "gloo"} if request.param == "gloo" else {}
+    _of_others[:] = sockets(psutil.Process())
+    with start_group(2, device="cpu", **backend) as group:
+        yield from _with_model(group)
+
+
+_of_others: list[str] = []
+"""Addresses at which this process listened before the workers started, for example for another test."""
 
 
 def _with_model(group: WorkerGroup) -> Iterator[WorkerGroup]:
@@ -50,16 +53,20 @@ def processes(group: WorkerGroup) -> list[psutil.Process]:
     return [psutil.Process(), *(psutil.Process(pid) for pid in group.pids)]
 
 
-def test_nothing_listens_beyond_loopback(group):
-    listening = [
+def sockets(process: psutil.Process) -> list[str]:
+    """Return the addresses at which a process listens or receives datagrams."""
+    return [
         connection.laddr.ip
-        for process in processes(group)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
     ]
+
+
+def test_nothing_listens_beyond_loopback(group):
+    listening = [address for process in processes(group) for address in sockets(process)]
     assert all(ipaddress.ip_address(address).is_loopback for address in listening)
     if group._processes.rendezvous is None:
-        assert listening == []
+        assert listening == _of_others
 
 
 def test_control_sockets_have_no_name(group):
