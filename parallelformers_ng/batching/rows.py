@@ -214,16 +214,16 @@ class Rows:
         chosen = self._chosen_here(rows, logits, places)
         if self._communicator is not None:
             chosen = self._communicator.all_gather(chosen, 0)
-        newest = [chosen[0, 0, :1]] * len(logits)  # any id for a free place
+        newest_ids = [chosen[0, 0, :1]] * len(logits)  # any id for a free place
         for index, (row, outcomes) in enumerate(zip(rows, chosen.transpose(0, 1).tolist(), strict=True)):
             owner = row.number % ranks
             token, outcome = outcomes[owner]
-            newest[places[index]] = chosen[owner, index, :1]
+            newest_ids[places[index]] = chosen[owner, index, :1]
             if row.greedy is not None:
                 row.take(token, row.after(token))
             else:
-                row.take(token, outcome, newest[places[index]][None] if on_device else None)
-        return torch.stack(newest) if on_device else None
+                row.take(token, outcome, newest_ids[places[index]][None] if on_device else None)
+        return torch.stack(newest_ids) if on_device else None
 
     def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
         """Choose the next tokens of this rank's share of the rows.
