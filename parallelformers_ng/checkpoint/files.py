@@ -5,6 +5,7 @@ Each process opens and maps a file by itself.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
@@ -22,7 +23,7 @@ import safetensors
 import torch
 from huggingface_hub import constants, hf_hub_download
 
-from parallelformers_ng.checkpoint.mapping import map_file
+from parallelformers_ng.checkpoint.mapping import Mapping, libc, map_file
 from parallelformers_ng.checkpoint.nodes import Leaf
 from parallelformers_ng.errors import CheckpointError
 
@@ -145,7 +146,7 @@ class SafetensorsFile(CheckpointFile):
         CheckpointError: the file cannot be read, is damaged, or has a data type that this version cannot read.
     """
 
-    _mapping: mmap.mmap | None = None
+    _mapping: Mapping | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -177,7 +178,7 @@ class SafetensorsFile(CheckpointFile):
             return torch.empty(shape, dtype=dtype, device="cpu")
         mapping = self._map()
         if offset % dtype.itemsize:
-            data = bytearray(mapping[offset : offset + count * dtype.itemsize])
+            data = bytearray(memoryview(mapping)[offset : offset + count * dtype.itemsize])
             return torch.frombuffer(data, dtype=dtype).view(shape)
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
@@ -189,9 +190,9 @@ class SafetensorsFile(CheckpointFile):
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         first = offset - offset % mmap.PAGESIZE
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
-            self._mapping.madvise(mmap.MADV_DONTNEED, first, length)
+            libc().madvise(ctypes.addressof(self._mapping) + first, length, mmap.MADV_DONTNEED)
 
-    def _map(self) -> mmap.mmap:
+    def _map(self) -> Mapping:
         if self._mapping is None:
             with open(self.name_to_open(), "rb") as file:
                 self._mapping = map_file(file.fileno())

@@ -1,4 +1,7 @@
-"""Maps files into the memory of this process, and finds the mapped file at an address."""
+"""Maps files into the memory of this process, and finds the mapped file at an address.
+
+A file begins at the start of a huge page, so that the system can put huge pages behind the mapping.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,18 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 # Without MAP_NORESERVE the kernel may refuse to map a file that is larger than the memory of the machine.
 _MAP_NORESERVE = 0x4000
 FLAGS, ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FIXED = 0x10
+HUGE_PAGE = 2 << 20
+"""Size of a huge page in bytes."""
+_FAILED = ctypes.c_void_p(-1).value
+
+Mapping = ctypes.Array[ctypes.c_char]
+"""The memory of a mapped file; torch.frombuffer makes tensors of it, and keeps it."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +50,10 @@ class MappedFile:
         return None
 
 
-_FILES: weakref.WeakKeyDictionary[mmap.mmap, MappedFile] = weakref.WeakKeyDictionary()
+_FILES: dict[int, MappedFile] = {}
 
 
-def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
+def map_file(descriptor: int, size: int = 0) -> Mapping:
     """Map a file copy-on-write. The caller may close the descriptor afterwards.
 
     Changes of the memory do not reach the file. `file_at` finds the mapping as long as it exists.
@@ -55,14 +66,81 @@ def map_file(descriptor: int, size: int = 0) -> mmap.mmap:
         OSError: the system cannot map the file, or no file descriptor is left.
         ValueError: the file is empty, or has fewer than `size` bytes.
     """
-    mapping = mmap.mmap(descriptor, size, flags=FLAGS, prot=ACCESS)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    present = os.fstat(descriptor).st_size
+    size = size or present
+    if not 0 < size <= present:
+        raise ValueError(f"a file of {present} bytes cannot be mapped for {size} bytes")
     own = os.dup(descriptor)
-    weakref.finalize(mapping, os.close, own)
-    _FILES[mapping] = MappedFile(start, len(mapping), own)
+    try:
+        start = reserve(size, 0)
+        try:
+            put(start, size, descriptor)
+        except OSError:
+            libc().munmap(start, size)
+            raise
+    except OSError:
+        os.close(own)
+        raise
+    mapping = (ctypes.c_char * size).from_address(start)
+    _FILES[start] = MappedFile(start, size, own)
+    weakref.finalize(mapping, _unmap, start).atexit = False
     return mapping
+
+
+def _unmap(start: int) -> None:
+    file = _FILES.pop(start)
+    libc().munmap(start, file.size)
+    os.close(file.descriptor)
+
+
+def reserve(size: int, offset: int) -> int:
+    """Return the address of new memory, `offset` bytes after the start of a huge page.
+
+    Raises:
+        OSError: the system has no room for the memory.
+    """
+    room = size + HUGE_PAGE
+    start = checked(libc().mmap(None, room, ACCESS, FLAGS | mmap.MAP_ANONYMOUS, -1, 0))
+    before = (offset - start) % HUGE_PAGE
+    if before:
+        libc().munmap(start, before)
+    libc().munmap(start + before + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, HUGE_PAGE - before)
+    return start + before
+
+
+def put(start: int, size: int, descriptor: int, offset: int = 0) -> None:
+    """Map a part of a file copy-on-write at an address, instead of the pages that are there.
+
+    Raises:
+        OSError: the system cannot map the file.
+    """
+    checked(libc().mmap(start, size, ACCESS, FLAGS | MAP_FIXED, descriptor, offset))
+
+
+def checked(address: int) -> int:
+    """Return an address that mmap or mremap returned.
+
+    Raises:
+        OSError: the call has failed.
+    """
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), f"memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    return address
+
+
+@functools.cache
+def libc() -> Any:
+    """Return the C library. Its functions are called through ctypes, which releases the GIL during a call."""
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.madvise.argtypes = [pointer, size, number]
+    library.munmap.argtypes = [pointer, size]
+    library.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_int64]
+    library.mremap.argtypes = [pointer, size, size, number, pointer]
+    library.mmap.restype = library.mremap.restype = pointer
+    return library
 
 
 def file_at(address: int) -> MappedFile | None:
     """Return the file that `map_file` has mapped at an address; None if `map_file` has mapped no file there."""
-    return next((file for file in _FILES.values() if file.start <= address < file.start + file.size), None)
+    return next((file for file in list(_FILES.values()) if file.start <= address < file.start + file.size), None)

@@ -22,7 +22,7 @@ from torch import nn
 from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
 from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.mapping import map_file
+from parallelformers_ng.checkpoint.mapping import Mapping, map_file
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
@@ -217,7 +217,7 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
     return shards
 
 
-def _part(tensor: TensorPlan, rank: int, mapping: mmap.mmap | None, offset: int) -> torch.Tensor:
+def _part(tensor: TensorPlan, rank: int, mapping: Mapping | mmap.mmap | None, offset: int) -> torch.Tensor:
     """Return a rank's shard of a tensor as a view of a mapping, or an empty tensor if the shard has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:

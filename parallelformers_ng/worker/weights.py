@@ -19,6 +19,7 @@ from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.kernels.operators import StreamingLinear
 from parallelformers_ng.kernels.side_by_side import lay_side_by_side
 from parallelformers_ng.offload.moves import CopiedLayer, MappedLayer, MovedLayer, Moves
+from parallelformers_ng.offload.pages import make_huge
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
@@ -126,6 +127,8 @@ class RankWeights:
         self._move_layers()
         gc.collect()
         give_back_freed()
+        if self.device.type == "cpu" and self.moves is None:
+            make_huge([*self.model.parameters(), *self.model.buffers()])
 
     def _move_layers(self) -> None:
         """Set up `moves`: from now on, layers that are not on the device are loaded before they run."""

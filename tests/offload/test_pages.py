@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,7 @@ def test_failed_reads_leave_everything_unchanged(
     want, layer = [tensor.clone() for tensor in tensors], MappedLayer(nn.Module(), tensors)
     with monkeypatch.context() as patch:
         if fails == "move":
-            taken = iter(range(2))  # two memory ranges are mapped, and cannot be moved
-            patch.setattr(pages, "_checked", lambda address: address if next(taken, None) is not None else fail())
+            patch.setattr(pages, "checked", fail)  # new memory is there, and cannot be moved
         else:
             patch.setattr(os, "preadv", fail if fails == "read" else lambda *_: 0)
         with pytest.raises(OSError, match=r"no|shorter"):
@@ -91,6 +92,37 @@ def test_failed_reads_leave_everything_unchanged(
     assert all(map(torch.equal, tensors, want))
     layer.bring()
     assert all(map(torch.equal, tensors, want))
+
+
+def bytes_of(tensor: torch.Tensor, kind: str) -> int:
+    """Return the bytes of a tensor's mapping that are of a kind in `/proc/self/smaps`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if "-" in first:
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= tensor.data_ptr() < end
+        elif inside and first == f"{kind}:":
+            return int(others[0]) * 1024
+    return 0
+
+
+def test_memory_file_gets_huge_pages() -> None:
+    with open(os.memfd_create("weights"), "r+b") as file:
+        file.write(torch.arange(5 << 20).to(torch.uint8).numpy().tobytes())
+        file.flush()
+        mapped = torch.frombuffer(map_file(file.fileno()), dtype=torch.uint8)
+    want, parts = mapped.clone(), mapped.split(3 << 20)
+    thread = pages.make_huge(parts)
+    assert thread is not None
+    thread.join()
+    assert torch.equal(mapped, want)
+    if [int(part) for part in platform.release().split(".")[:2]] < [6, 1]:
+        pytest.skip("Linux below 6.1 copies no pages")
+    assert bytes_of(mapped, "ShmemPmdMapped") == 4 << 20  # the last megabyte is no whole huge page
+    mapped[0] += 1
+    assert bytes_of(mapped, "Anonymous") == mmap.PAGESIZE  # the other pages stay shared
+    assert pages.make_huge(mapped[: 1 << 20].split(1)) is None
 
 
 class Stuck(MovedLayer):
