@@ -80,8 +80,8 @@ class Batch:
     def add(self, ticket: Ticket, coming: Sized) -> None:
         """Queue a call. The call joins the batch as soon as a row and cache tokens are free.
 
-        If nothing runs, the method waits at most 20 ms for calls that other threads prepare, because prompts that begin
-        together run faster than prompts between the steps of other rows.
+        If nothing runs, the method waits for calls that other threads prepare, at most half of `prefill_patience`,
+        because prompts that begin together run faster than prompts between the steps of other rows.
 
         Args:
             ticket: the call.
@@ -98,7 +98,8 @@ class Batch:
     def _gather(self, coming: Sized) -> None:
         """Wait until no other thread prepares a call. If calls came together before, also wait until no call has come
         for a quarter of a decode step, at most 5 ms."""
-        end, was_shared, self._most_rows = time.monotonic() + _ROUND_SECONDS, self._most_rows > 1, 0
+        was_shared, self._most_rows = self._most_rows > 1, 0
+        end = time.monotonic() + self._options.prefill_patience / 2000
         pause, arrived = min(self._step_seconds / 4, _LONGEST_PAUSE), 0
         try:
             self._is_gathering = True

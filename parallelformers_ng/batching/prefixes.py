@@ -17,10 +17,11 @@ LEAST_TOKENS = 16
 
 @dataclass(eq=False)
 class _Sequence:
-    """A kept sequence: token ids on the host, int64 `[tokens]`, and each layer's keys and values, `[1, heads, tokens,
-    width]`."""
+    """A kept sequence: token ids on the host, int64 `[tokens]`; the bytes of the first ids; and each layer's keys and
+    values, `[1, heads, tokens, width]`."""
 
     ids: torch.Tensor
+    start: bytes
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -92,19 +93,27 @@ class Prefixes:
             )
             for layer in layers_of(cache)
         ]
-        self._sequences = [earlier for earlier in self._sequences if _common(earlier.ids, ids[0]) < len(earlier.ids)]
-        self._sequences.append(_Sequence(ids[0].clone(), layers))
+        known = {earlier for earlier in self._alike(ids[0]) if _common(earlier.ids, ids[0]) == len(earlier.ids)}
+        self._sequences = [earlier for earlier in self._sequences if earlier not in known]
+        self._sequences.append(_Sequence(ids[0].clone(), self._start(ids[0]), layers))
         while sum(len(sequence.ids) for sequence in self._sequences) > self._limit:
             del self._sequences[0]
 
     def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
         """Return the length of the longest kept prefix of a prompt, and the sequence with that prefix."""
-        if not self._sequences:
-            return 0, None
-        ids = ids.cpu()
-        lengths = [_common(sequence.ids, ids[0, :-1]) for sequence in self._sequences]
+        ids = ids[0, :-1].cpu()
+        alike = self._alike(ids)
+        lengths = [_common(sequence.ids, ids) for sequence in alike]
         longest = max(lengths, default=0)
-        return (longest, self._sequences[lengths.index(longest)]) if longest >= self._least else (0, None)
+        return (longest, alike[lengths.index(longest)]) if longest >= self._least else (0, None)
+
+    def _alike(self, ids: torch.Tensor) -> list[_Sequence]:
+        """Return the kept sequences with the first `least` tokens of a prompt, int64 `[tokens]` on the host."""
+        start = self._start(ids) if self._sequences else b""
+        return [sequence for sequence in self._sequences if sequence.start == start]
+
+    def _start(self, ids: torch.Tensor) -> bytes:
+        return ids[: self._least].numpy().tobytes()
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:

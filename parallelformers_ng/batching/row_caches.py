@@ -122,7 +122,7 @@ def align_ends(cache: Any, empty: list[int]) -> None:
     Raises:
         BatchingError: the cache has a tensor whose rows are unknown.
     """
-    for item in _cache_tensors(cache):
+    for item in _cache_tensors(cache) if any(empty) else ():
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
 
