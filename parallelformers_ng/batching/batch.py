@@ -202,8 +202,10 @@ class Batch:
             average = (self._prefill_speed + speed) / 2
             self._prefill_speed = min(average, speed) if self._prefill_speed else speed  # slower at once, for the rows
         elif not news[0].prompt_tokens:
-            self._step_seconds = seconds / order.steps
-            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS * order.steps / seconds)))
+            step = (seconds - news[0].prompt_seconds) / order.steps
+            average = (7 * self._step_seconds + step) / 8  # one slow step must not lengthen the pieces
+            self._step_seconds = min(average, step) if self._step_seconds else step
+            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
         self._go_on(changed)

@@ -115,8 +115,6 @@ class Prompts:
         cache = row.cache
         if (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, row):
             return Ran([row], logits, None, mask)
-        if row.may_be_kept:
-            self._prefixes.keep(row.ids, cache, 0)
         return Ran([row], logits, cache, mask)
 
     def _side_by_side(self, piece: int) -> tuple[list[BatchRow], int]:
@@ -157,10 +155,8 @@ class Prompts:
         logits = self._forward(rows[0], ids, None, begin, [length - 1 for length in lengths], beside)
         row_caches.align_ends(cache, empty)
         mask = torch.ones_like(ids)
-        for index, row in enumerate(rows):
-            mask[index, : empty[index]] = 0
-            if row.may_be_kept:
-                self._prefixes.keep(row.ids, cache, index)
+        for index, columns in enumerate(empty):
+            mask[index, :columns] = 0
         return Ran(rows, logits, cache, mask)
 
     def _forward(

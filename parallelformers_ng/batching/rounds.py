@@ -14,7 +14,7 @@ import torch
 
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.prompts import Prompts, Ran
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows
@@ -36,7 +36,8 @@ class Round:
         joins: number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
         leaves: numbers of rows whose callers stopped waiting.
         piece: most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt.
-        widest: most prompt tokens in the round if no row waits.
+        widest: most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after
+            their last tokens ran, because rows would wait too long for both.
         prefixes: most tokens of earlier sequences whose keys and values are kept.
         steps: number of decode steps.
         adapters: active adapters of all rows; None for a model without adapters.
@@ -68,7 +69,7 @@ class News:
         states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
             row's tokens.
         prompt_tokens: number of prompt tokens that ran, padding included.
-        prompt_seconds: time of these tokens on this rank, in seconds.
+        prompt_seconds: time of these tokens, or of a late join, on this rank, in seconds.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's CUDA device; 0 on CPU.
         uncaptured: reason why steps could not become CUDA graphs; "" without such a failure.
@@ -99,12 +100,13 @@ class RankBatch:
         self._communicator = communicator
         self._captured = CapturedRows(model, steps)
         self._batch = -1
+        self._late: Ran | None = None  # prompts that join in the next round
 
     def forget_prefixes(self) -> None:
         """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
-            for row in (*self._rows, *self._prompts):
+            for row in (*self._rows, *self._prompts, *(self._late.rows if self._late else ())):
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
@@ -123,10 +125,14 @@ class RankBatch:
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
-            self._prompts = Prompts(self._model, self._prefixes)
+            self._prompts, self._late = Prompts(self._model, self._prefixes), None
+        news, changed_rows = News(), set[BatchRow]()
+        began, late, self._late = time.monotonic(), self._late, None
+        if late is not None:
+            changed_rows.update(self._join(late))
+            news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
-        news, changed_rows = News(), set[BatchRow]()
         for number, (*_, seed) in order.joins.items():
             kwargs = calls[number]
             if isinstance(kwargs, Description):
@@ -145,14 +151,15 @@ class RankBatch:
             changed_rows.update(self._rows.step(order.positions, order.most_rows))
 
         steps = order.steps
-        if len(self._prompts):
+        if len(self._prompts) and late is None:
             began = time.monotonic()
             ran = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
             steps -= self._prompts.ran_beside
-            if ran is not None:
-                self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-                changed_rows.update(ran.rows)
+            if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
+                self._late = ran
+            elif ran is not None:
+                changed_rows.update(self._join(ran))
         for _ in range(steps):
             if not len(self._rows):
                 break
@@ -162,6 +169,8 @@ class RankBatch:
         if self._model.device.type == "cuda":
             news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
         for row in changed_rows:
+            if row.number in order.leaves:  # it left in the round in which it joined
+                continue
             news.tokens[row.number] = row.news()
             if row.outcome == ENDED:
                 news.ended.append(row.number)
@@ -170,3 +179,8 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = parcel(changes)
         return news
+
+    def _join(self, ran: Ran) -> list[BatchRow]:
+        """Add prompts to the rows, and return their rows."""
+        self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+        return ran.rows

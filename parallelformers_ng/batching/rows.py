@@ -62,7 +62,7 @@ class Rows:
         return (row for row in self._places if row is not None)
 
     def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
-        """Add rows after their prefill, and choose their first new tokens.
+        """Add rows after their prefill, keep their prompts for later prompts, and choose their first new tokens.
 
         Args:
             rows: the new rows.
@@ -75,6 +75,9 @@ class Rows:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
+        for index, row in enumerate(rows):
+            if row.may_be_kept and cache is not None:
+                self._prefixes.keep(row.ids, cache, index)
         self._choose(rows, logits, [*range(len(rows))])
         if cache is None:
             self._places = [*self, *rows]

@@ -31,6 +31,7 @@ from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.rounds import RankBatch, Round
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
@@ -453,7 +454,9 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
         want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in requests]
         earlier, prompts = Prompts(model, prefixes), Prompts(model, prefixes)
         earlier.add(BatchRow(9, prepare(model, {"input_ids": base, "max_new_tokens": 2, "do_sample": False})))
-        assert earlier.run(64) is not None
+        ran = earlier.run(64)
+        assert ran is not None
+        Rows(model, None, prefixes).join(ran.rows, ran.logits, ran.cache, ran.mask)
         for number, ids in enumerate(requests):
             prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False})))
         rows, seen = Rows(model, None, prefixes), list[tuple[int, int]]()
@@ -467,6 +470,31 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
             rows.step()
         assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
         assert seen == forwards
+
+
+@pytest.mark.parametrize(("widest", "rounds"), [(0, [[0], [0, 1], [0, 1]]), (40, [[0], [0], [0, 1]])])
+@torch.inference_mode()
+def test_long_prompt_joins_one_round_later(widest, rounds):
+    """A row decodes while a prompt of 40 tokens runs and joins. Both calls of `generate` get their own tokens."""
+    model, numbers = decoder("Llama"), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 40)]
+    want = [model.generate(ids, max_new_tokens=8, do_sample=False) for ids in prompts]
+    calls = [{"input_ids": ids, "max_new_tokens": 8, "do_sample": False} for ids in prompts]
+    batch, tokens, seen = RankBatch(model, None, lambda: "no"), dict[int, list[int]](), list[list[int]]()
+    for number in range(12):
+        joins = {number: (b"", 0, None)} if number < 2 else {}
+        order = Round(0, joins, [], piece=64, widest=widest, prefixes=100, steps=1)
+        news = batch.run(order, dict(enumerate(calls)))
+        seen.append(sorted(row for row in news.tokens if row not in tokens or len(tokens[row]) < 8))
+        for row, some in news.tokens.items():
+            tokens.setdefault(row, []).extend(some)
+    assert seen[:3] == rounds
+    assert [tokens[0], tokens[1]] == [ids[0, -8:].tolist() for ids in want]
+    late = RankBatch(model, None, lambda: "no")  # a call that is given up after its last prompt token leaves
+    for number, leaves in ((0, []), (1, []), (2, [1])):
+        joins = {number: (b"", 0, None)} if number < 2 else {}
+        news = late.run(Round(0, joins, leaves, 64, 40, 100, steps=1), dict(enumerate(calls)))
+    assert [*news.tokens] == [0]
 
 
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
