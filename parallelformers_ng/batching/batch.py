@@ -199,12 +199,10 @@ class Batch:
         typical = order.piece // 2 if self._prefill_speed else 0  # fewer tokens take almost as long
         if news[0].prompt_tokens >= max(_LEAST_PIECE, typical):
             speed = news[0].prompt_tokens / news[0].prompt_seconds
-            average = (self._prefill_speed + speed) / 2
-            self._prefill_speed = min(average, speed) if self._prefill_speed else speed  # slower at once, for the rows
+            self._prefill_speed = _careful(self._prefill_speed, speed, 1 / 2)  # slower at once, for the rows
         elif not news[0].prompt_tokens:
             step = (seconds - news[0].prompt_seconds) / order.steps
-            average = (7 * self._step_seconds + step) / 8  # one slow step must not lengthen the pieces
-            self._step_seconds = min(average, step) if self._step_seconds else step
+            self._step_seconds = _careful(self._step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces
             self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
@@ -277,6 +275,11 @@ class Batch:
                 ticket.end(others)
         for ticket in (*running, *waiting):
             ticket.ring()
+
+
+def _careful(known: float, measured: float, weight: float) -> float:
+    """Return a new estimate: a smaller measurement itself, or an average with a larger one; `known` is 0 at first."""
+    return min(known * (1 - weight) + measured * weight, measured) if known else measured
 
 
 def _ring(tickets: list[Ticket]) -> None:

@@ -101,6 +101,8 @@ class Prefixes:
 
     def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
         """Return the length of the longest kept prefix of a prompt, and the sequence with that prefix."""
+        if not self._sequences:
+            return 0, None  # without a copy from the device
         ids = ids[0, :-1].cpu()
         alike = self._alike(ids)
         lengths = [_common(sequence.ids, ids) for sequence in alike]
@@ -109,7 +111,7 @@ class Prefixes:
 
     def _alike(self, ids: torch.Tensor) -> list[_Sequence]:
         """Return the kept sequences with the first `least` tokens of a prompt, int64 `[tokens]` on the host."""
-        start = self._start(ids) if self._sequences else b""
+        start = self._start(ids)
         return [sequence for sequence in self._sequences if sequence.start == start]
 
     def _start(self, ids: torch.Tensor) -> bytes:

@@ -16,8 +16,8 @@ from typing import Any
 
 # Without MAP_NORESERVE the kernel may refuse to map a file that is larger than the memory of the machine.
 _MAP_NORESERVE = 0x4000
-FLAGS, ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-MAP_FIXED = 0x10
+_FLAGS, _ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10
 HUGE_PAGE = 2 << 20
 """Size of a huge page in bytes."""
 _FAILED = ctypes.c_void_p(-1).value
@@ -70,16 +70,12 @@ def map_file(descriptor: int, size: int = 0) -> Mapping:
     size = size or present
     if not 0 < size <= present:
         raise ValueError(f"a file of {present} bytes cannot be mapped for {size} bytes")
-    own = os.dup(descriptor)
+    start = reserve(size, 0)
     try:
-        start = reserve(size, 0)
-        try:
-            put(start, size, descriptor)
-        except OSError:
-            libc().munmap(start, size)
-            raise
+        put(start, size, descriptor)
+        own = os.dup(descriptor)
     except OSError:
-        os.close(own)
+        libc().munmap(start, size)
         raise
     mapping = (ctypes.c_char * size).from_address(start)
     _FILES[start] = MappedFile(start, size, own)
@@ -100,7 +96,7 @@ def reserve(size: int, offset: int) -> int:
         OSError: the system has no room for the memory.
     """
     room = size + HUGE_PAGE
-    start = checked(libc().mmap(None, room, ACCESS, FLAGS | mmap.MAP_ANONYMOUS, -1, 0))
+    start = checked(libc().mmap(None, room, _ACCESS, _FLAGS | mmap.MAP_ANONYMOUS, -1, 0))
     before = (offset - start) % HUGE_PAGE
     if before:
         libc().munmap(start, before)
@@ -114,7 +110,7 @@ def put(start: int, size: int, descriptor: int, offset: int = 0) -> None:
     Raises:
         OSError: the system cannot map the file.
     """
-    checked(libc().mmap(start, size, ACCESS, FLAGS | MAP_FIXED, descriptor, offset))
+    checked(libc().mmap(start, size, _ACCESS, _FLAGS | _MAP_FIXED, descriptor, offset))
 
 
 def checked(address: int) -> int:

@@ -90,7 +90,7 @@ def make_huge(tensors: Iterable[Tensor]) -> threading.Thread | None:
 
     def collapse() -> None:
         for start, length in whole:
-            for at in range(start, start + length, _PIECE):
+            for at in range(start, start + length, _PIECE):  # so that a failure ends only one piece
                 libc().madvise(at, min(_PIECE, start + length - at), _COLLAPSE)
         kept.clear()
 

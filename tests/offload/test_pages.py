@@ -33,15 +33,15 @@ def tensors(tmp_path: Path) -> list[torch.Tensor]:
     return [views[0], views[2], views[3]]
 
 
-def copied(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's pages that are memory of this process, not of the file."""
+def bytes_behind(tensor: torch.Tensor, kind: str = "Anonymous") -> int:
+    """Return the bytes of a tensor's pages that are of a kind: by default memory of this process, not of the file."""
     size, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
         if "-" in first:
             start, end = (int(part, 16) for part in first.split("-"))
             ours = start < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end
-        size += int(others[0]) * 1024 if ours and first == "Anonymous:" else 0
+        size += int(others[0]) * 1024 if ours and first == f"{kind}:" else 0
     return size
 
 
@@ -54,9 +54,9 @@ def test_a_layer_is_right_at_any_time(
     want = [tensor.clone() for tensor in tensors]
     layer = MappedLayer(nn.Module(), tensors)
     for _ in range(3):
-        assert copied(tensors[0]) == 0
+        assert bytes_behind(tensors[0]) == 0
         layer.bring()
-        assert (copied(tensors[0]) >= tensors[0].nbytes) is direct
+        assert (bytes_behind(tensors[0]) >= tensors[0].nbytes) is direct
         assert all(map(torch.equal, tensors, want))
         layer.drop()
         assert all(map(torch.equal, tensors, want))
@@ -88,23 +88,10 @@ def test_failed_reads_leave_everything_unchanged(
             patch.setattr(os, "preadv", fail if fails == "read" else lambda *_: 0)
         with pytest.raises(OSError, match=r"no|shorter"):
             layer.bring()
-    assert copied(tensors[0]) == 0
+    assert bytes_behind(tensors[0]) == 0
     assert all(map(torch.equal, tensors, want))
     layer.bring()
     assert all(map(torch.equal, tensors, want))
-
-
-def bytes_of(tensor: torch.Tensor, kind: str) -> int:
-    """Return the bytes of a tensor's mapping that are of a kind in `/proc/self/smaps`."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *others = line.split()
-        if "-" in first:
-            start, end = (int(part, 16) for part in first.split("-"))
-            inside = start <= tensor.data_ptr() < end
-        elif inside and first == f"{kind}:":
-            return int(others[0]) * 1024
-    return 0
 
 
 def test_memory_file_gets_huge_pages() -> None:
@@ -119,9 +106,9 @@ def test_memory_file_gets_huge_pages() -> None:
     assert torch.equal(mapped, want)
     if [int(part) for part in platform.release().split(".")[:2]] < [6, 1]:
         pytest.skip("Linux below 6.1 copies no pages")
-    assert bytes_of(mapped, "ShmemPmdMapped") == 4 << 20  # the last megabyte is no whole huge page
+    assert bytes_behind(mapped, "ShmemPmdMapped") == 4 << 20  # the last megabyte is no whole huge page
     mapped[0] += 1
-    assert bytes_of(mapped, "Anonymous") == mmap.PAGESIZE  # the other pages stay shared
+    assert bytes_behind(mapped) == mmap.PAGESIZE  # the other pages stay shared
     assert pages.make_huge(mapped[: 1 << 20].split(1)) is None
 
 
