@@ -90,12 +90,14 @@ class Contestant:
         memory: bytes in use on the device.
         close: function that ends the contestant.
         fallback: function that returns why steps were not captured or compiled; "" if they were.
+        bytes_per_weight: bytes of a weight of a layer.
     """
 
     generate: Callable[[torch.Tensor, int], torch.Tensor]
     memory: Callable[[], int]
     close: Callable[[], None]
     fallback: Callable[[], str] = str
+    bytes_per_weight: int = 2
 
 
 def whole(shape: str, device: str, **also: Any) -> Contestant:
@@ -121,11 +123,12 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def cut(shape: str, device: str, decode: Any) -> Contestant:
+def cut(shape: str, device: str, decode: Any, quantize: str | None = None) -> Contestant:
     """Return a model of this library with one worker."""
     handler = _FallbackReasons()
     logging.getLogger("parallelformers_ng").addHandler(handler)
-    model = parallelize(build(shape, device), 1, workers={"device": device}, decode=decode, progress=False)
+    workers = {"device": device}
+    model = parallelize(build(shape, device), 1, workers=workers, decode=decode, quantize=quantize, progress=False)
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
         return model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **HOW)
@@ -135,7 +138,11 @@ def cut(shape: str, device: str, decode: Any) -> Contestant:
         deployment_of(model).close()
 
     return Contestant(
-        generate, lambda: sum(model.memory_allocated().values()), close, lambda: "; ".join(handler.reasons)
+        generate,
+        lambda: sum(model.memory_allocated().values()),
+        close,
+        lambda: "; ".join(handler.reasons),
+        bytes_per_weight=1 if quantize else 2,
     )
 
 
@@ -153,6 +160,7 @@ class _FallbackReasons(logging.Handler):
 
 CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
     "parallelformers_ng, captured steps": lambda shape, device: cut(shape, device, "cuda_graphs"),
+    "parallelformers_ng, captured steps, int8": lambda shape, device: cut(shape, device, "cuda_graphs", "int8"),
     "transformers, eager": whole,
     "parallelformers_ng, eager": lambda shape, device: cut(shape, device, "eager"),
     "transformers, static + compile": compiled,
@@ -185,7 +193,7 @@ class Clock:
 
 def speed(options: argparse.Namespace) -> list[str]:
     """Measure each contestant at each batch size, until the time is up. Returns a list of complaints."""
-    bandwidth, weights = copy_bandwidth(options.device), weight_bytes(options.shape)
+    bandwidth = copy_bandwidth(options.device)
     save(options, "copy bandwidth, GB/s", bandwidth / 1e9)
     contestants, batches = Clock(options.seconds), Clock(options.seconds)
     chosen: dict[str, torch.Tensor] = {}
@@ -205,6 +213,7 @@ def speed(options: argparse.Namespace) -> list[str]:
             if reason := contestant.fallback():
                 wrong.append(f"{each}: {reason}")
                 break
+            weights = weight_bytes(options.shape, contestant.bytes_per_weight)
             figures["share of the copy bandwidth"] = figures["decode, steps/s"] * weights / bandwidth
             save(options, each, figures)
         contestant.close()
@@ -260,11 +269,17 @@ def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor])
     return farthest
 
 
-def weight_bytes(shape: str) -> int:
-    """Return the bytes of all weights that a decode step reads, in bf16: all weights except the embedding."""
+def weight_bytes(shape: str, bytes_per_weight: int) -> int:
+    """Return the bytes of all weights that a decode step reads: all weights except the embedding.
+
+    Args:
+        shape: name in SHAPES.
+        bytes_per_weight: bytes of a weight of a layer. The head has 2.
+    """
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
-    return 2 * (sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel())
+    layers = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    return bytes_per_weight * layers + 2 * model.lm_head.weight.numel()
 
 
 def restart(options: argparse.Namespace) -> list[str]:

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# All that needs a CUDA device, in one sitting of nine minutes: tests, each kernel, models, steps with and without
-# kernels, callers of a batch, a profile, small sums (with two devices), a restart. Leaves a report of what was said,
-# gpu.txt, and the figures as they come, gpu.json and gpu.md. Each step has a time limit of its own; a step that reaches
-# it is interrupted, so that its traceback tells what it waited for. Installs nothing but what lies in
+# All that needs a CUDA device, in one sitting of nine minutes: tests, and the measurements of `benchmarks.gpu_all`.
+# Leaves a report of what was said, gpu.txt, and the figures as they come, gpu.json and gpu.md. Each step has a time
+# limit of its own; a step that reaches it is interrupted, so that its traceback tells what it waited for. Installs nothing but what lies in
 # $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the package needs, and pytest.
 # It fails if a step does, if a step was not begun, or if torch cannot use the device.
 #   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 SHAPES="8B 8B-8-layers" bash benchmarks/gpu.sh [OUT]
@@ -59,21 +58,8 @@ torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver 
   # Those with the mark, and no others: what they import is less than what all import.
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
   step "tests" 90 "$python" -m pytest -q -rs -m gpu "${tests[@]}"
-  part() { # NAME SECONDS SHAPE, stops by itself before its limit
-    step "$1" "$2" "$python" -m benchmarks.gpu_parts "$1" --shape "$3" --seconds "$(($2 * 2 / 3))" --json "$results"
-  }
-  speed() { # SECONDS SHAPE ARGUMENTS…
-    local seconds="$1" shape="$2"
-    shift 2
-    step "$shape" "$seconds" "$python" -m benchmarks.gpu speed --shape "$shape" --seconds "$((seconds / 2))" --json "$results" "$@"
-  }
-  part kernels 40 "$large"
-  speed 100 "$large" --batches 1 8 --contestants "parallelformers_ng, captured steps" "transformers, eager"
-  part steps 100 "$small"
-  part callers 40 "$small"
-  part profile 30 "$small"
-  speed 65 "$small" --batches 1
-  part sums 30 "$small"
-  step "restart" 30 "$python" -m benchmarks.gpu restart --shape "$small" --json "$results"
+  left=$((end - SECONDS - 5)) # the program ends by itself before its limit
+  step "measurements" "$((left + 5))" "$python" -m benchmarks.gpu_all --large "$large" --small "$small" \
+    --seconds "$left" --json "$results"
   exit "$status" # of the braces, which run in a process of their own
 } 2>&1 | tee "$out"
