@@ -48,9 +48,11 @@ SHAPES: dict[str, dict[str, int]] = {
 PROMPT, TOKENS, ROUNDS = 512, 64, 3
 RESTART_SECONDS = 30.0
 ROWS_CHECKED = 2
-MOST_BELOW = 0.5
-"""Largest distance of a token's logit below the best logit, in standard deviations of the logits. bfloat16 changes
-logits by a few hundredths of it; a random token's logit is four standard deviations below."""
+MOST_BELOW = {"int4": 2.5, "int8": 1.0, None: 0.5}
+"""Quantization → largest distance of a token's logit below the best logit, in standard deviations of the logits.
+bfloat16 changes logits by a few hundredths of it, int8 by some tenths; a random token's logit is four of them below."""
+BYTES_PER_WEIGHT = {"int4": 0.5625, "int8": 1.0, None: 2.0}
+"""Quantization → bytes of a layer's weight, scales of groups of 32 included."""
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -90,14 +92,14 @@ class Contestant:
         memory: bytes in use on the device.
         close: function that ends the contestant.
         fallback: function that returns why steps were not captured or compiled; "" if they were.
-        bytes_per_weight: bytes of a weight of a layer.
+        quantize: quantization of the layers' weights; None for bf16.
     """
 
     generate: Callable[[torch.Tensor, int], torch.Tensor]
     memory: Callable[[], int]
     close: Callable[[], None]
     fallback: Callable[[], str] = str
-    bytes_per_weight: int = 2
+    quantize: str | None = None
 
 
 def whole(shape: str, device: str, **also: Any) -> Contestant:
@@ -142,7 +144,7 @@ def cut(shape: str, device: str, decode: Any, quantize: str | None = None) -> Co
         lambda: sum(model.memory_allocated().values()),
         close,
         lambda: "; ".join(handler.reasons),
-        bytes_per_weight=1 if quantize else 2,
+        quantize=quantize,
     )
 
 
@@ -161,6 +163,7 @@ class _FallbackReasons(logging.Handler):
 CONTESTANTS: dict[str, Callable[[str, str], Contestant]] = {
     "parallelformers_ng, captured steps": lambda shape, device: cut(shape, device, "cuda_graphs"),
     "parallelformers_ng, captured steps, int8": lambda shape, device: cut(shape, device, "cuda_graphs", "int8"),
+    "parallelformers_ng, captured steps, int4": lambda shape, device: cut(shape, device, "cuda_graphs", "int4"),
     "transformers, eager": whole,
     "parallelformers_ng, eager": lambda shape, device: cut(shape, device, "eager"),
     "transformers, static + compile": compiled,
@@ -197,6 +200,7 @@ def speed(options: argparse.Namespace) -> list[str]:
     save(options, "copy bandwidth, GB/s", bandwidth / 1e9)
     contestants, batches = Clock(options.seconds), Clock(options.seconds)
     chosen: dict[str, torch.Tensor] = {}
+    most_below: dict[str, float] = {}
     wrong: list[str] = []
     for name in options.contestants:
         if not contestants.has_time_for(name):
@@ -209,11 +213,12 @@ def speed(options: argparse.Namespace) -> list[str]:
                 continue
             since = time.monotonic()
             figures, chosen[each] = figures_of(contestant, batch)
+            most_below[each] = MOST_BELOW[contestant.quantize]
             batches.note(time.monotonic() - since)
             if reason := contestant.fallback():
                 wrong.append(f"{each}: {reason}")
                 break
-            weights = weight_bytes(options.shape, contestant.bytes_per_weight)
+            weights = weight_bytes(options.shape, contestant.quantize)
             figures["share of the copy bandwidth"] = figures["decode, steps/s"] * weights / bandwidth
             save(options, each, figures)
         contestant.close()
@@ -222,7 +227,7 @@ def speed(options: argparse.Namespace) -> list[str]:
         contestants.note(time.monotonic() - begun)
     below = below_the_best(options, chosen)
     save(options, "tokens below the best, standard deviations", below)
-    too_far = [each for each, distance in below.items() if not distance <= MOST_BELOW]
+    too_far = [each for each, distance in below.items() if not distance <= most_below[each]]
     return [*wrong, *(f"{each}: tokens that the model would not choose" for each in too_far)]
 
 
@@ -269,17 +274,17 @@ def below_the_best(options: argparse.Namespace, chosen: dict[str, torch.Tensor])
     return farthest
 
 
-def weight_bytes(shape: str, bytes_per_weight: int) -> int:
+def weight_bytes(shape: str, quantize: str | None) -> float:
     """Return the bytes of all weights that a decode step reads: all weights except the embedding.
 
     Args:
         shape: name in SHAPES.
-        bytes_per_weight: bytes of a weight of a layer. The head has 2.
+        quantize: quantization of the layers' weights; None for bf16. The head stays in bf16.
     """
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape]))
     layers = sum(parameter.numel() for parameter in model.model.layers.parameters())
-    return bytes_per_weight * layers + 2 * model.lm_head.weight.numel()
+    return BYTES_PER_WEIGHT[quantize] * layers + 2 * model.lm_head.weight.numel()
 
 
 def restart(options: argparse.Namespace) -> list[str]:

@@ -28,9 +28,11 @@ _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
 _MOST_STEPS = 8
 _LONGEST_PAUSE = 0.005
-_LEAST_PIECE, _FIRST_PIECE, _WIDEST_PIECE = 8, 128, 1024
-"""Prompt tokens in a round: the minimum, the number before the speed is known, and the maximum. A round in which no row
-waits for its next token uses the maximum, which bounds the memory of the forward pass."""
+_LEAST_PIECE, _FIRST_PIECE = 8, 128
+"""Prompt tokens in a round: the minimum, and the number before the speed is known."""
+_WIDEST_PIECE = {"cpu": 1024, "cuda": 4096}
+"""Most prompt tokens in a round, for each kind of device. A round in which no row waits for its next token uses this
+maximum, which bounds the memory of the forward pass."""
 
 
 class Batch:
@@ -69,6 +71,7 @@ class Batch:
         self._steps, self._has_graphs = 1, True
         self._most_rows, self._is_gathering = 0, False
         self._step_seconds = 0.0
+        self._widest = _WIDEST_PIECE[group.device]
         self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
         self.is_due = threading.Lock()
 
@@ -132,7 +135,7 @@ class Batch:
         self._most_rows = max(self._most_rows, len(self._running))
         if not self._running and not leaves:
             return None
-        limits = (self._piece(), _WIDEST_PIECE, self._options.prefix_tokens)
+        limits = (self._piece(), self._widest, self._options.prefix_tokens)
         limits = limits if self._trial.in_pieces else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
@@ -151,7 +154,7 @@ class Batch:
         if not self._prefill_speed:
             return _FIRST_PIECE
         seconds = self._options.prefill_patience / 1000 + self._step_seconds
-        tokens = max(_LEAST_PIECE, min(int(self._prefill_speed * seconds), _WIDEST_PIECE))
+        tokens = max(_LEAST_PIECE, min(int(self._prefill_speed * seconds), self._widest))
         least = 1 << tokens.bit_length() - 3
         return tokens // least * least
 
@@ -226,8 +229,9 @@ class Batch:
     def fail(self, error: BaseException, order: Round) -> None:
         """Restart or end all running calls after a round failed.
 
-        A call that may have caused the error is a suspect; suspects run in separate rounds. If recorded steps ran out
-        of memory, no call is a suspect, and later steps are not recorded.
+        A call that may have caused the error is a suspect; suspects run in separate rounds. If a device ran out of
+        memory, no call is a suspect: later rounds have shorter pieces of prompts, and after another such error their
+        steps are not recorded.
 
         Args:
             error: error of the round. Calls restart only after a WorkerError or a NotPortableError.
@@ -236,15 +240,18 @@ class Batch:
         running, self._running = self._running, {}
         self._batch = next(self._batches)
         suspects = {number for number, ticket in running.items() if ticket.is_suspect} or order.joins or running
-        recorded = order.positions > 0 and isinstance(error, torch.OutOfMemoryError)
-        if recorded:
+        is_full = isinstance(error, torch.OutOfMemoryError)
+        may_need_less = is_full and (self._widest > _WIDEST_PIECE["cpu"] or order.positions > 0)
+        if may_need_less and self._widest > _WIDEST_PIECE["cpu"]:
+            self._widest = _WIDEST_PIECE["cpu"]
+        elif may_need_less:
             self._without_graphs(str(error).partition("\n")[0])
         again = dict[int, Ticket]()
         for number, ticket in running.items():
-            alone = len(running) == 1 and not recorded
+            alone = len(running) == 1 and not may_need_less
             if alone or not isinstance(error, (WorkerError, NotPortableError)):
                 ticket.end(error)
-            elif ticket.begin_again(error, suspected=number in suspects and not recorded):
+            elif ticket.begin_again(error, suspected=number in suspects and not may_need_less):
                 again[number] = ticket
         self._waiting = dict(sorted({**again, **self._waiting}.items()))
         self._go_on([*running.values()])

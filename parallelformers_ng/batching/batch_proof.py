@@ -176,7 +176,7 @@ def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[
             if ran := prompts.run((_PIECE if len(rows) else 2 * _PIECE) if in_pieces else 0):
                 rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
             if len(rows):
-                rows.step()
+                rows.run(1)
     while len(rows):
-        rows.step()
+        rows.run(1)
     return [row.ids for row in batch_rows]

@@ -39,7 +39,7 @@ class Round:
         widest: most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after
             their last tokens ran, because rows would wait too long for both.
         prefixes: most tokens of earlier sequences whose keys and values are kept.
-        steps: number of decode steps.
+        steps: number of decode steps; 1 runs while prompts wait.
         adapters: active adapters of all rows; None for a model without adapters.
         positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
         most_rows: most rows of the batch.
@@ -148,22 +148,21 @@ class RankBatch:
             self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
 
         def step() -> None:
-            changed_rows.update(self._rows.step(order.positions, order.most_rows))
+            changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
 
-        steps = order.steps
+        ran_beside = False
         if len(self._prompts) and late is None:
             began = time.monotonic()
             ran = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
-            steps -= self._prompts.ran_beside
+            ran_beside = self._prompts.ran_beside
             if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
                 self._late = ran
             elif ran is not None:
                 changed_rows.update(self._join(ran))
-        for _ in range(steps):
-            if not len(self._rows):
-                break
-            step()
+        # While prompts wait, few rows would share a step.
+        steps = (1 if len(self._prompts) else order.steps) - ran_beside
+        changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":

@@ -152,6 +152,11 @@ class BatchRow:
         assert self.greedy is not None
         return ENDED if self._length + 1 >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a greedy call may have a token after its next one."""
+        return self.greedy is not None and self._length + 1 < self.greedy.length
+
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
         """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,23 @@ from parallelformers_ng.cuda_graphs.static_caches import bucket_of
 
 _MOST_EMPTY = 4
 """If one in 4 rows or columns is empty, the batch drops the empty rows and columns, which copies all caches."""
+
+
+@dataclass
+class _Launched:
+    """A step whose tokens the rows do not have yet.
+
+    Attributes:
+        rows: the rows of the step.
+        places: index in `logits` for each row.
+        logits: logits, `[places, vocabulary]`.
+        newest: chosen tokens on the device, int64 `[places, 1]`; None if the rows are not all greedy on a device.
+    """
+
+    rows: list[BatchRow]
+    places: list[int]
+    logits: torch.Tensor
+    newest: torch.Tensor | None
 
 
 class Rows:
@@ -106,26 +124,49 @@ class Rows:
         else:
             store.put(cache, mask, free, len(self._places))
 
-    def step(self, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
-        """Choose one more token for each row.
+    def run(self, steps: int, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
+        """Choose up to `steps` more tokens for each row; fewer if no row is left.
+
+        On a device, a recorded step of greedy rows is launched before the host reads the tokens of the step before, so
+        that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step.
 
         Args:
+            steps: number of steps.
             positions: most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
             most_rows: most rows of the batch.
 
         Returns:
-            The rows, including rows that ended in this step and have left.
+            The rows, including rows that ended and have left.
 
         Raises:
             BatchingError: an argument of a model without a cache cannot be padded.
         """
-        rows = [*self]
+        changed, ahead = list[BatchRow](), None
+        for _ in range(steps):
+            if ahead is not None and not (_any_goes_on(ahead.rows) and self._may_stay(positions)):
+                self._take(ahead)
+                ahead = None
+            if not len(self):
+                break
+            launched = self._launch(positions, most_rows)
+            changed += launched.rows
+            if ahead is not None:
+                self._take(ahead, later_steps=1)
+            ahead = launched if launched.newest is not None and isinstance(self._store, Slots) else None
+            if ahead is None:
+                self._take(launched)
+        if ahead is not None:
+            self._take(ahead)
+        return changed
+
+    def _launch(self, positions: int, most_rows: int) -> _Launched:
+        """Run the model for one more token of each row, on a device without waiting for it. The arguments are those of
+        `run`."""
         if self._store is None:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
-            self._choose(rows, whole_logits(self._model, rows), [*range(len(rows))])
-            self.leave({row.number for row in rows if row.outcome != GOES_ON})
-            return rows
+            rows = [*self]
+            return _Launched(rows, [*range(len(rows))], whole_logits(self._model, rows), None)
         store = self._ready(self._store, positions, most_rows)
         newest = self._newest
         if newest is None:
@@ -136,13 +177,27 @@ class Rows:
             self._captured.reason = self._captured.reason or store.steps.reason
         full = [index for index, row in enumerate(self._places) if row is not None]
         rows = [*self]
-        self._newest = self._choose(rows, logits, full)
-        for index, row in zip(full, rows, strict=True):
-            if row.outcome == ENDED and row.may_be_kept:  # the next prompt may begin with this sequence
-                cache = store.lend() if isinstance(store, Slots) else store.cache
-                self._prefixes.keep(row.ids[:, :-1], cache, index)
+        self._newest = self._best(rows, logits)
+        return _Launched(rows, full, logits, self._newest)
+
+    def _take(self, launched: _Launched, later_steps: int = 0) -> None:
+        """Give the rows of a step their tokens; rows that end leave.
+
+        Args:
+            launched: the step.
+            later_steps: number of steps that were launched after it.
+        """
+        rows = [row for row in launched.rows if row.outcome == GOES_ON]  # others ended in the step before
+        places = {row: place for row, place in zip(launched.rows, launched.places, strict=True)}
+        if launched.newest is None:
+            self._newest = self._choose(rows, launched.logits, launched.places)
+        else:
+            self._read(rows, [places[row] for row in rows], launched.newest)
+        for row in rows:
+            if row.outcome == ENDED and row.may_be_kept and self._store is not None:  # a later prompt may begin so
+                cache = self._store.lend(later_steps) if isinstance(self._store, Slots) else self._store.cache
+                self._prefixes.keep(row.ids[:, :-1], cache, places[row])
         self.leave({row.number for row in rows if row.outcome != GOES_ON})
-        return rows
 
     def leave(self, numbers: Collection[int]) -> None:
         """Remove the rows with the given numbers; without a row, drop the cache."""
@@ -157,8 +212,7 @@ class Rows:
     def _ready(self, store: GrowingRows | Slots, positions: int, most_rows: int) -> GrowingRows | Slots:
         """Return the store for the next step: slots if the step may be recorded."""
         if isinstance(store, Slots):
-            is_wide = bucket_of(len(self)) * _MOST_EMPTY <= len(self._places)
-            if positions and store.has_room and not is_wide:
+            if self._may_stay(positions):
                 return store
             store = self._pack(store)
         count, columns = store.mask.shape
@@ -172,6 +226,11 @@ class Rows:
             self._store = slots
             self._fill_bucket()
         return slots or store
+
+    def _may_stay(self, positions: int) -> bool:
+        """Return whether the rows may stay in their slots for another step; `positions` as in `run`."""
+        is_wide = bucket_of(len(self)) * _MOST_EMPTY <= len(self._places)
+        return isinstance(self._store, Slots) and positions > 0 and self._store.has_room and not is_wide
 
     def _fill_bucket(self) -> None:
         """Add free places up to a power of two, because recorded steps have powers of two as numbers of rows."""
@@ -204,15 +263,10 @@ class Rows:
         Returns:
             Newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
         """
-        on_device = logits.device.type != "cpu"
-        if on_device and all(row.greedy is not None for row in rows):
-            newest = logits.max(-1, keepdim=True).indices
-            if self._communicator is not None:
-                newest = self._communicator.all_gather(newest[None], 0)[0]
-            tokens = newest.flatten().tolist()
-            for row, place in zip(rows, places, strict=True):
-                row.take(tokens[place], row.after(tokens[place]))
+        if (newest := self._best(rows, logits)) is not None:
+            self._read(rows, places, newest)
             return newest
+        on_device = logits.device.type != "cpu"
         ranks = 1 if self._communicator is None else self._communicator.world_size
         chosen = self._chosen_here(rows, logits, places)
         if self._communicator is not None:
@@ -227,6 +281,20 @@ class Rows:
             else:
                 row.take(token, outcome, newest_ids[places[index]][None] if on_device else None)
         return torch.stack(newest_ids) if on_device else None
+
+    def _best(self, rows: list[BatchRow], logits: torch.Tensor) -> torch.Tensor | None:
+        """Return the tokens with the largest logits, as rank 0 has them, int64 `[places, 1]`; None on the CPU, or if
+        not all rows are greedy."""
+        if logits.device.type == "cpu" or any(row.greedy is None for row in rows):
+            return None
+        newest = logits.max(-1, keepdim=True).indices
+        return newest if self._communicator is None else self._communicator.all_gather(newest[None], 0)[0]
+
+    def _read(self, rows: list[BatchRow], places: list[int], newest: torch.Tensor) -> None:
+        """Wait for the tokens of `_best`, and give them to the rows at the given places."""
+        tokens = newest.flatten().tolist()
+        for row, place in zip(rows, places, strict=True):
+            row.take(tokens[place], row.after(tokens[place]))
 
     def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
         """Choose the next tokens of this rank's share of the rows.
@@ -261,6 +329,11 @@ class Rows:
             if choice is not None:
                 mine[index] = int(choice[0]), ENDED if choice[1] else GOES_ON
         return torch.tensor([mine])
+
+
+def _any_goes_on(rows: list[BatchRow]) -> bool:
+    """Return whether a row that has not ended may have a token after its next one; the rows are greedy."""
+    return any(row.outcome == GOES_ON and row.may_go_on for row in rows)
 
 
 def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

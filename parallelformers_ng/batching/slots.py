@@ -59,11 +59,15 @@ class Slots:
         self._pattern[rows:, 0] = 0
         self._width = slots
 
-    def lend(self) -> Any:
-        """Return a growing cache whose keys and values are views of the slots, until the next step."""
-        cache = self._growing.cache
+    def lend(self, later_steps: int = 0) -> Any:
+        """Return a growing cache whose keys and values are views of the slots, until the next step.
+
+        Args:
+            later_steps: number of last steps whose columns the views do not have.
+        """
+        cache, columns = self._growing.cache, self.columns - later_steps
         for layer, (keys, values) in zip(cache.layers, self._memory, strict=True):
-            layer.keys, layer.values = keys[:, :, : self.columns], values[:, :, : self.columns]
+            layer.keys, layer.values = keys[:, :, :columns], values[:, :, :columns]
         return cache
 
     @property
@@ -185,7 +189,9 @@ class CapturedRows:
             self.reason = f"rows of this model's {type(growing.cache).__name__} cannot be copied to a static cache"
             return None
         slots = max(bucket_of(rows), min(bucket_of(most_rows), MOST_POSITIONS // length))
-        if not steps.has_cache(slots, needed):
+        if held := steps.rows_held(slots, needed):
+            slots = held
+        else:
             steps.forget()  # batches keep one cache; earlier caches would take the memory of rows
         static = steps.cache(slots, needed, length, lambda: StaticCache(self._model.config, max_cache_len=length))
         if static is None:

@@ -211,10 +211,10 @@ class CapturedSteps:
             del model._prepare_static_cache, model.forward
             self._current = None
 
-    def has_cache(self, rows: int, tokens: int) -> bool:
-        """Return whether a cache for a number of rows, rounded up to a power of two, has room for `tokens` tokens."""
-        reusable = self._caches.get(bucket_of(rows))
-        return reusable is not None and reusable.length >= tokens
+    def rows_held(self, rows: int, tokens: int) -> int:
+        """Return the rows of the smallest cache that has room for `rows` rows of `tokens` tokens; 0 without one."""
+        held = (each for each, cache in self._caches.items() if each >= rows and cache.length >= tokens)
+        return min(held, default=0)
 
     def cache(self, rows: int, tokens: int, length: int, make: Callable[[], Any]) -> ReusableCache | None:
         """Return a reusable cache for a number of rows; make a new cache if no existing cache is large enough.
@@ -230,7 +230,7 @@ class CapturedSteps:
         """
         self.reason = ""
         bucket = bucket_of(rows)
-        if not self.has_cache(rows, tokens):
+        if bucket not in self._caches or self._caches[bucket].length < tokens:
             if bucket in self._caches:
                 self._caches.pop(bucket).release()  # free its memory for the new cache
             cache = make()

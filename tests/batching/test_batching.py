@@ -427,7 +427,7 @@ def test_common_prefix_runs_once(monkeypatch):
         assert ran is not None
         rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
         while len(rows):
-            rows.step()
+            rows.run(1)
         assert torch.equal(row.ids, whole)
     assert lengths == [40, *[1] * 5, 9, *[1] * 5, 12, *[1] * 5, 1, *[1] * 5]
     # A conversation continues its answer: the last token has not run yet.
@@ -467,7 +467,7 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
             seen.append((len(ran.rows), prompts.latest // len(ran.rows)))
             rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
         while len(rows):
-            rows.step()
+            rows.run(1)
         assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
         assert seen == forwards
 
@@ -510,12 +510,12 @@ def test_prompts_run_beside_decoding_rows():
         prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
     everyone, pieces = [*prompts], list[tuple[int, bool]]()
     while len(prompts):
-        ran = prompts.run(12, rows.step if len(rows) else None)
+        ran = prompts.run(12, (lambda: rows.run(1)) if len(rows) else None)
         pieces.append((prompts.latest, prompts.ran_beside))
         if ran is not None:
             rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
     while len(rows):
-        rows.step()
+        rows.run(1)
     assert pieces == [(9, False), (10, True), (10, True), (5, True)]
     assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
 
@@ -622,7 +622,9 @@ def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
 
 def test_call_during_the_end_is_lost() -> None:
     """No call is dropped between the look at the calls that have arrived and their removal."""
-    batch = Batch(BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=lambda request: None)), str)
+    batch = Batch(
+        BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=lambda request: None, device="cpu")), str
+    )
     tickets: list[Any] = [SimpleNamespace(lost=False, ring=lambda: None) for _ in range(2)]
     batch._arrived.append(tickets[0])
 
@@ -639,7 +641,9 @@ def test_call_during_the_end_is_lost() -> None:
 def test_interrupted_gathering_stops() -> None:
     """A caller may be interrupted while it waits for other calls; later calls then queue their rounds themselves."""
     requests: list[Any] = []
-    batch = Batch(BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=requests.append)), str)
+    batch = Batch(
+        BatchingOptions(), cast(Any, None), cast(Any, SimpleNamespace(submit=requests.append, device="cpu")), str
+    )
 
     class Interrupted(list[int]):
         def __len__(self) -> int:

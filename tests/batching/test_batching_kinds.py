@@ -157,7 +157,7 @@ def test_steps_that_are_not_recorded_say_why() -> None:
     prompts.add(BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
     ran = prompts.run(0)
     rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-    rows.step(positions=1000)
+    rows.run(1, positions=1000)
     assert captured.reason == "the model has no cache"
 
 

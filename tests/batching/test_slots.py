@@ -59,7 +59,7 @@ class Decoded:
                 self.rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
 
     def step(self, positions: int = MOST_POSITIONS) -> None:
-        self.rows.step(positions, ROWS)
+        self.rows.run(1, positions, ROWS)
 
     def check(self, left: Collection[int] = ()) -> None:
         """Assert that each call has the tokens that it gets alone; calls that left have the first of these tokens."""
@@ -225,7 +225,7 @@ def test_batches_keep_one_static_cache() -> None:
 
 def test_measured_memory_bounds_recorded_steps() -> None:
     """Steps over a larger cache than by default are recorded if the memory for the rows allows it."""
-    group: Any = SimpleNamespace(submit=lambda request: None)
+    group: Any = SimpleNamespace(submit=lambda request: None, device="cpu")
     trial: Any = SimpleNamespace(in_pieces=False)
     for tokens, positions in ((1000, MOST_POSITIONS), (50_000, 50_000), (None, MOST_POSITIONS)):
         batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, str)

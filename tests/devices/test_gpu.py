@@ -152,14 +152,17 @@ def test_captured_steps_with_nccl(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_half_precision_and_a_restart() -> None:
+    """Padding is not compared: a token of it attends to nothing, and its fp16 logits in transformers are not those in
+    fp32."""
     whole, model = decoder("Llama").half().cuda(), decoder("Llama")
+    mask = text_inputs()["attention_mask"].bool()
     with torch.no_grad():
-        want = whole(**{name: tensor.cuda() for name, tensor in text_inputs().items()}).logits.float().cpu()
+        want = whole(**{name: tensor.cuda() for name, tensor in text_inputs().items()}).logits.float().cpu()[mask]
     parallelize(model, 1, fp16=True, workers={"device": "cuda", "host_copy": True})
-    assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
+    assert largest_difference(model(**text_inputs()).logits.float()[mask], want) <= 2e-2
     kill(deployment_of(model).pids[0])
     await_incarnation(model, 1)
-    assert largest_difference(model(**text_inputs()).logits.float(), want) <= 2e-2
+    assert largest_difference(model(**text_inputs()).logits.float()[mask], want) <= 2e-2
     model.cuda()
     assert model.device.type == "cuda"
     assert model.dtype == torch.float16

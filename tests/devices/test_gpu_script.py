@@ -37,7 +37,7 @@ def run(folder: Path, stand_in: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-STEPS = ("wheels", "tests", "kernels", "8B", "steps", "callers", "profile", "8B-8-layers", "sums", "restart")
+STEPS = ("wheels", "versions", "tests", "measurements")
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,10 @@ STEPS = ("wheels", "tests", "kernels", "8B", "steps", "callers", "profile", "8B-
     [
         "",
         "-m pytest",
-        "speed --shape 8B",
-        "restart",
-        "gpu_parts profile",
+        "gpu_all --large 8B --small 8B-8-layers",
         "nvidia-smi",
         "import torch",
         "-m pip",
-        "gpu_parts steps",
     ],
 )
 def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
@@ -67,7 +64,7 @@ def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
     status, report = run(tmp_path, 'case "$*" in *pytest*) exec sleep 60;; esac', SECONDS_IN_ALL="2")
     assert status != 0
     assert "== tests: ended after its" in report
-    assert "== 8B: not begun, the time is up" in report
+    assert "== measurements: not begun, the time is up" in report
 
 
 EAGER = ["transformers, eager", "parallelformers_ng, eager"]

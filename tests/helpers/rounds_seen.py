@@ -27,4 +27,4 @@ def rows_of_each_round(model: Any) -> list[int]:
 def use_short_pieces(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Make batches run at most `tokens` prompt tokens in a round, whatever the speed of the ranks is."""
     monkeypatch.setattr(batch, "_FIRST_PIECE", tokens)
-    monkeypatch.setattr(batch, "_WIDEST_PIECE", tokens)
+    monkeypatch.setattr(batch, "_WIDEST_PIECE", {"cpu": tokens, "cuda": tokens})

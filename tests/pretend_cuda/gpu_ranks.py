@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_ranks import TellsKernels, TimesSums
+from benchmarks.gpu_ranks import ProfilesSteps, TellsKernels, TimesSums
 from tests.pretend_cuda.worker import PretendedRunner
 
 
@@ -17,3 +17,7 @@ class PretendedRank(TellsKernels, PretendedRunner):
 class PretendedKernelRank(PretendedRunner):
     def computes_by_kernels(self) -> bool:
         return True
+
+
+class PretendedProfiledRank(ProfilesSteps, PretendedRunner):
+    pass

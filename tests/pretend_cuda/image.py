@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 from importlib.abc import MetaPathFinder
+from dataclasses import replace
 from typing import Any
 
 ABSENT = {"dacite", "fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}
@@ -49,18 +50,24 @@ def main() -> None:
     pretend()
     if kind == "-c":
         exec(what, {"__name__": "__main__"})
-    elif what == "benchmarks.gpu":
-        _make_small(what, {"PROMPT": 12, "TOKENS": 6, "ROUNDS": 1}).main()
-    elif what == "benchmarks.gpu_parts":
-        _make_small("benchmarks.gpu", {})
+    elif what == "benchmarks.gpu_all":
+        _make_small("benchmarks.gpu", {"PROMPT": 12, "TOKENS": 6, "ROUNDS": 1})
         from tests.kernels.triton.interpreter import interpret
 
         interpret()
         ranks = "tests.pretend_cuda.gpu_ranks:Pretended"
         numbers = {"ROWS": (1, 2), "CONTEXTS": (8,), "CALLERS": (1, 2), "TOKENS": 8, "LEAST_BYTES": 0, "PROMPT": 8}
         kinds = {"with kernels": f"{ranks}KernelRank", "without": f"{ranks}Rank"}
-        classes = {"RANKS": kinds, "SUM_RANK": f"{ranks}SumRank", "SUM_BYTES": (64,)}
-        _make_small(what, numbers | classes).main()
+        classes = {
+            "RANKS": kinds,
+            "SUM_RANK": f"{ranks}SumRank",
+            "PROFILED_RANK": f"{ranks}ProfiledRank",
+            "SUM_BYTES": (64,),
+        }
+        _make_small("benchmarks.gpu_parts", numbers | classes)
+        from benchmarks import gpu_all
+
+        _make_small(what, {"PARTS": {name: replace(part, seconds=600) for name, part in gpu_all.PARTS.items()}}).main()
     else:
         runpy.run_module(what, run_name="__main__", alter_sys=True)
 

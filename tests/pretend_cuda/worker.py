@@ -50,20 +50,30 @@ def _check() -> None:
     assert not faults, faults
 
 
-_step = Rows.step
+_run, _take = Rows.run, Rows._take
 _steps: list[tuple[int, dict[str, int]]] = []
 _rounds: list[tuple[int, dict[str, int]]] = []
 
 
-def _counted_step(rows: Rows, *args: int) -> list[BatchRow]:
-    """Decode a step of a batch, and note the number of rows and the counts of the step."""
-    count, before = len(rows), totals(ledger.entries)
-    stepped = _step(rows, *args)
-    _steps.append((count, dict(totals(ledger.entries) - before)))
-    return stepped
+_mark = totals(ledger.entries)
 
 
-Rows.step = _counted_step  # type: ignore[assignment, method-assign]
+def _counted_run(rows: Rows, *args: int) -> list[BatchRow]:
+    global _mark
+    _mark = totals(ledger.entries)
+    return _run(rows, *args)
+
+
+def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> None:
+    """Give the rows of a step their tokens, and note the number of rows and the counts since the step before."""
+    global _mark
+    before = _mark
+    _take(rows, launched, later_steps)
+    _mark = totals(ledger.entries)
+    _steps.append((len(launched.rows), dict(_mark - before)))
+
+
+Rows.run, Rows._take = _counted_run, _counted_take  # type: ignore[assignment, method-assign]
 _lazy_initialization = ReusableLayer.lazy_initialization
 
 

@@ -3,18 +3,20 @@
     y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
     Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
 
-The 16 bytes of a group are one load. Low and high bits stay apart: x is read as words of 32 bits, whose halves are the
-inputs of the low and of the high numbers. Tensor cores multiply, sums are fp32.
+Low and high bits stay apart: x is read as words of 32 bits, whose halves are the inputs of the low and of the high
+numbers. Tensor cores multiply, sums are fp32.
 
-Up to three weights that read the same x are one launch. Each keeps its own tensors.
+Up to three weights that read the same x are one product. Each keeps its own tensors.
 
-Launches: 1, with a program for every 32 outputs. Each program sums over all inputs by itself.
+Launches: 1 or 2, as in `byte_product.py`, which describes the splits.
 Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -28,32 +30,85 @@ from parallelformers_ng.kernels.triton.byte_product import (
     WARPS,
     joint_arguments,
     programs,
+    splits_of,
+    sum_launch,
 )
 from parallelformers_ng.kernels.triton.launch import Launch, operator
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
+_FEW_ROWS = 8
+"""Least rows of a product of tensor cores: the kernel does not read 16 rows of x where 8 hold all."""
+
+_TWO_AT_ONCE = """
+{{
+.reg .b32 high, first, second, third, fourth, one, offset;
+mov.b32 one, {one};
+mov.b32 offset, {offset};
+shr.b32 high, $4, 4;
+prmt.b32 first, $4, {exponent}, 0x4140;
+prmt.b32 second, $4, {exponent}, 0x4342;
+prmt.b32 third, high, {exponent}, 0x4140;
+prmt.b32 fourth, high, {exponent}, 0x4342;
+lop3.b32 first, first, 0xFF0FFF0F, 0x00080008, 0x6A;
+lop3.b32 second, second, 0xFF0FFF0F, 0x00080008, 0x6A;
+lop3.b32 third, third, 0xFF0FFF0F, 0x00080008, 0x6A;
+lop3.b32 fourth, fourth, 0xFF0FFF0F, 0x00080008, 0x6A;
+fma.rn.{type} first, first, one, offset;
+fma.rn.{type} second, second, one, offset;
+fma.rn.{type} third, third, one, offset;
+fma.rn.{type} fourth, fourth, one, offset;
+mov.b32 offset, 0x80008000;
+fma.rn.{type} $0, first, $5, offset;
+fma.rn.{type} $1, second, $6, offset;
+fma.rn.{type} $2, third, $5, offset;
+fma.rn.{type} $3, fourth, $6, offset;
+}}
+"""
+"""PTX for four bytes `$4` and the scales `$5`, `$6` of their numbers: the low numbers times the scales go to `$0` and
+`$1`, the high ones to `$2` and `$3`, two numbers in a register. A number with its sign bit inverted becomes the last
+bits of a float whose last bit counts 1, so subtracting `offset` leaves the number; `(a & b) ^ c` is 0x6A. The compiler
+alone needs twice as many instructions (counted in the code for sm_90)."""
+_BF16 = tl.constexpr(_TWO_AT_ONCE.format(type="bf16x2", exponent="0x43", one="0x3F803F80", offset="0xC308C308"))
+"""The floats are 128 + 0 … 15."""
+_FP16 = tl.constexpr(_TWO_AT_ONCE.format(type="f16x2", exponent="0x64", one="0x3C003C00", offset="0xE408E408"))
+"""The floats are 1024 + 0 … 15."""
 
 
 @triton.jit
-def _scaled(integers, scales, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Return integers times the scales of their groups, `[OUTPUTS, PAIRS]`, rounded as a weight in memory is."""
-    bits = ((integers.to(tl.int32) & 15) ^ 8) | 0x4B000000
-    wide = (bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)[:, :, None]
-    return tl.reshape(wide.to(scales.dtype), [OUTPUTS, PAIRS])
+def _both_scaled(numbers, scales):
+    """Return low and high numbers times scales, rounded as a weight in memory is; all shapes are equal."""
+    return tl.inline_asm_elementwise(
+        _BF16 if scales.dtype == tl.bfloat16 else _FP16,
+        "=r,=r,=r,=r,r,r,r",
+        [numbers, scales],
+        dtype=(scales.dtype, scales.dtype),
+        is_pure=True,
+        pack=4,
+    )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _scaled(numbers, scales):
+    """Return the low bits of `numbers` times scales, rounded as a weight in memory is; for Triton's interpreter, which
+    runs no PTX."""
+    bits = ((numbers.to(tl.int32) & 15) ^ 8) | 0x4B000000
+    return ((bits.to(tl.float32, bitcast=True) - 8388616.0) * scales.to(tl.float32)).to(scales.dtype)
+
+
+@triton.jit(do_not_specialize=["rows", "group_steps"])
 def nibble_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
-    rows, inputs, outputs0, outputs1, outputs2, x_row, y_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
+    rows, inputs, splits, group_steps, outputs0, outputs1, outputs2, x_row, y_row,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute up to OUTPUTS outputs of one weight for all rows. `nibble_product_launch` describes the arguments.
+    """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
-    `inputs` and `x_row` count pairs of inputs. `x_row` and `y_row` are distances between rows.
+    `nibble_product_launches` describes the arguments. `inputs` and `x_row` count pairs of inputs. With more than one
+    split, y is the partial results, `[splits, rows, outputs]`. A row of scales has GROUP_STEP · `group_steps` scales:
+    the compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
     """
-    tile = tl.program_id(0)
+    tile, split = tl.program_id(0), tl.program_id(1)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
     if tile >= tl.cdiv(outputs0, OUTPUTS):
         tile -= tl.cdiv(outputs0, OUTPUTS)
@@ -62,36 +117,42 @@ def nibble_product_kernel(
             tile -= tl.cdiv(outputs1, OUTPUTS)
             q, s, b, outputs, left = q2, s2, b2, outputs2, outputs0 + outputs1
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    row, byte = tl.arange(0, ROWS), tl.arange(0, 16)
+    row = tl.arange(0, ROWS)
     is_output, is_row = output < outputs, row < rows
-    groups = inputs // 16
-    numbers_at = q + output.to(tl.int64)[:, None, None] * inputs + byte[None, None, :]
+    groups = group_steps * GROUP_STEP
+    numbers_at = q + output.to(tl.int64)[:, None] * inputs
     scales_at = s + output.to(tl.int64)[:, None] * groups
     pairs_at = x + row[None, :] * x_row
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for start in range(0, groups, GROUPS):
+    steps = tl.cdiv(groups, GROUPS)
+    for start in range(split * steps // splits * GROUPS, (split + 1) * steps // splits * GROUPS, GROUPS):
         group = start + tl.arange(0, GROUPS)
         pair = start * 16 + tl.arange(0, GROUPS * 16)
-        within = is_output[:, None] & (group < groups)[None, :]
-        numbers = tl.load(numbers_at + group[None, :, None] * 16, mask=within[:, :, None], other=0)
-        scales = tl.load(scales_at + group[None, :], mask=within, other=0.0)
-        pairs = tl.load(pairs_at + pair[:, None], mask=(pair < inputs)[:, None] & is_row[None, :], other=0)
-        low = _scaled(numbers, scales, OUTPUTS, GROUPS * 16)
-        high = _scaled(numbers >> 4, scales, OUTPUTS, GROUPS * 16)
+        is_pair = pair < inputs
+        numbers = tl.load(numbers_at + pair[None, :], mask=is_output[:, None] & is_pair[None, :], other=0)
+        scales = tl.load(scales_at + group[None, :], mask=is_output[:, None] & (group < groups)[None, :], other=0.0)
+        pairs = tl.load(pairs_at + pair[:, None], mask=is_pair[:, None] & is_row[None, :], other=0)
+        wide = tl.reshape(tl.broadcast_to(scales[:, :, None], [OUTPUTS, GROUPS, 16]), [OUTPUTS, GROUPS * 16])
+        if PTX:
+            low, high = _both_scaled(numbers, wide)
+        else:
+            low, high = _scaled(numbers, wide), _scaled(numbers >> 4, wide)
         first = (pairs & 0xFFFF).to(tl.uint16).to(scales.dtype, bitcast=True)
         second = ((pairs >> 16) & 0xFFFF).to(tl.uint16).to(scales.dtype, bitcast=True)
         sums = tl.dot(low, first, sums)
         sums = tl.dot(high, second, sums)
-    if b is not None:
+    if b is not None and split == 0:
         sums += tl.load(b + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    place = y + row[None, :] * y_row + left + output[:, None]
+    place = y + (split * rows + row)[None, :] * y_row + left + output[:, None]
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def nibble_product_launch(
+def nibble_product_launches(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
-) -> Launch:
-    """Return the launch that writes y = x Wᵀ + b, side by side for all weights W = Q ⊙ s.
+) -> list[Launch]:
+    """Return one or two launches, to run in order, that write y = x Wᵀ + b, side by side for all weights W = Q ⊙ s.
+
+    With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
 
     Args:
         x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 16 rows.
@@ -102,9 +163,22 @@ def nibble_product_launch(
         y: output, `[rows, sum of the outputs]`, contiguous.
     """
     signed = [weight.view(torch.int8) for weight in weights]
-    constants = {"ROWS": MOST_ROWS, "OUTPUTS": OUTPUTS_OF_PROGRAM, "GROUPS": _GROUPS_AT_ONCE}
+    groups = scales[0].shape[1]
+    group_step = math.gcd(groups, _GROUPS_AT_ONCE)
+    constants: dict[str, Any] = {
+        "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
+        "ROWS": _FEW_ROWS if len(x) <= _FEW_ROWS else MOST_ROWS,
+        "OUTPUTS": OUTPUTS_OF_PROGRAM,
+        "GROUPS": _GROUPS_AT_ONCE,
+        "GROUP_STEP": group_step,
+    }
+    tiles = programs(weights)
+    splits = splits_of(tiles, x.shape[1])
+    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     arguments = joint_arguments(x.view(torch.int32), signed, scales, biases, y)
-    return Launch(nibble_product_kernel, (programs(weights),), arguments, constants, warps=WARPS, stages=4)
+    arguments |= {"y": sums, "splits": splits, "group_steps": groups // group_step}
+    product = Launch(nibble_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=3)
+    return [product] if splits == 1 else [product, sum_launch(sums, y)]
 
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
@@ -121,7 +195,8 @@ def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biase
     outputs = sum(weight.shape[0] for weight in weights)
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     states = x.reshape(-1, x.shape[-1]).contiguous()
-    nibble_product_launch(states, weights, scales, biases, y.view(-1, outputs)).run()
+    for launch in nibble_product_launches(states, weights, scales, biases, y.view(-1, outputs)):
+        launch.run()
     return y
 
 

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from parallelformers_ng.kernels.triton.byte_product import byte_product_launches
 from parallelformers_ng.kernels.triton.gate_kernel import gate_launch
 from parallelformers_ng.kernels.triton.launch import Launch
-from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launch
+from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launches
 from parallelformers_ng.kernels.triton.norm_kernel import norm_launch
 from parallelformers_ng.kernels.triton.rotary_kernel import rotary_launch
 from parallelformers_ng.kernels.triton.slot_attention import attention_launches
@@ -99,7 +99,10 @@ def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
             yield "sum of splits", launch
     weights = [empty(outputs, shape.hidden // 2, dtype=torch.uint8) for outputs in pair]
     scales = [empty(outputs, shape.hidden // 32) for outputs in pair]
-    yield "product, int4", nibble_product_launch(states, weights, scales, [], both)
+    (whole,) = nibble_product_launches(states, weights, scales, [], both)
+    yield "product, int4", whole
+    down, scale = empty(shape.hidden, shape.inner // 2, dtype=torch.uint8), empty(shape.hidden, shape.inner // 32)
+    yield "product, splits, int4", nibble_product_launches(inner, [down], [scale], [], states)[0]
 
 
 def source_of(launch: Launch) -> ASTSource:
