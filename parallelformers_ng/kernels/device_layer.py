@@ -38,7 +38,7 @@ from parallelformers_ng.sharding.quantized import QuantizedLinear
 
 MOST_COLUMNS = 1 << 14
 """Widest hidden states of the norm kernel."""
-_MOST_ROWS = 16
+_MOST_ROWS = 32
 """Rows of the weight-only products. With more, a weight is dequantized once for all of them."""
 _GROUP = 32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows with weights of 8 bits, as they lie: integers, or fp8 (e4m3).
+"""Products of 1 to 32 rows with weights of 8 bits, as they lie: integers, or fp8 (e4m3).
 
     y = (x Qᵀ) ⊙ s + b          Q: `[outputs, inputs]` of 8 bits, s: an fp32 scale for each output
 
@@ -34,10 +34,12 @@ from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 MOST_WEIGHTS = 3
 OUTPUTS_OF_PROGRAM = 32
 _INPUTS_AT_ONCE = 256
+_MANY_ROWS = 16
+"""With more rows than these, x takes so much shared memory that a program reads half as many inputs at once."""
 WARPS = 2
 """One for every 16 outputs: with more, two warps would widen the same numbers."""
 _MOST_SPLITS = 16
@@ -114,7 +116,7 @@ def byte_product_launches(
     With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
 
     Args:
-        x: `[rows, inputs]`, dense along the inputs, bf16 or fp16; at most 16 rows.
+        x: `[rows, inputs]`, dense along the inputs, bf16 or fp16; at most 32 rows.
         weights: one to three tensors Q, `[outputs, inputs]`, contiguous, all int8 or all fp8 (e4m3).
         scales: one tensor s for each weight, `[outputs, 1]`, fp32, contiguous.
         biases: one tensor b for each weight, `[outputs]`; empty for no biases.
@@ -125,9 +127,9 @@ def byte_product_launches(
         weights = [weight.view(torch.int8) for weight in weights]
     constants: dict[str, Any] = {
         "FP8": is_fp8,
-        "ROWS": MOST_ROWS,
+        "ROWS": _MANY_ROWS if len(x) <= _MANY_ROWS else MOST_ROWS,
         "OUTPUTS": OUTPUTS_OF_PROGRAM,
-        "INPUTS": _INPUTS_AT_ONCE,
+        "INPUTS": _INPUTS_AT_ONCE // share_at_once(len(x)),
     }
     tiles = programs(weights)
     splits = splits_of(tiles, x.shape[1])
@@ -135,6 +137,11 @@ def byte_product_launches(
     arguments = joint_arguments(x, weights, scales, biases, y) | {"y": sums, "splits": splits}
     product = Launch(byte_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=4)
     return [product] if splits == 1 else [product, sum_launch(sums, y)]
+
+
+def share_at_once(rows: int) -> int:
+    """Return by what number a kernel divides the inputs that a program reads at once, 1 or 2. Sums are the same."""
+    return 1 if rows <= _MANY_ROWS else 2
 
 
 def sum_launch(parts: Tensor, y: Tensor) -> Launch:
@@ -210,7 +217,7 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
     """Return y = (x Qᵀ) ⊙ s + b, `[…, sum of the outputs]`, side by side for all weights Q.
 
     Args:
-        x: `[…, inputs]`, bf16 or fp16; at most 16 rows in all.
+        x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.
         weights: one to three tensors, `[outputs, inputs]`, contiguous, all int8 or all fp8 (e4m3).
         scales: one tensor for each weight, `[outputs, 1]`, fp32, contiguous.
         biases: one tensor for each weight, `[outputs]`; empty for no biases.

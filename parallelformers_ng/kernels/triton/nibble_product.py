@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows with weights of 4 bits, in groups of 32 inputs with a scale each, as they lie.
+"""Products of 1 to 32 rows with weights of 4 bits, in groups of 32 inputs with a scale each, as they lie.
 
     y = x Wᵀ + b           W = Q ⊙ s, rounded to the data type of x
     Q: `[outputs, inputs / 2]`, two numbers in a byte, the first one in its low bits; s: `[outputs, inputs / 32]`
@@ -25,20 +25,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.byte_product import (
-    MOST_ROWS,
     OUTPUTS_OF_PROGRAM,
     WARPS,
     joint_arguments,
     programs,
+    share_at_once,
     splits_of,
     sum_launch,
 )
-from parallelformers_ng.kernels.triton.launch import Launch, operator
+from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 
 GROUP = 32
 _GROUPS_AT_ONCE = 8
-_FEW_ROWS = 8
-"""Least rows of a product of tensor cores: the kernel does not read 16 rows of x where 8 hold all."""
+_LEAST_ROWS = 8
+"""Least rows of a product of tensor cores."""
 
 _TWO_AT_ONCE = """
 {{
@@ -155,7 +155,7 @@ def nibble_product_launches(
     With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
 
     Args:
-        x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 16 rows.
+        x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows.
         weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
             low bits are the first integer.
         scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
@@ -167,9 +167,9 @@ def nibble_product_launches(
     group_step = math.gcd(groups, _GROUPS_AT_ONCE)
     constants: dict[str, Any] = {
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
-        "ROWS": _FEW_ROWS if len(x) <= _FEW_ROWS else MOST_ROWS,
+        "ROWS": max(_LEAST_ROWS, power_of_two(len(x))),
         "OUTPUTS": OUTPUTS_OF_PROGRAM,
-        "GROUPS": _GROUPS_AT_ONCE,
+        "GROUPS": _GROUPS_AT_ONCE // share_at_once(len(x)),
         "GROUP_STEP": group_step,
     }
     tiles = programs(weights)
@@ -186,7 +186,7 @@ def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biase
     """Return y = x Wᵀ + b, `[…, sum of the outputs]`, side by side for all weights W = Q ⊙ s.
 
     Args:
-        x: `[…, inputs]`, bf16 or fp16; at most 16 rows in all.
+        x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.
         weights: one to three tensors Q, `[outputs, inputs / 2]`, contiguous, uint8. A byte has two 4-bit integers; its
             low bits are the first integer.
         scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
