@@ -112,16 +112,12 @@ def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False
-    if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
+    present = [norm for norm in norms if norm is not None]
+    if not all(isinstance(norm, FusedRMSNorm) for norm in present):
         return False
     if any(isinstance(linear, StreamingQuantizedLinear) and not linear.is_read for linear in linears):
         return False
-    flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
-    tensors = [tensor for tensor in flat if tensor is not None]
-    dtype = data_type_of(linears[0])
-    return (
-        dtype in KINDS
-        and all(data_type_of(linear) is dtype for linear in linears)
-        and all(tensor.dtype is dtype for tensor in tensors)
-        and all(t.is_cpu and t.stride(-1) == 1 for t in [*map(matrix_of, linears), *tensors])
-    )
+    tensors = [linear.bias for linear in linears if linear.bias is not None] + [norm.weight for norm in present]
+    dtypes = {*map(data_type_of, linears), *(tensor.dtype for tensor in tensors)}
+    is_dense = all(t.is_cpu and t.stride(-1) == 1 for t in [*map(matrix_of, linears), *tensors])
+    return is_dense and len(dtypes) == 1 and dtypes <= KINDS.keys()
