@@ -17,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import measure
 from parallelformers_ng.kernels.installation import install
-from parallelformers_ng.kernels.operators import MOST_ROWS, with_kernel
+from parallelformers_ng.kernels.operators import MOST_ROWS
+from parallelformers_ng.kernels.sdpa import with_kernel
 
 NBYTES = 256 << 20
 LAYERS = [(1024, 1024), (3072, 512), (576, 768)]  # inputs, outputs

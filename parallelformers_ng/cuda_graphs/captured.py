@@ -7,10 +7,6 @@ later calls. A recording uses fixed memory: buffers for arguments, and a cache w
 Batches are padded to buckets of 1, 2, 4, 8, … rows. A cache has memory for all rows of its bucket. A call with fewer
 rows uses the first rows: the prefill and the reordering of beams see a view of the call's rows, while the recorded
 step computes all rows. Rows do not influence each other, and the results of unused rows are discarded.
-
-Every recording is tested. A recording may freeze more than shapes, for example a position that Python code counts, and
-then gives wrong logits at another position. The first two steps of a recording therefore run twice from the same state:
-from the recording and normally. The logits must agree.
 """
 
 from __future__ import annotations
@@ -20,132 +16,21 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
+from parallelformers_ng.cuda_graphs.captured_step import CapturedStep, Forward
 from parallelformers_ng.cuda_graphs.kernel_trial import KernelTrial
-from parallelformers_ng.cuda_graphs.masks import masks_converted_once
-from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, KeptAlive, StepArguments, Uncapturable
+from parallelformers_ng.cuda_graphs.recorder import CaptureCheck, CudaRecorder, StepArguments, Uncapturable
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, unsupported_layer
 from parallelformers_ng.errors import GroupError
 from parallelformers_ng.sharding.cache_names import CACHE
 
-Forward = Callable[..., Any]
-"""Type of a model's `forward`."""
-
-PROOFS = 2
-"""Number of steps that run from a recording and normally, to compare their logits."""
-
 MOST_KINDS_OF_STEP = 64
 """Maximum number of recordings of one cache. A model that needs more recordings passes a different
 number to each step."""
-
-
-class CapturedStep:
-    """A recorded decode step and its argument buffers.
-
-    Args:
-        run: `forward` of the model.
-        arguments: arguments of the step, with the cache.
-        reusable: the cache of the step.
-        width: number of rows that the recording computes.
-        recorder: recorder of the step.
-        communicator: communicator of the ranks, whose collectives are part of the recording.
-
-    Attributes:
-        proofs_left: number of steps that still have to compare the recording with the normal step.
-
-    Raises:
-        Exception: an operation of the step cannot be recorded.
-    """
-
-    def __init__(
-        self,
-        run: Forward,
-        arguments: StepArguments,
-        reusable: ReusableCache,
-        width: int,
-        recorder: CudaRecorder,
-        communicator: Communicator,
-    ) -> None:
-        self.proofs_left = PROOFS
-        self._cache = reusable
-        self._communicator = communicator
-        self._recorder = recorder
-        self._buffers = arguments.buffers(width)
-        self._feed(arguments)
-        buffered, self._kept = arguments.with_tensors(self._buffers), KeptAlive()
-
-        def step() -> Any:
-            with self._kept:
-                return run(**buffered)
-
-        with reusable.widened(width), masks_converted_once():
-            output, self._graph = recorder.record(step)
-        self._kind = type(output)
-        self._logits = output.logits
-        self._names = tuple(output.keys())
-
-    def destroy(self) -> None:
-        """Destroy the recording and free its device memory, even if other objects refer to this step."""
-        self._recorder.destroy(self._graph)
-        del self._graph, self._logits, self._kept, self._buffers
-
-    def run(self, arguments: StepArguments) -> Any:
-        """Replay the recording, and return the step's output: logits `[rows, tokens, vocabulary]` and the cache.
-
-        Args:
-            arguments: arguments of the step, with the shapes of the recorded arguments, and at most as many rows.
-
-        Raises:
-            CollectiveAbortedError: the group was aborted.
-        """
-        logits = self._compute(arguments)
-        self._cache.advance()
-        values = {"logits": logits, CACHE: self._cache.cache}
-        return self._kind(**{name: values[name] for name in self._names})
-
-    def prove(self, run: Forward, arguments: StepArguments) -> tuple[Any, str]:
-        """Run a step from the recording and normally, and compare the logits.
-
-        The logits agree if the largest difference is at most 1e-4 of the largest logit in float32 and float64, 2e-2 in
-        other types. The cache then has the tokens of the normal step.
-
-        Args:
-            run: `forward` of the model.
-            arguments: arguments of the step.
-
-        Returns:
-            (output of the normal step, difference): the difference is a text, "" if the logits agree.
-
-        Raises:
-            CollectiveAbortedError: the group was aborted.
-            Exception: the error of `run`.
-        """
-        before = self._cache.snapshot()
-        result = self._compute(arguments)
-        for tensor, saved in before:
-            tensor.copy_(saved)
-        output = run(**arguments.given)
-        want = output.logits
-        tolerance = (1e-4 if want.dtype in (torch.float32, torch.float64) else 2e-2) * want.abs().max()
-        self.proofs_left -= 1
-        agree = bool((result - want).abs().max() <= tolerance)
-        return output, "" if agree else "a recorded step gives other logits than the step as it is"
-
-    def _compute(self, arguments: StepArguments) -> Tensor:
-        self._feed(arguments)
-        with self._communicator.launching():
-            self._graph.replay()
-        return self._logits[: arguments.rows].clone()  # the next replay overwrites the logits
-
-    def _feed(self, arguments: StepArguments) -> None:
-        """Copy the arguments into the buffers; unused rows of a buffer keep their initial values."""
-        for buffer, tensor in zip(self._buffers, arguments.tensors, strict=True):
-            (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor)
 
 
 class CapturedSteps:

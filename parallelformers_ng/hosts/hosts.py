@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
-from parallelformers_ng.hosts.agent import VERSIONS, machine, purpose
+from parallelformers_ng.hosts.agent import machine, purpose
+from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
@@ -23,49 +24,6 @@ from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
 
 _CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
-
-
-class Launcher:
-    """Base class of an object that starts an agent on each host of one group.
-
-    Attributes:
-        key: secret key of the group, which the agents know.
-        threads: CPU threads of each rank; None divides the CPUs of each host among its ranks.
-    """
-
-    key: bytes
-    threads: int | None = None
-
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
-        """Start the agents. A thread of the group calls this method.
-
-        Args:
-            world_size: number of ranks of the group.
-            device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
-                must be the devices of its ranks.
-            deadline: latest time of the start, in seconds of `time.monotonic`.
-            check: function that raises if waiting is useless; the method must call `check` a few times each second.
-
-        Returns:
-            (listener to which the agents connect, number of ranks of each host).
-
-        Raises:
-            StartupError: the agents cannot be started, or were not started before the deadline.
-            OSError: this process cannot listen for the agents. The group then raises StartupError.
-        """
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise StartupError if a started agent has ended and so can no longer connect; by default, do nothing."""
-
-    def close(self, patient: bool) -> None:
-        """Release the resources of the ended group. Idempotent. By default, do nothing.
-
-        Args:
-            patient: whether to wait until the agents end by themselves; all agents know the end of the group.
-        """
 
 
 class Hosts:
@@ -220,7 +178,7 @@ class Hosts:
                 unmet.callback(connection.close)
             for number, count in enumerate(counts):
                 devices = count if order["device"] == "cuda" else 0
-                self._hosts.append(_host_of(*connections[number], devices, deadline))
+                self._hosts.append(Host.of(*connections[number], devices, deadline))
             unmet.pop_all()
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
@@ -329,26 +287,3 @@ class Hosts:
             for other in self._hosts if generation == self._generation else ():
                 if other is not host:
                     other.say("abort", reason)
-
-
-def _host_of(connection: socket.socket, session: Session, devices: int, deadline: float) -> Host:
-    """Return the host of an agent that has connected.
-
-    Raises:
-        StartupError: the host and this process have different versions of a library, or the host has fewer CUDA devices
-            than its ranks need.
-    """
-    control = SignedChannel(connection, session)
-    _, _, hello = control.recv(deadline)
-    for library, version in VERSIONS.items():
-        if hello["versions"].get(library) != version:
-            raise StartupError(
-                f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process has {version};"
-                " install the same version on all hosts, because modules are sent pickled"
-            )
-    if hello["devices"] < devices:
-        raise StartupError(
-            f"host {hello['name']} has {hello['devices']} CUDA devices for {devices} ranks; use fewer ranks per host,"
-            " check whether CUDA_VISIBLE_DEVICES hides devices, or pass workers={'device': 'cpu'}"
-        )
-    return Host(hello["name"], control, hello["machine"], hello["listens"])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
-from parallelformers_ng.hosts.hosts import Launcher
+from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError
+from parallelformers_ng.errors import ChannelClosedError, RequestTimeoutError, StartupError
+from parallelformers_ng.hosts.agent import VERSIONS
 from parallelformers_ng.runtime.spawn import REAP_SECONDS
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import LOST_SECONDS
-from parallelformers_ng.wire.signed import SignedChannel
+from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import Channel
 
 STEER_SECONDS = 10.0  # maximum time for an agent to receive a command
@@ -41,6 +43,34 @@ class Host:
     pids: list[int] = field(default_factory=list)
     is_lost: bool = False
     sending: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, connection: socket.socket, session: Session, devices: int, deadline: float) -> Host:
+        """Return the host of an agent that has connected.
+
+        Args:
+            connection, session: connection to the agent.
+            devices: number of CUDA devices that the ranks of the host need.
+            deadline: latest time of the agent's first message, in seconds of `time.monotonic`.
+
+        Raises:
+            StartupError: the host and this process have different versions of a library, or the host has fewer CUDA
+                devices than its ranks need.
+        """
+        control = SignedChannel(connection, session)
+        _, _, hello = control.recv(deadline)
+        for library, version in VERSIONS.items():
+            if hello["versions"].get(library) != version:
+                raise StartupError(
+                    f"host {hello['name']} has {library} {hello['versions'].get(library)}, and this process has"
+                    f" {version}; install the same version on all hosts, because modules are sent pickled"
+                )
+        if hello["devices"] < devices:
+            raise StartupError(
+                f"host {hello['name']} has {hello['devices']} CUDA devices for {devices} ranks; use fewer ranks per"
+                " host, check whether CUDA_VISIBLE_DEVICES hides devices, or pass workers={'device': 'cpu'}"
+            )
+        return cls(hello["name"], control, hello["machine"], hello["listens"])
 
     def say(self, *words: Any) -> None:
         """Send a command to the agent, for up to 10 s; do nothing if the agent cannot be reached.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
-from parallelformers_ng.hosts.hosts import Launcher
+from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 

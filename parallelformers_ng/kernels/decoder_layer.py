@@ -1,52 +1,35 @@
 """Runs Llama's decoder layer, and its many copies in transformers, for new tokens in C.
 
-A layer has two halves: `x + attention(norm(x))` and `x + feed_forward(norm(x))`. For each half, the rank calls one C
-function of `_layer.h` and one sum over the ranks. Per layer, these calls replace about fifty operators of the modelling
-code. If the kernel cannot compute a layer, the original modules compute the layer. Examples are gradients, hooks, other
-caches, and too many tokens.
+A layer has two halves (`layer_halves.py`). Per layer, their two calls of C replace about fifty operators of the
+modelling code. If the kernel cannot compute a layer, the original modules compute the layer. Examples are gradients,
+hooks, other caches, and too many tokens.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.generation.in_place_cache import extended
+from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, is_step
 from parallelformers_ng.kernels.operators import (
     KINDS,
-    MOST_ROWS,
-    MOST_ROWS_OF_INTEGERS,
     FusedRMSNorm,
-    Guard,
     StreamingLinear,
     StreamingQuantizedLinear,
-    _decode,
     data_type_of,
-    fits_mask,
-    is_usual,
-    mask_arguments,
-    matrix_arguments,
     matrix_of,
     may_serve,
     shape_of,
-    spans_of,
 )
 from parallelformers_ng.kernels.recognition import is_gated_feed_forward, is_silu, normed_heads
 from parallelformers_ng.sharding.cache_names import CACHE
-from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.layers import parallel_class
 from parallelformers_ng.sharding.linear import RowParallel
 
 _COLUMNS = (StreamingLinear, StreamingQuantizedLinear)
 _LAST = (*_COLUMNS, *(parallel_class(RowParallel, cls) for cls in _COLUMNS))
-HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""Arguments of a layer that do not change the result for new tokens over a cache."""
 
 
 class FusedDecoderLayer(nn.Module):
@@ -74,7 +57,7 @@ class FusedDecoderLayer(nn.Module):
         parameter is replaced or moved."""
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
-            known = self.__dict__["_kernel_halves"] = AttentionHalf.of(self), FeedHalf.of(self)
+            known = self.__dict__["_kernel_halves"] = _attention_half(self), _feed_half(self)
         return known
 
     def forget(self) -> None:
@@ -82,367 +65,45 @@ class FusedDecoderLayer(nn.Module):
         self.__dict__.pop("_kernel_halves", None)
 
 
-def is_step(hidden: Tensor) -> bool:
-    """Return whether a tensor is a contiguous, non-empty `[batch, tokens, hidden]` on the CPU."""
-    return hidden.ndim == 3 and hidden.is_cpu and hidden.is_contiguous() and hidden.numel() > 0
-
-
-class _Half:
-    """The kernel's arguments for one half of a decoder layer.
-
-    Args:
-        above: modules that the kernel replaces, apart from `linears` and `norms`.
-        linears: linear layers in the kernel's order; the outputs of the last layer are summed over the ranks.
-        norms: norms in the kernel's order; None for a norm that the layer does not have.
-    """
-
-    def __init__(
-        self, above: Sequence[nn.Module], linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]
-    ) -> None:
-        present = [norm for norm in norms if norm is not None]
-        names = ("weight", "weight" + SCALE, "bias")
-        parameters: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
-        parameters += [(norm, "weight") for norm in present]
-        self.guard = Guard(parameters, (*above, *linears, *present))
-        last = linears[-1]
-        self.communicator = last.communicator if isinstance(last, RowParallel) else None
-        self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
-        is_quantized = any(isinstance(linear, StreamingQuantizedLinear) for linear in linears)
-        self.most_rows = (MOST_ROWS_OF_INTEGERS if is_quantized else MOST_ROWS)[self.dtype]
-        self.kind = KINDS[self.dtype]
-        weights: list[Any] = [None if norm is None else norm._parameters["weight"] for norm in norms]
-        self.static = (
-            *chain.from_iterable(map(matrix_arguments, linears)),
-            *(0 if weight is None else weight.data_ptr() for weight in weights),
+def _attention_half(layer: Any) -> AttentionHalf | None:
+    """Return the attention half of a decoder layer; None if the kernel cannot compute the half."""
+    attention = layer.self_attn
+    kind: type = type(attention)
+    normed = normed_heads(kind)
+    if normed is None:
+        return None
+    norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
+    linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    if not _are_readable(linears, norms):
+        return None
+    q, k, v, o = map(shape_of, linears)
+    width, shared = attention.head_dim, attention.num_key_value_groups
+    fits = (
+        width % 2 == 0
+        and k == v
+        and k[0] > 0
+        and k[0] % width == 0
+        and q == (k[0] * shared, k[1])
+        and o == (q[1], q[0])
+        and all(
+            norm is None or norm.weight.shape == (size,) for norm, size in zip(norms, (q[1], width, width), strict=True)
         )
-        self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
-
-    def unless_patched(self) -> Self | None:
-        """Return this half of the layer; None if a module object has its own forward, which the kernel would skip."""
-        return None if self.guard.patched else self
-
-    def may_stand_for_modules(self, hidden: Tensor) -> bool:
-        """Return whether the kernel can compute an input, `[batch, tokens, hidden]`, and no module has a hook to
-        run."""
-        batch, tokens, width = hidden.shape
-        fits = hidden.dtype is self.dtype and width == self.hidden and batch * tokens <= self.most_rows
-        return fits and not self.guard.has_hooks()
-
-    def summed(self, partial: Tensor) -> Tensor:
-        """Return the sum of `partial` over the ranks."""
-        return partial if self.communicator is None else self.communicator.all_reduce(partial)
+    )
+    return AttentionHalf(attention, linears, norms).unless_patched() if fits else None
 
 
-class AttentionHalf(_Half):
-    """The attention half of a layer: norm, projections, rotary positions, cache update and attention.
-
-    Args:
-        attention: attention module of the layer.
-        linears: projections of queries, keys, values and outputs.
-        norms: norm of the layer's input, of each head's query and of each head's key; None for a missing norm.
-
-    Attributes:
-        guard: check that the parameters are the same tensors as before, and that no module has a hook.
-        communicator: communicator of the ranks whose outputs are summed; None if the last linear layer is not
-            row-parallel.
-        hidden: width of the hidden states.
-        dtype, kind: data type of the computation, and its number in `KINDS`.
-        static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
-        epsilons: ε of each norm; 0 for a missing norm.
-        layer_idx: index of the layer in the cache.
-        config: configuration of the attention module.
-        width: width of a head.
-        heads: number of this rank's query heads.
-        scaling: factor of the scores.
-        is_causal: whether a token sees only itself and earlier tokens.
-    """
-
-    def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
-        super().__init__((attention,), linears, norms)
-        self.layer_idx = attention.layer_idx
-        self.config = attention.config
-        self.width = attention.head_dim
-        self.heads, self._kv_heads = (shape_of(linear)[0] // self.width for linear in linears[:2])
-        self.static += (self.hidden, self.heads, self._kv_heads, self.width)
-        self.scaling = attention.scaling
-        self.is_causal = getattr(attention, "is_causal", True) is True
-
-    @classmethod
-    def of(cls, layer: Any) -> AttentionHalf | None:
-        """Return the attention half of a decoder layer; None if the kernel cannot compute the half."""
-        attention = layer.self_attn
-        kind: type = type(attention)
-        normed = normed_heads(kind)
-        if normed is None:
-            return None
-        norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        if not _are_readable(linears, norms):
-            return None
-        q, k, v, o = map(shape_of, linears)
-        width, shared = attention.head_dim, attention.num_key_value_groups
-        fits = (
-            width % 2 == 0
-            and k == v
-            and k[0] > 0
-            and k[0] % width == 0
-            and q == (k[0] * shared, k[1])
-            and o == (q[1], q[0])
-            and all(
-                norm is None or norm.weight.shape == (size,)
-                for norm, size in zip(norms, (q[1], width, width), strict=True)
-            )
-        )
-        return cls(attention, linears, norms).unless_patched() if fits else None
-
-    def step_for(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **others: Any,
-    ) -> Step | None:
-        """Return the step for `run`, made from a layer's arguments; None if the kernel cannot compute the step.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            attention_mask: mask for new tokens over all tokens, `[batch or 1, heads or 1, tokens, all tokens]`; bool,
-                or numbers that are added to the scores.
-            position_embeddings: cosines and sines of the positions, `[batch or 1, tokens, width]` each.
-            others: further arguments of the layer, by name; one is the cache.
-        """
-        cache = others.pop(CACHE, None)
-        if (
-            not self.may_stand_for_modules(hidden)
-            or type(cache) is not DynamicCache
-            or cache.offloading
-            or position_embeddings is None
-            or any(others[name] is not None and others[name] is not False for name in others.keys() - HARMLESS)
-        ):
-            return None
-        batch, queries, _ = hidden.shape
-        step = Step.of(self, (batch, queries), position_embeddings, attention_mask)
-        return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
-
-    def may_extend(self, cache: DynamicCache, step: Step) -> bool:
-        """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens.
-
-        Args:
-            cache: cache of the step.
-            step: the step, with the numbers of sequences and of new tokens.
-        """
-        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-        if type(layer) is not DynamicLayer:
-            return False
-        if not layer.is_initialized:
-            return step.tokens == step.queries
-        keys, values = layer.keys, layer.values
-        if keys.ndim != 4 or keys.dtype is not self.dtype or values.dtype is not self.dtype:
-            return False
-        batch, heads, tokens, width = shape = keys.shape
-        return (
-            values.shape == shape
-            and (batch, heads, width) == (step.sequences, self._kv_heads, self.width)
-            and step.tokens in (None, tokens + step.queries)
-        )
-
-    def run(self, hidden: Tensor, step: Step, cache: DynamicCache) -> Tensor:
-        """Append the new keys and values to the cache, and return attention's output without the residual.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            step: the step from `step_for`.
-            cache: cache of the step.
-
-        Returns:
-            Attention's output, `[batch, tokens, hidden]`, summed over the ranks.
-        """
-        out, cache_arguments = torch.empty_like(hidden), self.lengthen(cache, step)
-        _decode.attention_half(
-            *self.static, *cache_arguments, hidden.data_ptr(), out.data_ptr(), *step.arguments, self.tokens_in(cache),
-            self.kind, *self.epsilons, self.scaling,
-        )  # fmt: skip
-        return self.summed(out)
-
-    def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
-        """Make room for new tokens in this layer's keys and values of the cache.
-
-        Args:
-            cache: cache of the step.
-            step: the step, with the numbers of sequences and of new tokens.
-
-        Returns:
-            Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and
-            of values. The numbers are in the order of the kernel's arguments.
-        """
-        layer: Any = cache.layers[self.layer_idx]
-        like = None
-        if not layer.is_initialized:
-            like = torch.empty(1, dtype=self.dtype).expand(step.sequences, self._kv_heads, step.queries, self.width)
-            layer.lazy_initialization(like, like)
-        keys, values = extended(layer, step.queries, like, like)
-        return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
-
-    def tokens_in(self, cache: DynamicCache) -> int:
-        """Return the number of tokens that the cache has for this layer."""
-        layer: Any = cache.layers[self.layer_idx]
-        return int(layer.keys.shape[2]) if layer.is_initialized else 0
-
-
-class Step:
-    """Kernel arguments that all layers of one step share.
-
-    Args:
-        shared: configuration; cosines and sines of the positions, `[sequences or 1, queries, width]` each; and mask or
-            None.
-        sizes: (sequences, queries), data type, width of a head, and number of query heads.
-
-    Attributes:
-        sequences, queries: number of sequences, and number of new tokens of each sequence.
-        tokens: number of tokens of each sequence, new tokens included; None if any number fits.
-        fits: whether the kernel can compute attention in this step; if not, `arguments` is missing.
-        arguments: addresses, strides and counts, in the order of the kernel's arguments.
-    """
-
-    # A list, because a thread that reads a class attribute could get an old value that another thread has just freed.
-    _latest: ClassVar[list[Step]] = []
-
-    @classmethod
-    def of(
-        cls, half: AttentionHalf, shape: tuple[int, int], positions: tuple[Tensor, Tensor], mask: Tensor | None
-    ) -> Step:
-        """Return the step for `half`: the latest step if the arguments are the same objects, and otherwise a new step.
-        All layers get the same objects from transformers.
-
-        Args:
-            half: the attention half of any layer.
-            shape: number of sequences, and number of new tokens of each sequence.
-            positions: cosines and sines of the positions, `[sequences or 1, queries, width]` each.
-            mask: attention mask, `[sequences or 1, heads or 1, queries, tokens]`, or None.
-        """
-        shared, sizes = (half.config, positions, mask), (shape, half.dtype, half.width, half.heads)
-        for latest in cls._latest:
-            if sizes == latest._sizes and all(map(operator.is_, shared, latest._shared)):
-                return latest
-        step = cls(shared, sizes)
-        cls._latest[:] = [step]
-        return step
-
-    @classmethod
-    def forget(cls) -> None:
-        """Drop the references to the latest step and its tensors."""
-        cls._latest.clear()
-
-    def __init__(
-        self,
-        shared: tuple[Any, tuple[Tensor, Tensor], Tensor | None],
-        sizes: tuple[tuple[int, int], torch.dtype, int, int],
-    ) -> None:
-        # While these references exist, no new object can have the same id.
-        self._shared, self._sizes = shared, sizes
-        config, rotations, mask = shared
-        (self.sequences, self.queries), dtype, width, heads = sizes
-        # Without a mask, several new tokens see no cached tokens: transformers passes a mask if the cache has tokens.
-        self.tokens = mask.shape[-1] if mask is not None else None if self.queries == 1 else self.queries
-        self.fits = (
-            config._attn_implementation == "sdpa"
-            and is_usual()
-            and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
-            and self._reads(mask, dtype, heads)
-        )
-        if self.fits:
-            cos, sin = rotations
-            batches = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
-            spans = (0, self.sequences) if self._spans is None else (self._spans.data_ptr(), len(self._spans))
-            self.arguments = (
-                cos.data_ptr(), sin.data_ptr(), *batches, cos.stride(1), sin.stride(1),
-                *mask_arguments(mask if self._spans is None else None), *spans,
-                self.queries, self.sequences * self.queries,
-            )  # fmt: skip
-
-    def _reads(self, mask: Tensor | None, dtype: torch.dtype, heads: int) -> bool:
-        """Return whether the kernel can read a mask, and set `_spans`. A causal mask, with or without padding on the
-        left, becomes spans: hidden tokens then take no time and change no sum."""
-        self._spans: Tensor | None = None
-        sequences, queries = self.sequences, self.queries
-        if mask is None and queries == 1:
-            return True
-        spans = torch.zeros(sequences, 5, dtype=torch.int64)
-        if mask is None:
-            spans[:, 0] = torch.arange(sequences)
-            spans[:, 2], spans[:, 3], spans[:, 4] = queries, spans[:, 0] * queries, queries
-            self._spans = spans
-            return True
-        if (
-            mask.shape[0] in (1, sequences)
-            and mask.shape[2] == queries
-            and spans_of(mask.expand(sequences, -1, -1, -1), spans)
-        ):
-            self._spans = spans
-            return True
-        return queries == 1 and fits_mask(mask, dtype, sequences, heads, mask.shape[-1])
-
-
-def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether a tensor has cosines or sines for new tokens of the shape `[sequences, tokens, width]`."""
-    one_of_each = angles.ndim == 3 and angles.shape[0] in (1, shape[0]) and angles.shape[1:] == shape[1:]
-    return one_of_each and angles.dtype is dtype and angles.stride(2) == 1
-
-
-class FeedHalf(_Half):
-    """The feed-forward half of a layer: residual, norm and gated feed-forward.
-
-    Args:
-        mlp: feed-forward module of the layer.
-        linears: gate, up and down projection.
-        norms: norm of the feed-forward's input, alone in a sequence.
-
-    Attributes:
-        guard: check that the parameters are the same tensors as before, and that no module has a hook.
-        communicator: communicator of the ranks whose outputs are summed; None if the last linear layer is not
-            row-parallel.
-        hidden: width of the hidden states.
-        dtype, kind: data type of the computation, and its number in `KINDS`.
-        static: addresses and sizes that are equal for all steps, in the order of the kernel's arguments.
-        epsilons: ε of each norm; 0 for a missing norm.
-    """
-
-    def __init__(self, mlp: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm]) -> None:
-        super().__init__((mlp, mlp.act_fn), linears, norms)
-        self.static += (self.hidden, shape_of(linears[0])[0])
-
-    @classmethod
-    def of(cls, layer: Any) -> FeedHalf | None:
-        """Return the feed-forward half of a decoder layer; None if the kernel cannot compute the half."""
-        mlp = layer.mlp
-        kind: type = type(mlp)
-        if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
-            return None
-        linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
-        if not _are_readable(linears, norms):
-            return None
-        gate, up, down = map(shape_of, linears)
-        fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
-        return cls(mlp, linears, norms).unless_patched() if fits else None
-
-    def fits(self, hidden: Tensor, attended: Tensor) -> bool:
-        """Return whether the kernel can read the layer's input and attention's output, `[batch, tokens, hidden]`."""
-        alike = attended.shape == hidden.shape and attended.dtype is hidden.dtype and attended.is_contiguous()
-        return alike and self.may_stand_for_modules(hidden)
-
-    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output, `[batch, tokens, hidden]`.
-
-        Args:
-            hidden: input of the layer, `[batch, tokens, hidden]`.
-            attended: attention's output, `[batch, tokens, hidden]`, summed over the ranks.
-        """
-        residual, out = torch.empty_like(hidden), torch.empty_like(hidden)
-        _decode.feed_half(
-            *self.static, hidden.data_ptr(), attended.data_ptr(), residual.data_ptr(), out.data_ptr(),
-            hidden.shape[0] * hidden.shape[1], self.kind, *self.epsilons,
-        )  # fmt: skip
-        return residual.add_(self.summed(out))
+def _feed_half(layer: Any) -> FeedHalf | None:
+    """Return the feed-forward half of a decoder layer; None if the kernel cannot compute the half."""
+    mlp = layer.mlp
+    kind: type = type(mlp)
+    if not is_gated_feed_forward(kind) or not is_silu(type(mlp.act_fn)):
+        return None
+    linears, norms = (mlp.gate_proj, mlp.up_proj, mlp.down_proj), (layer.post_attention_layernorm,)
+    if not _are_readable(linears, norms):
+        return None
+    gate, up, down = map(shape_of, linears)
+    fits = gate == up and down == (gate[1], gate[0]) and gate[0] > 0 and norms[0].weight.shape == (gate[1],)
+    return FeedHalf(mlp, linears, norms).unless_patched() if fits else None
 
 
 def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
@@ -451,16 +112,12 @@ def _are_readable(linears: Sequence[Any], norms: Sequence[Any]) -> bool:
     *columns, last = linears
     if not all(type(linear) in _COLUMNS for linear in columns) or type(last) not in _LAST:
         return False
-    if not all(norm is None or isinstance(norm, FusedRMSNorm) for norm in norms):
+    present = [norm for norm in norms if norm is not None]
+    if not all(isinstance(norm, FusedRMSNorm) for norm in present):
         return False
     if any(isinstance(linear, StreamingQuantizedLinear) and not linear.is_read for linear in linears):
         return False
-    flat = [linear.bias for linear in linears] + [None if norm is None else norm.weight for norm in norms]
-    tensors = [tensor for tensor in flat if tensor is not None]
-    dtype = data_type_of(linears[0])
-    return (
-        dtype in KINDS
-        and all(data_type_of(linear) is dtype for linear in linears)
-        and all(tensor.dtype is dtype for tensor in tensors)
-        and all(t.is_cpu and t.stride(-1) == 1 for t in [*map(matrix_of, linears), *tensors])
-    )
+    tensors = [linear.bias for linear in linears if linear.bias is not None] + [norm.weight for norm in present]
+    dtypes = {*map(data_type_of, linears), *(tensor.dtype for tensor in tensors)}
+    is_dense = all(t.is_cpu and t.stride(-1) == 1 for t in [*map(matrix_of, linears), *tensors])
+    return is_dense and len(dtypes) == 1 and dtypes <= KINDS.keys()

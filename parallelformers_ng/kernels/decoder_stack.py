@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.collectives.shared_memory import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
-from parallelformers_ng.kernels.decoder_layer import AttentionHalf, FeedHalf, FusedDecoderLayer, Step, is_step
+from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
+from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed

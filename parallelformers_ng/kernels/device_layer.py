@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticCache
 
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
-from parallelformers_ng.kernels.decoder_layer import HARMLESS, is_rotation
+from parallelformers_ng.kernels.layer_halves import HARMLESS, is_rotation
 from parallelformers_ng.kernels.on_devices import DeviceRMSNorm
 from parallelformers_ng.kernels.operators import Guard, is_usual, shape_of
 from parallelformers_ng.kernels.recognition import is_decoder_layer, is_gated_feed_forward, is_silu, normed_heads

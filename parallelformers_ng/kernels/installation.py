@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer, Step
+from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, LayersAsOne, with_layers_as_one
+from parallelformers_ng.kernels.layer_halves import Step
 from parallelformers_ng.kernels.operators import FusedRMSNorm, StreamingLinear, StreamingQuantizedLinear, _decode
 from parallelformers_ng.kernels.recognition import (
     ATTENTIONS,

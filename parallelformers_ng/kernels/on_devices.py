@@ -24,8 +24,9 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from parallelformers_ng.cuda_graphs.masks import added
-from parallelformers_ng.kernels.operators import is_plain_attention, may_serve
+from parallelformers_ng.kernels.operators import may_serve
 from parallelformers_ng.kernels.recognition import agree, fused_norm, mixed
+from parallelformers_ng.kernels.sdpa import is_plain_attention
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 

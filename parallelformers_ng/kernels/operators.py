@@ -7,12 +7,10 @@ cannot read. The kernels add in another order than torch, so results may differ 
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,71 +208,11 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
     return may_serve() and input.dtype in KINDS and weight.dtype is input.dtype and input.is_cpu and weight.is_cpu
 
 
-def install_attention() -> None:
-    """Make transformers' "sdpa" attention use the kernel for single queries, for all models of this process. Nothing
-    changes without a built kernel, with several torch threads, or at a second call."""
-    if _decode is not None and torch.get_num_threads() == 1:
-        usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if not hasattr(usual, "__wrapped__"):
-            ALL_ATTENTION_FUNCTIONS.register("sdpa", with_kernel(usual))
-
-
 def is_usual() -> bool:
     """Return whether "sdpa" is transformers' own function, with or without the kernel, and not a function of the
     user."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     return getattr(attention, "__wrapped__", attention) is sdpa_attention_forward
-
-
-def with_kernel(attention: Any) -> Any:
-    """Return a version of `attention`, a function of transformers' attention interface, that calls the kernel if the
-    kernel can compute the arguments."""
-
-    @functools.wraps(attention)
-    def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if (
-            may_serve()
-            and is_plain_attention(query, kwargs)
-            and _fits_attention(module, query, key, value, attention_mask)
-        ):
-            return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
-        return attention(module, query, key, value, attention_mask, **kwargs)
-
-    return forward
-
-
-def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of attention has one query, `[batch, heads, 1, width]`, and no options except a mask and a
-    scaling."""
-    return (
-        query.shape[2] == 1
-        and not any(kwargs.get(name) for name in ("dropout", "softcap", "output_attentions"))
-        and kwargs.get("position_bias") is None
-        and kwargs.get("cache") is None
-    )
-
-
-def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    batch, heads, _, width = query.shape
-    key_batch, kv_heads, tokens, key_width = key.shape
-    dtype = query.dtype
-    return (
-        dtype in KINDS
-        and key.dtype is dtype
-        and value.dtype is dtype
-        and key_batch == batch
-        and key_width == width
-        and value.shape[:3] == key.shape[:3]
-        and tokens > 0
-        and kv_heads > 0
-        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
-        and query.is_cpu
-        and key.is_cpu
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and (mask is None or fits_mask(mask, dtype, batch, heads, tokens))
-    )
 
 
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
@@ -289,20 +227,27 @@ def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: 
     )
 
 
-def spans_of(mask: Tensor, spans: Tensor) -> bool:
-    """Convert a causal mask, with or without padding on the left, into spans; return whether this was possible.
+def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None:
+    """Return the spans of a causal mask, with or without padding on the left; None if spans cannot express the mask.
 
     Args:
-        mask: mask of new tokens, bool `[sequences, 1, new tokens, tokens]`.
-        spans: output, int64 `[sequences, 5]`; each row becomes a `Span` of `_queries.h`.
+        mask: mask of new tokens, bool `[sequences or 1, 1, queries, tokens]`; None if a new token sees all earlier new
+            tokens and nothing else.
+        sequences: number of sequences.
+        queries: number of new tokens of each sequence.
+
+    Returns:
+        int64 `[sequences, 5]`; each row is a `Span` of `_queries.h`.
     """
-    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[1] != 1 or mask.stride(3) != 1:
-        return False
-    sequences, _, queries, tokens = mask.shape
-    if not 0 < queries <= tokens:
-        return False
-    arguments = mask.data_ptr(), mask.stride(0), mask.stride(2), sequences, queries, tokens, spans.data_ptr()
-    return bool(_decode.spans(*arguments))
+    if mask is None:
+        return torch.tensor([(b, 0, queries, b * queries, queries) for b in range(sequences)])
+    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
+        return None
+    if mask.shape[0] not in (1, sequences) or mask.shape[1:3] != (1, queries):
+        return None
+    spans, batch = torch.empty(sequences, 5, dtype=torch.int64), 0 if mask.shape[0] == 1 else mask.stride(0)
+    arguments = batch, mask.stride(2), sequences, queries, mask.shape[3], spans.data_ptr()
+    return spans if _decode.spans(mask.data_ptr(), *arguments) else None
 
 
 def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
@@ -311,24 +256,6 @@ def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
         return 0, 0, 0, _NO_MASK
     batch, head = (0 if mask.shape[dim] == 1 else mask.stride(dim) * mask.itemsize for dim in (0, 1))
     return mask.data_ptr(), batch, head, _BOOL_MASK if mask.dtype is torch.bool else _ADDED_MASK
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Compute attention of queries `[batch, heads, 1, width]` over keys `[batch, kv_heads, tokens, width]`.
-
-    Returns:
-        `[batch, 1, heads, value_width]`, contiguous.
-    """
-    batch, heads, _, width = query.shape
-    _, kv_heads, tokens, value_width = value.shape
-    out = query.new_empty((batch, 1, heads, value_width))
-    _decode.attention(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3],
-        *mask_arguments(mask), out.data_ptr(), 0, batch, batch, heads, kv_heads, tokens, width, value_width,
-        *query.stride()[:2], KINDS[query.dtype],
-        width**-0.5 if scaling is None else scaling,
-    )  # fmt: skip
-    return out
 
 
 class Guard:

@@ -6,7 +6,7 @@
 | keys and values of earlier sequences | `batching.prefixes.Prefixes` | attributes, configurations, adapters, hooks |
 | choice of kernels or modules | `cuda_graphs.kernel_trial.KernelTrial` | attributes, configurations, adapters, hooks |
 | modules that kernels replace | `kernels.installation.forget` | attributes, configurations, adapters, hooks |
-| configuration, mask and angles of the latest step | `kernels.decoder_layer.Step` | attributes, hooks |
+| configuration, mask and angles of the latest step | `kernels.layer_halves.Step` | attributes, hooks |
 | bounds of ids that were looked up on a device | `sharding.look_ups` | none; deleted with the model |
 
 Weights do not change while a model is parallelized. The rows of a batch and the caller's caches are not kept data. A

@@ -34,8 +34,8 @@ from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
-from parallelformers_ng.kernels import installation, on_devices
-from parallelformers_ng.kernels.operators import install_attention, serve_stock_code
+from parallelformers_ng.kernels import installation, on_devices, sdpa
+from parallelformers_ng.kernels.operators import serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
 from parallelformers_ng.live_code.packing import CodeChanges
@@ -90,7 +90,7 @@ class ModelRunner(RankWeights):
         self.code = AppliedChanges()
         self.kept = Kept()
         if device.type == "cpu":
-            install_attention()
+            sdpa.install()
             append_in_place()
         else:
             on_devices.install_attention()

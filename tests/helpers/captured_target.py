@@ -17,7 +17,7 @@ from tests.helpers.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and a GPU does not run them.
 runner_module.installation.install = lambda model, left=(): None
-runner_module.install_attention = lambda: None  # type: ignore[assignment]
+runner_module.sdpa.install = lambda: None  # type: ignore[assignment]
 
 
 class RecordedRunner(ModelRunner):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from parallelformers_ng.hosts import agent
-from parallelformers_ng.hosts.hosts import Launcher
+from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.wire.meeting import Listener, call
 
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from parallelformers_ng.kernels import decoder_layer, decoder_stack
+from parallelformers_ng.kernels import decoder_stack, layer_halves, operators
 from parallelformers_ng.kernels.installation import install
 
 LAYERS, VOCABULARY = 3, 97
@@ -47,9 +47,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             seen[name] += 1
             return getattr(kernel, name)
 
-    kernel = decoder_layer._decode
+    kernel = operators._decode
     install(LlamaForCausalLM(LlamaConfig(**TINY)))  # the first installation compares the kernels with transformers
-    for module in (decoder_layer, decoder_stack):
+    for module in (layer_halves, decoder_stack):
         monkeypatch.setattr(module, "_decode", Counting())
     return seen
 
@@ -80,7 +80,7 @@ def models(family: str, dtype: torch.dtype = torch.float32, as_one: bool = False
 
 def in_c(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """Return 1 if the kernels compute prompts of this size, 0 if torch does."""
-    return int(rows * tokens <= decoder_layer.MOST_ROWS[dtype])
+    return int(rows * tokens <= operators.MOST_ROWS[dtype])
 
 
 def prompt(rows: int, tokens: int = 7) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from parallelformers_ng.kernels import decoder_layer, installation
+from parallelformers_ng.kernels import installation, operators
 from tests.helpers.step_models import (
     FAMILIES,
     LAYERS,
@@ -32,7 +32,7 @@ from tests.helpers.step_models import (
     step,
 )
 
-pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -195,7 +195,7 @@ def test_states_of_another_width_raise_as_before(calls: Counter[str]) -> None:
 @FLOATS
 def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str]) -> None:
     _, fused = models("llama", dtype)
-    most = decoder_layer.MOST_ROWS[dtype]
+    most = operators.MOST_ROWS[dtype]
     generate(fused, rows=most, tokens=2)
     assert calls == {"attention_half": LAYERS, "feed_half": LAYERS}
     generate(fused, rows=most + 1, tokens=2)

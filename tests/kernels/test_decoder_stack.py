@@ -20,7 +20,7 @@ from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator, SingleCommunicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError
-from parallelformers_ng.kernels import decoder_layer
+from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.decoder_stack import DecoderStack
 from parallelformers_ng.kernels.installation import install
 from parallelformers_ng.kernels.operators import StreamingLinear, StreamingQuantizedLinear
@@ -45,7 +45,7 @@ from tests.helpers.step_models import (
     prompt,
 )
 
-pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from parallelformers_ng.kernels import decoder_layer
+from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.joint_pass import JointPass
 from parallelformers_ng.sharding.cache_names import CACHE
 from tests.helpers.step_models import FAMILIES, distance, models, prompt
 
-pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 LAST = [4, 6]
 """Index of the last token of each of the two prompts, which have padding behind them."""
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from parallelformers_ng.kernels import operators
-from parallelformers_ng.kernels.operators import MOST_ROWS, StreamingLinear, StreamingQuantizedLinear, with_kernel
+from parallelformers_ng.kernels.operators import MOST_ROWS, StreamingLinear, StreamingQuantizedLinear
+from parallelformers_ng.kernels.sdpa import with_kernel
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.quantized import hold
 from tests.helpers import step_models

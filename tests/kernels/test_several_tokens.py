@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from parallelformers_ng.kernels import decoder_layer
+from parallelformers_ng.kernels import operators
 from parallelformers_ng.kernels.operators import MOST_ROWS, spans_of
 from tests.helpers.step_models import FAMILIES, LAYERS, VOCABULARY, distance, models
 
-pytestmark = pytest.mark.skipif(decoder_layer._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -127,16 +127,16 @@ def causal(queries: int, tokens: int, first: int = 0) -> Tensor:
 @pytest.mark.parametrize(("queries", "tokens", "first"), [(1, 1, 0), (1, 9, 4), (5, 5, 0), (5, 9, 2), (4, 7, 5)])
 def test_spans_are_read_from_a_mask(queries: int, tokens: int, first: int) -> None:
     mask = torch.cat([causal(queries, tokens, first), causal(queries, tokens)])
-    spans = torch.zeros(2, 5, dtype=torch.int64)
-    assert spans_of(mask, spans)
+    spans = spans_of(mask, 2, queries)
+    assert spans is not None
     padding = max(0, first - (tokens - queries))
     assert spans.tolist() == [[0, first, tokens, padding, queries - padding], [1, 0, tokens, queries, queries]]
     for row in range(queries):
         for column in range(tokens):
             other = mask.clone()
             other[1, 0, row, column] ^= True
-            changed = torch.zeros(2, 5, dtype=torch.int64)
-            if spans_of(other, changed):  # the changed mask is causal, too
+            changed = spans_of(other, 2, queries)
+            if changed is not None:  # the changed mask is causal, too
                 begin = int(changed[1, 1])
                 assert torch.equal(other[1:], causal(queries, tokens, begin))
 

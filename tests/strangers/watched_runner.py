@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallelformers_ng.kernels.decoder_layer import Step
+from parallelformers_ng.kernels.layer_halves import Step
 from parallelformers_ng.worker.runner import ModelRunner
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from parallelformers_ng.kernels import operators
-from parallelformers_ng.kernels.operators import with_kernel
+from parallelformers_ng.kernels import sdpa
+from parallelformers_ng.kernels.sdpa import with_kernel
 
-pytestmark = pytest.mark.skipif(operators._decode is None, reason="the C kernel is not built")
+pytestmark = pytest.mark.skipif(sdpa._decode is None, reason="the C kernel is not built")
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 SIZES = [  # batch, query heads, query heads per key/value head, tokens, widths of keys and values
@@ -36,8 +36,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(arguments[19])
             kernel.attention(*arguments)
 
-    kernel = operators._decode
-    monkeypatch.setattr(operators, "_decode", Counting)
+    kernel = sdpa._decode
+    monkeypatch.setattr(sdpa, "_decode", Counting)
     return seen
 
 

@@ -1,0 +1,50 @@
+"""Defines the interface of launchers, which start the agents on the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parallelformers_ng.wire.meeting import Listener
+
+
+class Launcher:
+    """Base class of an object that starts an agent on each host of one group.
+
+    Attributes:
+        key: secret key of the group, which the agents know.
+        threads: CPU threads of each rank; None divides the CPUs of each host among its ranks.
+    """
+
+    key: bytes
+    threads: int | None = None
+
+    def start(
+        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
+    ) -> tuple[Listener, list[int]]:
+        """Start the agents. A thread of the group calls this method.
+
+        Args:
+            world_size: number of ranks of the group.
+            device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
+                must be the devices of its ranks.
+            deadline: latest time of the start, in seconds of `time.monotonic`.
+            check: function that raises if waiting is useless; the method must call `check` a few times each second.
+
+        Returns:
+            (listener to which the agents connect, number of ranks of each host).
+
+        Raises:
+            StartupError: the agents cannot be started, or were not started before the deadline.
+            OSError: this process cannot listen for the agents. The group then raises StartupError.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise StartupError if a started agent has ended and so can no longer connect; by default, do nothing."""
+
+    def close(self, patient: bool) -> None:
+        """Release the resources of the ended group. Idempotent. By default, do nothing.
+
+        Args:
+            patient: whether to wait until the agents end by themselves; all agents know the end of the group.
+        """
