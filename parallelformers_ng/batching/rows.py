@@ -188,7 +188,7 @@ class Rows:
             later_steps: number of steps that were launched after it.
         """
         rows = [row for row in launched.rows if row.outcome == GOES_ON]  # others ended in the step before
-        places = {row: place for row, place in zip(launched.rows, launched.places, strict=True)}
+        places = dict(zip(launched.rows, launched.places, strict=True))
         if launched.newest is None:
             self._newest = self._choose(rows, launched.logits, launched.places)
         else:

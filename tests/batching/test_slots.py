@@ -22,6 +22,7 @@ from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import CAPTURED, MOST_POSITIONS, static_generation
+from parallelformers_ng.errors import WorkerError
 from parallelformers_ng.options import BatchingOptions
 from tests.batching.test_batching import ALONE
 from tests.helpers.operator_recorder import OperatorRecorder
@@ -221,6 +222,51 @@ def test_batches_keep_one_static_cache() -> None:
     while len(decoded.rows):
         decoded.step(1 << 15)
     decoded.check()
+
+
+@torch.inference_mode()
+def test_fewer_rows_use_the_larger_cache_again() -> None:
+    """Its recordings stay: a new cache would need new ones."""
+    decoded = Decoded(decoder("Llama"))
+    for lengths in ((2000, 5, 5, 5, 5), (2000, 5), (2000, 5, 5, 5, 5), (2000, 5)):
+        decoded.join(*lengths, new=6)
+        decoded.step(1 << 15)
+        assert memory_of(decoded)[0].shape[::2] == (8, 4096)
+        while len(decoded.rows):
+            decoded.step(1 << 15)
+        recorded = len(decoded.steps._caches[8].steps)
+    decoded.check()
+    assert len(decoded.steps._caches[8].steps) == recorded
+
+
+def test_full_device_gets_shorter_passes_first() -> None:
+    """A pass of many prompt tokens may have taken the memory. Only the next error ends the recordings."""
+    group: Any = SimpleNamespace(submit=lambda request: None, do_later=lambda action: action(), device="cuda")
+    said: list[str] = []
+    batch = Batch(BatchingOptions(), SimpleNamespace(in_pieces=True), group, said.append)  # type: ignore[arg-type]
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    error.__class__ = type("OutOfMemory", (torch.OutOfMemoryError, WorkerError), {})
+    call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
+    again: list[bool] = []
+
+    def begin_again(error: BaseException, suspected: bool) -> bool:
+        again.append(suspected)
+        return True
+
+    ticket: Any = SimpleNamespace(call=call, given_up=False, is_suspect=False, needs_solitude=False, has_news=False)
+    ticket.parcel, ticket.positions, ticket.begin_again = (b"", 0), MOST_POSITIONS, begin_again
+    batch.add(ticket, ())
+    seen = []
+    for _ in range(2):
+        order = batch.next_round()
+        assert order is not None
+        seen.append((order.widest, order.positions > 0))
+        batch.fail(error, order)
+    order = batch.next_round()
+    assert order is not None
+    assert [*seen, (order.widest, order.positions > 0)] == [(4096, True), (1024, True), (1024, False)]
+    assert said == ["CUDA out of memory"]
+    assert again == [False, False]
 
 
 def test_measured_memory_bounds_recorded_steps() -> None:

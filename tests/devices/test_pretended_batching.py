@@ -16,6 +16,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.batching import batch
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
@@ -101,13 +102,37 @@ def test_step_of_16_rows_copies_and_waits_once(more: Any, ranks: int, pretended_
         steps = [counts for rows, counts in group.call("steps_of_rows") if rows == CALLERS]
         assert len(steps) >= 8
         each = int(more is PENALTIES)  # their numbers are copied in each step, and newest tokens only after joins
-        copies = [counts.get(TO_DEVICE, 0) - each for counts in steps[:-1]]  # in the last step a row ends
+        # A row ends in the last step, or in the one before it, if the last one was launched meanwhile.
+        copies = [counts.get(TO_DEVICE, 0) - each for counts in steps[:-2]]
         assert max(copies) <= 1
         assert sum(copies) <= 2
-        assert {(counts[TO_HOST], counts[WAITS]) for counts in steps[:-1]} == {(1, 1)}
+        assert {(counts[TO_HOST], counts[WAITS]) for counts in steps[:-2]} == {(1, 1)}
+        assert more is not PENALTIES or not any(counts["later"] for counts in steps)  # the host chooses the tokens
         for count, counts in group.call("rounds_of_rows"):  # after a round, ids are checked, and ranks agree
             assert counts.get(TO_DEVICE, 0) <= 1
             assert counts[WAITS] <= count + ranks
+
+
+def test_rows_end_after_the_next_step_was_launched(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row ends at a token of its own, so the launched step has computed one more token for it. Later calls begin
+    with the sequences, whose keys and values are kept."""
+    monkeypatch.setattr(batch, "_ROUND_SECONDS", 9.0)  # rounds of several steps, also on a slow machine
+    specs, whole = [*long_calls(30)[:3], *long_calls(7)[3:4]], small()
+    for number, call in enumerate(specs[:3]):
+        new = whole.generate(**call)[0, call["input_ids"].shape[1] :].tolist()
+        call["eos_token_id"] = new[5 + 4 * number]
+    want = [whole.generate(**call) for call in specs]
+    assert len({each.shape[1] for each in want}) > 2
+    further = [{**call, "input_ids": torch.cat((ids, ids[:, :2]), -1)} for call, ids in zip(specs, want, strict=True)]
+    want_further = [whole.generate(**call) for call in further]
+    with parallelize(small(), workers=pretended_one, batching={"rows": 4}) as model:
+        for _ in range(3):
+            pretended_one.call("steps_of_rows")
+            assert all(map(torch.equal, together(model, specs), want))
+            assert any(counts["later"] for _, counts in pretended_one.call("steps_of_rows"))
+            assert all(
+                torch.equal(model.generate(**call), ids) for call, ids in zip(further, want_further, strict=True)
+            )
 
 
 class Cancels(BaseStreamer):

@@ -10,8 +10,8 @@ import importlib
 import os
 import runpy
 import sys
-from importlib.abc import MetaPathFinder
 from dataclasses import replace
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 ABSENT = {"dacite", "fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}

@@ -65,12 +65,13 @@ def _counted_run(rows: Rows, *args: int) -> list[BatchRow]:
 
 
 def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> None:
-    """Give the rows of a step their tokens, and note the number of rows and the counts since the step before."""
+    """Give the rows of a step their tokens, and note the number of rows, the counts since the step before, and how many
+    steps were launched meanwhile."""
     global _mark
     before = _mark
     _take(rows, launched, later_steps)
     _mark = totals(ledger.entries)
-    _steps.append((len(launched.rows), dict(_mark - before)))
+    _steps.append((len(launched.rows), {**(_mark - before), "later": later_steps}))
 
 
 Rows.run, Rows._take = _counted_run, _counted_take  # type: ignore[assignment, method-assign]

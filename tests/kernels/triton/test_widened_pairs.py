@@ -1,4 +1,4 @@
-"""Tests the PTX that widens 4-bit numbers, by an interpreter of its six instructions: Triton's interpreter runs none."""
+"""Tests the PTX that widens 4-bit numbers, by an interpreter of its instructions: Triton's interpreter runs none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def looked_up(first: Register, second: Register, third: Register, table: int) ->
     for at in range(8):
         if table >> at & 1:
             terms = (
-                each if at >> place & 1 else ~each for each, place in zip((first, second, third), (2, 1, 0), strict=True)
+                each if at >> place & 1 else ~each
+                for each, place in zip((first, second, third), (2, 1, 0), strict=True)
             )
             result |= np.bitwise_and.reduce([*terms])
     return result
@@ -84,7 +85,7 @@ def test_pairs_are_widened_and_scaled(dtype: torch.dtype, text: str) -> None:
     """Every byte is in every place, with scales of all sizes, also below the least normal float16."""
     numbers = torch.stack([torch.arange(256).roll(37 * place) for place in range(4)], -1).to(torch.uint8)
     random = torch.Generator().manual_seed(0)
-    scales = (torch.randn(256, 4, generator=random) * 10 ** -torch.rand(256, 4, generator=random) ** 8).to(dtype)
+    scales = (torch.randn(256, 4, generator=random) * 10 ** -(torch.rand(256, 4, generator=random) ** 8)).to(dtype)
     words = numbers.numpy().view(np.uint32).flatten()
     pairs = {"$5": scales[:, :2], "$6": scales[:, 2:]}
     inputs = {"$4": words} | {name: register_of(pair, dtype) for name, pair in pairs.items()}
