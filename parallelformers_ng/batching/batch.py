@@ -19,8 +19,8 @@ from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
 

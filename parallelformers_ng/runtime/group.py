@@ -19,9 +19,9 @@ from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, Gr
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
-from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
+from parallelformers_ng.runtime.request import Answers, Request, call_of, read
+from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode
 
@@ -320,7 +320,7 @@ class WorkerGroup:
             try:
                 item = request.next()
             except queue.Empty:
-                raise expired(request) from None
+                raise request.expired() from None
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:
