@@ -29,7 +29,6 @@ from parallelformers_ng.model.caller_state import RandomStream, set_state, state
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
-from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
@@ -79,10 +78,7 @@ class Calls:
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
             needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
-            self.shared = [
-                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
-                for each in self.dispatchers
-            ]
+            self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
         self._lock = threading.Lock()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:

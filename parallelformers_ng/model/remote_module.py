@@ -2,7 +2,7 @@
 methods.
 
 Each module stays the same object in the same place; its class becomes a subclass of `RemoteModule` and of its former
-class. Modules without weights also compute in the caller's process, see `plain_parts`.
+class. Modules without weights also compute in the caller's process, see `remote_tree.PlainPart`.
 """
 
 from __future__ import annotations
