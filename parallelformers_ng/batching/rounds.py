@@ -129,7 +129,8 @@ class RankBatch:
         news, changed_rows = News(), set[BatchRow]()
         began, late, self._late = time.monotonic(), self._late, None
         if late is not None:
-            changed_rows.update(self._join(late))
+            self._rows.join(late)
+            changed_rows.update(late.rows)
             news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
@@ -159,7 +160,8 @@ class RankBatch:
             if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
                 self._late = ran
             elif ran is not None:
-                changed_rows.update(self._join(ran))
+                self._rows.join(ran)
+                changed_rows.update(ran.rows)
         for _ in range(steps):
             if not len(self._rows):
                 break
@@ -179,8 +181,3 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = parcel(changes)
         return news
-
-    def _join(self, ran: Ran) -> list[BatchRow]:
-        """Add prompts to the rows, and return their rows."""
-        self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-        return ran.rows
