@@ -162,16 +162,13 @@ class Dispatcher:
         self.hooks = hooks
         self.adapters = adapters
 
-    def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Any:
+    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers and return its result.
 
         The call also changes state in this process: the random stream, caches, and objects of the caller such as
         logits processors and forward hooks.
 
         Args:
-            model: the parallelized model.
             path: dotted path of the module; "" for the model.
             method: name of the module's method.
             args: positional arguments of the method.
@@ -223,7 +220,7 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
-            arrived = self.edits.put_into(call, model, incarnation)
+            arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
             on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)

@@ -163,7 +163,7 @@ class SharedCalls:
             if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
-            arrived = self._edits.put_into(message, model, incarnation)
+            arrived = self._edits.put_into(message, incarnation)
             ticket = Ticket(call, parcel(message), self._graphs.positions(model), arrived, on_tokens)
             batch = self._batch_of(group)
             try:
