@@ -146,7 +146,7 @@ class RankBatch:
                 news.failed[number] = describe(error)
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
-            self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
+            self._prompts.add(BatchRow(number, call, stream, objects))
 
         def step() -> None:
             changed_rows.update(self._rows.step(order.positions, order.most_rows))

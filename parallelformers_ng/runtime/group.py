@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import select
 import threading
 import time
@@ -317,10 +316,7 @@ class WorkerGroup:
         """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         thread = threading.get_ident()
         while True:
-            try:
-                item = request.next()
-            except queue.Empty:
-                raise request.expired() from None
+            item = request.next()
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:

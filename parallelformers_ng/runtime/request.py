@@ -73,7 +73,7 @@ class Request:
         """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait.
 
         Raises:
-            queue.Empty: the deadline passed before the group's thread started the request.
+            DeadlineExpiredError: the deadline passed before the group's thread started the request.
         """
         if self.begun or self.deadline == math.inf:
             return self._inbox.get()  # the group's thread enforces the deadline
@@ -81,7 +81,7 @@ class Request:
             return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
         except queue.Empty:
             if not self.begun:
-                raise
+                raise self.expired() from None
             return self._inbox.get()
 
     def expired(self) -> DeadlineExpiredError:
