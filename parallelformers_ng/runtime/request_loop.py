@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -143,6 +144,10 @@ class RequestLoop:
 
     def _run(self) -> None:
         last: RequestTimeoutError | None = None
+        if self._processes.quiet_cpus:
+            # On the CPU of a rank that spins, this thread would double the time of a short request.
+            with contextlib.suppress(OSError):  # a CPU may be gone since the start
+                os.sched_setaffinity(0, self._processes.quiet_cpus)
         try:
             while self._next():
                 self._serve(self._waiting.popleft())
