@@ -56,7 +56,7 @@ def test_call_runs_on_all_ranks_rank_zero_answers(group):
     assert group.call_each("own", [("a",)]) == [(0, "a"), (1, "a")]
 
 
-def test_thread_of_the_group_keeps_off_the_cpu_of_a_rank_that_spins():
+def test_group_thread_avoids_cpu_of_spinning_rank():
     all_cpus = os.sched_getaffinity(0)
     if usable_cpus() < 2:
         pytest.skip("no rank spins")
