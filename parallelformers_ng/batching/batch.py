@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import threading
@@ -19,8 +18,8 @@ from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
 
@@ -215,8 +214,10 @@ class Batch:
         """Queue the next round, then wake the callers of the changed calls that have news for their thread."""
         if self.busy:
             self.look()
-        # The next request is sent first, because a caller that wakes up would delay this thread.
-        self.group.do_later(functools.partial(_ring, [ticket for ticket in changed if ticket.has_news]))
+        for ticket in changed:
+            if ticket.has_news:
+                # The next request is sent first, because a caller that wakes up would delay this thread.
+                self.group.do_later(ticket.ring)
 
     def _measure(self, news: list[News]) -> None:
         """Set `room` to the tokens that fit in half of the free memory, once, if the caller has set no limit."""
@@ -287,11 +288,6 @@ class Batch:
 def _careful(known: float, measured: float, weight: float) -> float:
     """Return a new estimate: a smaller measurement itself, or an average with a larger one; `known` is 0 at first."""
     return min(known * (1 - weight) + measured * weight, measured) if known else measured
-
-
-def _ring(tickets: list[Ticket]) -> None:
-    for ticket in tickets:
-        ticket.ring()
 
 
 class _RoundRequest(Request):

@@ -174,7 +174,7 @@ def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[
             continue  # the first two prompts run together; the last prompt runs in pieces, and begins like the second
         while len(prompts):
             if ran := prompts.run((_PIECE if len(rows) else 2 * _PIECE) if in_pieces else 0):
-                rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+                rows.join(ran)
             if len(rows):
                 rows.run(1)
     while len(rows):

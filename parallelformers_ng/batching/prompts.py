@@ -35,7 +35,8 @@ class Ran:
         rows: rows of the prompts.
         logits: logits of each prompt's last token, `[rows, vocabulary]`.
         cache: cache of the prompts; None if the model runs whole sequences at every step.
-        mask: int64 `[rows, columns]`: 0 for padding in the cache, 1 for tokens.
+        mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row
+            that of `BatchRow.prompt_mask`.
     """
 
     rows: list[BatchRow]

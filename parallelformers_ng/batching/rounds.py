@@ -129,7 +129,8 @@ class RankBatch:
         news, changed_rows = News(), set[BatchRow]()
         began, late, self._late = time.monotonic(), self._late, None
         if late is not None:
-            changed_rows.update(self._join(late))
+            self._rows.join(late)
+            changed_rows.update(late.rows)
             news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
@@ -145,7 +146,7 @@ class RankBatch:
                 news.failed[number] = describe(error)
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
-            self._prompts.add(BatchRow(number, call, stream, objects if objects.parts else None))
+            self._prompts.add(BatchRow(number, call, stream, objects))
 
         def step() -> None:
             changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
@@ -159,7 +160,8 @@ class RankBatch:
             if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
                 self._late = ran
             elif ran is not None:
-                changed_rows.update(self._join(ran))
+                self._rows.join(ran)
+                changed_rows.update(ran.rows)
         # While prompts wait, few rows would share a step.
         steps = (1 if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
@@ -178,8 +180,3 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = parcel(changes)
         return news
-
-    def _join(self, ran: Ran) -> list[BatchRow]:
-        """Add prompts to the rows, and return their rows."""
-        self._rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
-        return ran.rows

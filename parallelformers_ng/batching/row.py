@@ -55,7 +55,7 @@ class BatchRow:
         number: number by which the caller identifies the row.
         call: prepared arguments, with logits processors and stopping criteria.
         random: random stream of the row; None for the rank's default generator.
-        objects: mutable parts of the caller's processors and criteria; None if they have no such parts.
+        objects: mutable parts of the caller's processors and criteria.
         greedy: description of a call whose token needs no method of transformers; None for other calls.
         newest: last token of `ids`.
         outcome: GOES_ON, ENDED or FAILED.
@@ -68,7 +68,7 @@ class BatchRow:
     number: int
     call: Prepared
     random: OwnStream | None = None
-    objects: ObjectState | None = None
+    objects: ObjectState = field(default_factory=lambda: ObjectState(()))
     greedy: GreedyCall | None = field(init=False)
     newest: int = field(init=False)
     padding: int = field(init=False)
@@ -84,8 +84,7 @@ class BatchRow:
         self._untold: list[int] = []  # tokens that were not sent to the caller yet
         self.may_be_kept = self.prompt_is_plain
         self.padding = 0 if self.may_be_kept else int(self.prompt_mask[0].to(torch.uint8).argmax())
-        if self.objects is not None:
-            self.objects.remember()
+        self.objects.remember()
 
     @property
     def ids(self) -> torch.Tensor:
@@ -186,7 +185,6 @@ class BatchRow:
         Returns:
             Number of a changed part → its state, as in `ObjectState.changes`.
         """
-        if self.objects is None or not (changes := self.objects.changes()):
-            return {}
-        self.objects.remember()
+        if changes := self.objects.changes():
+            self.objects.remember()
         return changes

@@ -13,6 +13,7 @@ from parallelformers_ng.batching import row_caches
 from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
+from parallelformers_ng.batching.prompts import Ran
 from parallelformers_ng.batching.row import ENDED, FAILED, GOES_ON, BatchRow
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
@@ -79,50 +80,43 @@ class Rows:
     def __iter__(self) -> Iterator[BatchRow]:
         return (row for row in self._places if row is not None)
 
-    def join(self, rows: list[BatchRow], logits: torch.Tensor, cache: Any, mask: torch.Tensor) -> None:
-        """Add rows after their prefill, keep their prompts for later prompts, and choose their first new tokens.
-
-        Args:
-            rows: the new rows.
-            logits: logits of the last token of each prompt, `[rows, vocabulary]`.
-            cache: cache of the prompts; None if the model runs whole sequences at every step.
-            mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one
-                row that of `BatchRow.prompt_mask`.
+    def join(self, ran: Ran) -> None:
+        """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
 
         Raises:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
-        for index, row in enumerate(rows):
-            if row.may_be_kept and cache is not None:
-                self._prefixes.keep(row.ids, cache, index)
-        self._choose(rows, logits, [*range(len(rows))])
-        if cache is None:
-            self._places = [*self, *rows]
+        for index, row in enumerate(ran.rows):
+            if row.may_be_kept and ran.cache is not None:
+                self._prefixes.keep(row.ids, ran.cache, index)
+        self._choose(ran.rows, ran.logits, [*range(len(ran.rows))])
+        if ran.cache is None:
+            self._places = [*self, *ran.rows]
         elif self._store is None:
-            name = row_caches.name_in(rows[0].call.model_kwargs)
-            self._places, self._store = [*rows], GrowingRows(self._model, name, cache, mask)
-            self.token_bytes = row_caches.token_bytes(cache)
+            name = row_caches.name_in(ran.rows[0].call.model_kwargs)
+            self._places, self._store = [*ran.rows], GrowingRows(self._model, name, ran.cache, ran.mask)
+            self.token_bytes = row_caches.token_bytes(ran.cache)
         else:
-            self._place(self._store, rows, cache, mask)
+            self._place(self._store, ran)
         self._newest = None
-        self.leave([row.number for row in rows if row.outcome != GOES_ON])
+        self.leave([row.number for row in ran.rows if row.outcome != GOES_ON])
 
-    def _place(self, store: GrowingRows | Slots, rows: list[BatchRow], cache: Any, mask: torch.Tensor) -> None:
+    def _place(self, store: GrowingRows | Slots, ran: Ran) -> None:
         """Put new rows into empty places, and then after the last place."""
-        if isinstance(store, Slots) and not store.may_put(mask.shape[1], len(self) + len(rows)):
+        if isinstance(store, Slots) and not store.may_put(ran.mask.shape[1], len(self) + len(ran.rows)):
             store = self._pack(store)
         before = len(self._places)
         free = [index for index, row in enumerate(self._places) if row is None]
-        free = [*free, *range(before, before + len(rows))][: len(rows)]
+        free = [*free, *range(before, before + len(ran.rows))][: len(ran.rows)]
         self._places += [None] * (free[-1] + 1 - before)
-        for index, row in zip(free, rows, strict=True):
+        for index, row in zip(free, ran.rows, strict=True):
             self._places[index] = row
         if isinstance(store, Slots):
-            store.put(cache, mask, free)
+            store.put(ran.cache, ran.mask, free)
             self._fill_bucket()
         else:
-            store.put(cache, mask, free, len(self._places))
+            store.put(ran.cache, ran.mask, free, len(self._places))
 
     def run(self, steps: int, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
         """Choose up to `steps` more tokens for each row; fewer if no row is left.

@@ -33,7 +33,7 @@ class SharedCall:
         tokens: number of prompt tokens, and most tokens of prompt and answer together.
         endings: stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time
             limit, because the clocks of the ranks differ.
-        objects: mutable parts of the call's processors and criteria; None if they have no such parts.
+        objects: mutable parts of the call's processors and criteria.
         adapters: active adapters of the call; None for a model without adapters.
     """
 
@@ -41,7 +41,7 @@ class SharedCall:
     seed: int | None
     tokens: tuple[int, int]
     endings: StoppingCriteriaList
-    objects: ObjectState | None
+    objects: ObjectState
     adapters: ActiveAdapters | None = None
 
     @property
@@ -128,8 +128,7 @@ def shared_call(
         kwargs["max_time"] = None
     if setting("do_sample") and seed is None and draw_seed is not None:
         seed = draw_seed()
-    objects = ObjectState(stateful_arguments(kwargs))
-    return SharedCall(kwargs, seed, tokens_of(model, arguments), endings, objects if objects.parts else None)
+    return SharedCall(kwargs, seed, tokens_of(model, arguments), endings, ObjectState(stateful_arguments(kwargs)))
 
 
 def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:

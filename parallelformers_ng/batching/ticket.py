@@ -113,7 +113,7 @@ class Ticket:
             Whether the call restarts.
         """
         self.failures += suspected
-        if self.failures >= _MOST_FAILURES or self.call.objects is not None:  # changed objects cannot start again
+        if self.failures >= _MOST_FAILURES or self.call.objects.parts:  # changed objects cannot start again
             self.end(error)
             return False
         self.suspect = len(self.tokens) + 1 if suspected else 0
@@ -149,7 +149,7 @@ class Ticket:
         while True:
             cancellation.check()
             ended = self.ended  # read before the tokens, because no token comes after the end
-            while self.states and self.call.objects is not None:
+            while self.states:
                 self.call.objects.restore(unpack(*self.states.popleft()))
             before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
             new_count = ids.shape[1] - self.call.prompt.shape[1]

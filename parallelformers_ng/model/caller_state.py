@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,9 +139,9 @@ class Edits:
     """
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
-        self._code = code
+        self._model, self._code = weakref.ref(model), code
         self._owners = owners_of_configurations(model)
-        self._built = Snapshot(self._configurations(model))  # configurations of a new incarnation
+        self._built = Snapshot(self._configurations())  # configurations of a new incarnation
         self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
@@ -176,7 +177,7 @@ class Edits:
                 self.set_attribute(path, name, value)
         return self._code.count
 
-    def put_into(self, call: Call, model: nn.Module, incarnation: int) -> Callable[[], None]:
+    def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
         """Add to a call the changes that the workers of this incarnation do not have yet.
 
         Returns:
@@ -191,7 +192,7 @@ class Edits:
             known_configs, time, code_count, variables = self._built, 0, 0, self._began
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
-        configs, count = self._configurations(model), self._count
+        configs, count = self._configurations(), self._count
         if time == count and code_count == codes and variables == _VARIABLES and known_configs.still_holds(configs):
             return lambda: None
         current, variables_now = Snapshot(configs), {**_VARIABLES}
@@ -206,7 +207,7 @@ class Edits:
         call.configs = {name: value for name, value in now.items() if name not in before or before[name] != value}
         call.attributes = attributes
         if attributes or call.configs:
-            self._code.take_settings(model, attributes, call.configs)
+            self._code.take_settings(self._model(), attributes, call.configs)
             if code_count != (codes := self._code.count):
                 call.code = self._code.changes
 
@@ -215,7 +216,8 @@ class Edits:
 
         return arrived
 
-    def _configurations(self, model: nn.Module) -> dict[str, Any]:
+    def _configurations(self) -> dict[str, Any]:
+        model: Any = self._model()  # exists, because a call of the model runs
         return {
             f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
             for path, name in self._owners

@@ -29,7 +29,6 @@ from parallelformers_ng.model.caller_state import RandomStream, set_state, state
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
-from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.options import BatchingOptions, checked_seconds
 from parallelformers_ng.runtime.deadline import deadline
@@ -79,10 +78,7 @@ class Calls:
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
             needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
-            self.shared = [
-                SharedCalls(batching, trial, each, self.adapters, RowSteps(steps, self.hooks, needs_graphs))
-                for each in self.dispatchers
-            ]
+            self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
         self._lock = threading.Lock()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -105,9 +101,7 @@ class Calls:
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
 
-    def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Any:
+    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and further errors.
 
         Raises:
@@ -117,7 +111,7 @@ class Calls:
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            return dispatcher.call(model, path, method, args, kwargs, options)
+            return dispatcher.call(path, method, args, kwargs, options)
 
     def generate(
         self,
@@ -164,7 +158,7 @@ class Calls:
                     sequence = self._generate_together(dispatcher, model, arguments, options)
                     if sequence is not None:
                         return sequence
-                return self._generate_alone(dispatcher, model, module, path, arguments, options)
+                return self._generate_alone(dispatcher, module, path, arguments, options)
             except NotPortableError as error:
                 what = "generate runs its loop in this process, a request per token, which is slower"
                 self._say_once(what, str(error))
@@ -192,7 +186,6 @@ class Calls:
     def _generate_alone(
         self,
         dispatcher: Dispatcher,
-        model: Any,
         module: Any,
         path: str,
         arguments: dict[str, Any],
@@ -213,14 +206,14 @@ class Calls:
         captures = steps is not None and steps.captured and not reason
         try:
             with_steps = replace(options, not_captured=not_captured) if captures else options
-            output = dispatcher.call(model, path, "generate", (), static, with_steps)
+            output = dispatcher.call(path, "generate", (), static, with_steps)
             self._tell_of_lost_notes(arguments)
             return output
         except torch.OutOfMemoryError as error:
             # Tokens that were streamed cannot be taken back, so a call with a streamer is not repeated.
             if not captures or not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
                 raise
-            return dispatcher.call(model, path, "generate", (), eager, options)
+            return dispatcher.call(path, "generate", (), eager, options)
 
     def _tell_of_lost_notes(self, arguments: dict[str, Any]) -> None:
         """Log, only once, that functions in the arguments of `generate` write to global variables on the ranks."""

@@ -3,14 +3,18 @@ do the computation."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import functools
 import operator
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation.streamers import BaseStreamer
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
@@ -18,15 +22,39 @@ from parallelformers_ng.checkpoint.store import names_of_each, place
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.model import remote_tree
-from parallelformers_ng.model.awaiting import agenerate
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, remote_of
 from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.runtime.cancellation import Cancellation, cancelled_by
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.memory import device_totals
+
+_THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # threads start on demand and are kept
+
+
+class _Watched(BaseStreamer):
+    """A streamer that ends a call of `agenerate` at the first token after the call was cancelled.
+
+    Args:
+        streamer: the caller's streamer, or None.
+        cancellation: cancellation of the call.
+    """
+
+    def __init__(self, streamer: Any, cancellation: Cancellation) -> None:
+        self._streamer = streamer
+        self._cancellation = cancellation
+
+    def put(self, value: torch.Tensor) -> None:
+        self._cancellation.check()
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 class Parallelized(RemoteModule):
@@ -78,9 +106,10 @@ class Parallelized(RemoteModule):
         return deployment_of(self).plan
 
     async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Await `generate` without blocking the event loop. If the task is cancelled, the call ends within one step.
+        """Await `generate`, which runs in a thread of its own with a copy of this task's context variables.
 
-        A beam search cannot be cancelled: the task ends at once, and the workers finish the search.
+        If the task is cancelled, the call on the workers ends within one decode step. A beam search cannot be
+        cancelled: the task ends at once, and the workers finish the search.
 
         Args:
             inputs: token ids, int64 `[batch, tokens]`, the same as in `generate`.
@@ -93,9 +122,28 @@ class Parallelized(RemoteModule):
         Raises:
             CancelledError: the task was cancelled.
             ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
+            Exception: another error of `generate`, or an error of the streamer.
         """
+        model: Any = self
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        cancellation = Cancellation()
+        config = kwargs.get("generation_config") or model.generation_config
+        # Beam search accepts no streamer.
+        if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:
+            kwargs["streamer"] = _Watched(kwargs.get("streamer"), cancellation)
+
+        def run() -> Any:
+            with cancelled_by(cancellation):
+                return model.generate(**kwargs)
+
         with remote_of(self).calls.with_adapters():
-            return await agenerate(self, {**({} if inputs is None else {"inputs": inputs}), **kwargs})
+            context = contextvars.copy_context()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, context.run, run)
+        except asyncio.CancelledError:
+            cancellation.cancel()
+            raise
 
     # -- end of the parallelization ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 methods.
 
 Each module stays the same object in the same place; its class becomes a subclass of `RemoteModule` and of its former
-class. Modules without weights also compute in the caller's process, see `plain_parts`.
+class. Modules without weights also compute in the caller's process, see `remote_tree.PlainPart`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Remote:
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.model, self.path, method, args, kwargs, options))
+        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options))
 
 
 def may_be_read(module: nn.Module, name: str, value: Any) -> bool:

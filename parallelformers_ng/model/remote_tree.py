@@ -1,9 +1,15 @@
-"""Turns the modules of a model into remote modules and back: each class is replaced by a subclass of the same name."""
+"""Turns the modules of a model into remote modules and back: each class is replaced by a subclass of the same name.
+
+Modules without weights, such as activations, become a `PlainPart`, and also compute in the caller's process.
+"""
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import operator
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,18 +21,42 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.plain_parts import computes_here, enter_plain, leave_plain
 from parallelformers_ng.model.remote_module import (
+    FIXED,
     REMOTE,
     Remote,
     RemoteModule,
     lock,
+    may_be_read,
     refusal,
     remote_of,
     replaced,
     unlock,
 )
-from parallelformers_ng.model.stand_in import stand_in, whole_class
+
+_homes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Calls], str]]] = weakref.WeakKeyDictionary()
+"""Plain part → (calls, path) in each parallelized model with the module; models may share an activation module."""
+
+
+class PlainPart(nn.Module):
+    """Mixin that comes before the class of a module without weights while its model is parallelized.
+
+    Attributes that the model's code may read, except `training`, are also set on the workers; see `may_be_read`.
+    Setting a module, a weight or an attribute of `FIXED` raises ParallelError.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        homes = _homes.get(self, [])
+        if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+            raise ParallelError(
+                f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does"
+                f" not support setting {name}: the workers have a copy of the module. Call deparallelize() first"
+            )
+        if name != "training" and may_be_read(self, name, value):
+            for home, path in homes:
+                if (calls := home()) is not None:
+                    calls.set_attribute(path, name, value)
+        super().__setattr__(name, value)
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:
@@ -35,18 +65,19 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
     Args:
         model: the model.
         calls: calls of the model.
-        root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if `computes_here`.
+        root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if they compute here.
     """
     remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for path, module in model.named_modules():
-        (plain if path and computes_here(module) else remote).append((path, module))
+        (plain if path and _computes_here(module) else remote).append((path, module))
     for path, module in remote:
         vars(module)[REMOTE] = Remote(model, calls, path)
         lock(module)
-        cls: Any = type(module)
-        module.__class__ = _remote_class(RemoteModule if path else root, cls)
+        _replace_class(module, RemoteModule if path else root)
     for path, module in plain:
-        enter_plain(module, calls, path)
+        if not isinstance(module, PlainPart):
+            _replace_class(module, PlainPart)
+        _homes.setdefault(module, []).append((weakref.ref(calls), path))
     # Kept, because a program may replace the model's tables of modules.
     remote_of(model).parts = [module for path, module in remote if path]
     remote_of(model).plain_parts = [module for _, module in plain]
@@ -71,22 +102,73 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
     calls = remote_of(model).calls
     calls.hooks.leave()
     for part in remote_of(model).plain_parts:
-        leave_plain(part, calls)
+        _homes[part] = [home for home in _homes[part] if home[0]() is not calls]
+        if not _homes[part]:  # no other parallelized model has the module
+            del _homes[part]
+            _restore_class(part)
     for module in (*modules, *remote_of(model).around):
-        object.__setattr__(module, "__class__", whole_class(type(module)))
+        _restore_class(module)
         del vars(module)[REMOTE]
 
 
+def _computes_here(module: nn.Module) -> bool:
+    """Return whether a module computes the same here as on a rank: the module and its submodules have no weights or
+    buffers, and do not read `training` in `forward`."""
+    for part in module.modules():
+        code = getattr(type(part).forward, "__code__", None)
+        if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
+            return False
+    return True
+
+
+def _replace_class(module: nn.Module, mixin: type) -> None:
+    cls: Any = type(module)
+    module.__class__ = _replacement(mixin, cls)
+
+
+def _restore_class(module: Any) -> None:
+    """Give a module its original class again; classes of `_replacement` and `around.surround` know it."""
+    object.__setattr__(module, "__class__", type(module)._whole_class)
+
+
+class _StandIn(type):
+    """Metaclass of the replacement classes: calling such a class, or `isinstance` with it, uses the original class."""
+
+    _whole_class: type[nn.Module]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._whole_class(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._whole_class)
+
+
+def _as_whole(cls: _StandIn) -> Any:
+    """Reduce a replacement class for pickle: unpickling returns the original class."""
+    return operator.itemgetter(0), ((cls._whole_class,),)
+
+
 @functools.cache
-def _remote_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+def _replacement(mixin: type, cls: Any) -> Any:
+    """Return a subclass of `cls` with the same name and module, so that saved and printed names are the original's.
+
+    Args:
+        mixin: class whose methods come before the methods of `cls`. With another mixin than `PlainPart`, methods of
+            `cls` that do not run in this process are replaced, too.
+        cls: the original class.
+    """
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     mixin_names = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
-    members = {}
-    for name in public_methods(cls):
+    for name in () if mixin is PlainPart else public_methods(cls):
         place = place_of(cls, name)
         if name not in mixin_names and place != "local":
             original = getattr(cls, name)
             members[name] = _saved(original) if place == "saved" else replaced(place, name, original)
-    return stand_in(mixin, cls, members)
+    kind: Any = _StandIn if type(cls) is type else type("_StandIn", (_StandIn, type(cls)), {})
+    copyreg.pickle(kind, _as_whole)
+    combined = kind(cls.__name__, (mixin, cls), members)
+    combined._whole_class = cls
+    return combined
 
 
 def _saved(original: Callable) -> Callable:

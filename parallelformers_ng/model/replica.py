@@ -141,6 +141,7 @@ class Dispatcher:
         in_flight: number of running calls; with one replica, always 0.
         steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
+        hooks, adapters: the arguments of the same names.
     """
 
     def __init__(
@@ -158,19 +159,16 @@ class Dispatcher:
         self.steps = steps
         self.edits = Edits(model, code)
         self._stream = stream
-        self._hooks = hooks
-        self._adapters = adapters
+        self.hooks = hooks
+        self.adapters = adapters
 
-    def call(
-        self, model: Any, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
-    ) -> Any:
+    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers and return its result.
 
         The call also changes state in this process: the random stream, caches, and objects of the caller such as
         logits processors and forward hooks.
 
         Args:
-            model: the parallelized model.
             path: dotted path of the module; "" for the model.
             method: name of the module's method.
             args: positional arguments of the method.
@@ -191,7 +189,7 @@ class Dispatcher:
         end = self.replica.current[0].deadline(options.timeout)
         registry, caches = self.replica.caches, dict[int, Cache]()
         with (
-            self._hooks.turn(end) if may_be_hooked(self._hooks) else contextlib.nullcontext() as hooks,
+            self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
             self._stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
@@ -220,9 +218,9 @@ class Dispatcher:
                 returns_state=state is not None and bool(state.parts),
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
-                adapters=None if self._adapters is None else self._adapters.active(),
+                adapters=None if self.adapters is None else self.adapters.active(),
             )
-            arrived = self.edits.put_into(call, model, incarnation)
+            arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
             on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)

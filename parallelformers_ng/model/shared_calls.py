@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +16,53 @@ from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.batching.ticket import Ticket
+from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS, StaticSteps, static_generation
 from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
-from parallelformers_ng.model.adapter_state import Adapters
+from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.replica import Dispatcher
-from parallelformers_ng.model.row_steps import RowSteps
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.message import parcel
 from parallelformers_ng.worker.call import Call
+
+log = logging.getLogger("parallelformers_ng")
+
+
+class _Graphs:
+    """The decision whether decode steps of a batch become CUDA graphs; after `give_up`, always no. A batch refers to
+    this object, which therefore has no reference to `SharedCalls`: an unused model must be freed at once.
+
+    Args:
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
+        hooks: forward hooks of the caller.
+    """
+
+    def __init__(self, steps: StaticSteps | None, hooks: HookRegistry) -> None:
+        self._steps = steps if steps is not None and steps.captured else None
+        self._hooks = hooks
+
+    def positions(self, model: Any) -> int:
+        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
+
+        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
+
+        Args:
+            model: the parallelized model, whose class and settings may exclude CUDA graphs.
+
+        Raises:
+            ParallelError: a hook of the model cannot run on the workers.
+        """
+        steps = self._steps
+        if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
+            return 0
+        return MOST_POSITIONS if steps.by_default else sys.maxsize
+
+    def give_up(self, why: str) -> None:
+        """Stop using CUDA graphs, because the ranks could not record a step; log the reason `why`."""
+        if self._steps is not None:
+            level = logging.INFO if self._steps.by_default else logging.WARNING
+            log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)
+            self._steps = None
 
 
 class SharedCalls:
@@ -31,30 +72,23 @@ class SharedCalls:
         options: limits of the batch.
         trial: trial that shows whether calls of the model may share a batch.
         dispatcher: dispatcher of the replica whose workers decode the calls.
-        adapters: adapters of the model; None if the model has no adapters.
-        steps: decision whether decode steps become CUDA graphs.
+        needs_graphs: whether calls may share a batch only if decode steps become CUDA graphs.
 
     Attributes:
         trial: argument `trial`.
         batch: calls that the current group decodes together.
     """
 
-    def __init__(
-        self,
-        options: BatchingOptions,
-        trial: Trial,
-        dispatcher: Dispatcher,
-        adapters: Adapters | None,
-        steps: RowSteps,
-    ) -> None:
+    def __init__(self, options: BatchingOptions, trial: Trial, dispatcher: Dispatcher, needs_graphs: bool) -> None:
         self.trial = trial
         self._options = options
         self._replica, self._edits = dispatcher.replica, dispatcher.edits
-        self._adapters, self._steps = adapters, steps
+        self._adapters, self._graphs = dispatcher.adapters, _Graphs(dispatcher.steps, dispatcher.hooks)
+        self._needs_graphs = needs_graphs
         self._places = threading.Semaphore(options.rows + options.waiting)
         self._lock = threading.Lock()
         self._coming = set[int]()  # threads that prepare a call
-        self.batch = Batch(options, trial, self._replica.group, steps.give_up)
+        self.batch = Batch(options, trial, self._replica.group, self._graphs.give_up)
 
     @property
     def busy(self) -> bool:
@@ -91,8 +125,8 @@ class SharedCalls:
             NotPortableError: an argument cannot be sent; nothing was run.
             GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
         """
-        if why := self._steps.why_alone(model):
-            return why
+        if self._needs_graphs and not self._graphs.positions(model):
+            return "its decode steps do not become CUDA graphs"
         self._check(*tokens_of(model, arguments))
         thread = threading.get_ident()
         try:
@@ -129,8 +163,8 @@ class SharedCalls:
             if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
-            arrived = self._edits.put_into(message, model, incarnation)
-            ticket = Ticket(call, parcel(message), self._steps.positions(model), arrived, on_tokens)
+            arrived = self._edits.put_into(message, incarnation)
+            ticket = Ticket(call, parcel(message), self._graphs.positions(model), arrived, on_tokens)
             batch = self._batch_of(group)
             try:
                 batch.add(ticket, self._coming)
@@ -145,7 +179,7 @@ class SharedCalls:
     def _batch_of(self, group: WorkerGroup) -> Batch:
         with self._lock:
             if self.batch.group is not group:
-                self.batch = Batch(self._options, self.trial, group, self._steps.give_up)
+                self.batch = Batch(self._options, self.trial, group, self._graphs.give_up)
             return self.batch
 
     @contextmanager

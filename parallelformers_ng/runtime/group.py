@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import queue
 import select
 import threading
 import time
@@ -19,9 +18,9 @@ from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, Gr
 from parallelformers_ng.options import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
-from parallelformers_ng.runtime.exchange import Answers, Request, call_of, read
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop, expired
+from parallelformers_ng.runtime.request import Answers, Request, call_of, read
+from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode
 
@@ -317,10 +316,7 @@ class WorkerGroup:
         """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         thread = threading.get_ident()
         while True:
-            try:
-                item = request.next()
-            except queue.Empty:
-                raise expired(request) from None
+            item = request.next()
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:

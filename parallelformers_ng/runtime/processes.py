@@ -34,6 +34,8 @@ class Processes:
         workers: workers in the order of their ranks.
         arena: argument `arena`.
         rendezvous: descriptor of the file with which process groups connect; None for backends that need no file.
+        quiet_cpus: CPUs on which no rank spins, for the group's thread; empty if there are none, or if the ranks may
+            run on any CPU.
         owner: id of the process that started the workers; other processes cannot use the workers.
         why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only
             after it was noticed.
@@ -47,6 +49,7 @@ class Processes:
         self._device_names = device_names
         self.arena = arena
         self.rendezvous: int | None = None
+        self.quiet_cpus: set[int] = set()
         self.owner = os.getpid()
         self._ending = threading.Lock()
         self._descriptors = threading.Lock()  # lock for closing descriptors, and for their use by other threads

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import select
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 
-from parallelformers_ng.errors import ChannelClosedError, DeadlineExpiredError, GroupError, RequestTimeoutError
-from parallelformers_ng.runtime.exchange import STRAGGLER_SECONDS, Exchange, Request
+from parallelformers_ng.errors import (
+    ChannelClosedError,
+    GroupError,
+    ProtocolError,
+    RequestTimeoutError,
+    SharedMemoryError,
+)
+from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.request import Answers, Request
+from parallelformers_ng.runtime.spawn import poll_of
+from parallelformers_ng.runtime.worker_process import Worker
+from parallelformers_ng.wire.frame import Flag, FrameKind, Packed
+from parallelformers_ng.wire.message import pack
+from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 GOODBYE_SECONDS = 2.0  # time that idle workers get to exit after the group was closed
+STRAGGLER_SECONDS = 10.0  # time that workers get to leave a cancelled request before the group is ended
+
+# Looked up once, because in Python 3.11 reading an enum member costs a function call.
+_REQUEST, _ERROR, _EVENT = FrameKind.REQUEST, FrameKind.ERROR, FrameKind.EVENT
+_ANSWERS = frozenset({FrameKind.RESULT, FrameKind.DONE, _ERROR})
 
 
 class RequestLoop:
@@ -24,6 +44,8 @@ class RequestLoop:
         processes: the workers, which are ready before `start` is called.
     """
 
+    _partner: Worker  # worker with which messages were exchanged last; after a ChannelClosedError, the ended worker
+
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._waiting: deque[Request] = deque()
@@ -31,6 +53,9 @@ class RequestLoop:
         self._later: list[Callable[[], object]] = []
         self._patience = 0.0
         self._thread = threading.Thread(target=self._run, name="parallelformers_ng-group", daemon=True)
+        self._sequence = 0  # number of the current request
+        self._needs_reset = False
+        self._answers: Answers = {}  # answers to the current request
 
     def start(self) -> None:
         """Start the thread that serves requests.
@@ -42,8 +67,19 @@ class RequestLoop:
         # Any thread may write to the eventfd, so close the eventfd only after this object is freed. Do not close it at
         # interpreter exit, because `leave` still writes to it then.
         weakref.finalize(self, os.close, self._wakeup).atexit = False
-        self._exchange = Exchange(self._processes, self._wakeup)
+        self._spins = usable_cpus() > 1
+        # The thread waits for rank 0's answer first: most other ranks have answered by then, so this process does not
+        # wake up once per rank, on a core that a rank may be using. A rank that raises aborts the collectives, so that
+        # rank 0 answers as well; the end of a worker is seen by its pidfd.
+        workers = self._processes.workers
+        ends = [self._wakeup, *(each.pidfd for each in workers)]
+        channels = [each.channel.fileno() for each in workers]
+        self._poll_ends, self._poll_all = poll_of(ends), poll_of([*ends, *channels])
+        self._poll_rank_0 = poll_of([*ends, channels[0]])
+        self._worker_of = {fd: each for each in workers for fd in (each.pidfd, each.channel.fileno())}
         self._thread.start()
+
+    # -- for all threads -----------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -96,8 +132,22 @@ class RequestLoop:
             if not self.busy:
                 self.stop()
 
+    def _fail_waiting(self) -> None:
+        """End all waiting requests with None, which means that the group has ended."""
+        while self._waiting:
+            try:
+                self._waiting.popleft().put(None)
+            except IndexError:  # another thread was faster
+                return
+
+    # -- in the group's thread -----------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         last: RequestTimeoutError | None = None
+        if self._processes.quiet_cpus:
+            # On the CPU of a rank that spins, this thread would double the time of a short request.
+            with contextlib.suppress(OSError):  # a CPU may be gone since the start
+                os.sched_setaffinity(0, self._processes.quiet_cpus)
         try:
             while self._next():
                 self._serve(self._waiting.popleft())
@@ -107,7 +157,7 @@ class RequestLoop:
             assert self._current is not None, "only a running request can be late"
             last = self._late(self._current)
         except ChannelClosedError:
-            self._processes.note_death(self._exchange.partner.rank)
+            self._processes.note_death(self._partner.rank)
         except GroupError as error:
             self._processes.note_reason(error)
         except BaseException as error:
@@ -127,15 +177,16 @@ class RequestLoop:
             if self._waiting:
                 return True
             self._run_later_functions()
-            self._exchange.sleep()
+            self._sleep(self._poll_ends, math.inf)
         return False
 
     def _serve(self, request: Request) -> None:
         self._current, request.begun = request, True
         if request.given_up or time.monotonic() >= request.deadline:
-            request.put(expired(request))
-        elif request.prepare():
-            self._exchange.run(request, self._run_later_functions)
+            request.put(request.expired())
+        elif request.prepare() and self._send(request):
+            self._run_later_functions()
+            self._collect(request)
         self._current = None  # drop the reference, which may keep the group alive
 
     def _run_later_functions(self) -> None:
@@ -143,12 +194,94 @@ class RequestLoop:
         for function in later:
             function()
 
+    def _send(self, request: Request) -> bool:
+        """Send a request to all ranks. Without memory for the messages, nothing is sent: the request gets the error,
+        and the method returns False."""
+        flags = request.flags | (Flag.RESET if self._needs_reset else 0)
+        packed: list[Packed] = []
+        self._answers = {}
+        try:
+            packed.extend(pack(_REQUEST, self._sequence + 1, message, flags) for message in request.messages)
+            if self._needs_reset:
+                # All ranks are idle now, so the arena can be reset. Flag.RESET makes each rank reset its side.
+                self._processes.arena.reset()
+            self._sequence += 1
+            for worker in self._processes.workers:
+                self._partner = worker
+                worker.channel.send_packed(packed[worker.rank % len(packed)], request.deadline)
+        except SharedMemoryError as error:
+            request.put(error)
+            return False
+        finally:
+            for each in packed:
+                each.close()
+        return True
+
+    def _collect(self, request: Request) -> None:
+        """Give the request the events and answers of all ranks. If its caller gives it up, cancel it on the ranks."""
+        deadline = request.deadline
+        spin_until = min(time.monotonic() + SPIN_SECONDS, deadline) if self._spins else 0.0
+        cancelled = False
+        try:
+            for due in self._processes.workers:
+                while due.rank not in self._answers:
+                    if request.given_up and not cancelled:
+                        cancelled = True
+                        self._processes.arena.request_cancel(self._sequence)
+                        deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+                    self._partner = due
+                    worker = due if due.channel.spin(spin_until) else self._ready(deadline)
+                    if worker is not None:
+                        self._take(request, worker, deadline)
+                    elif self._processes.why_over is not None:  # closed by another thread
+                        self._processes.kill()
+        except BaseException:
+            for frame in self._answers.values():
+                frame.discard()
+            raise
+        failed = any(frame.kind is _ERROR for frame in self._answers.values())
+        self._needs_reset = failed and self._processes.arena.aborted  # otherwise all ranks stopped at the same step
+        request.put(self._answers)
+
+    def _take(self, request: Request, worker: Worker, deadline: float) -> None:
+        """Receive a frame of a worker: an answer or, from rank 0, an event."""
+        self._partner, rank = worker, worker.rank
+        frame = worker.channel.receive(deadline)
+        if frame.sequence != self._sequence:
+            frame.discard()
+            raise ProtocolError(f"rank {rank} answered request {frame.sequence}, not {self._sequence}")
+        if frame.kind in _ANSWERS and rank not in self._answers:
+            self._answers[rank] = frame
+        elif frame.kind is _EVENT and rank == 0:
+            request.put(frame)
+        else:
+            frame.discard()
+            raise ProtocolError(f"rank {rank} sent {frame.kind.name} instead of an answer")
+
+    def _ready(self, deadline: float) -> Worker | None:
+        """Sleep until a frame arrives, and return the worker that sent it; return None if `wakeup` woke the thread."""
+        for worker in self._processes.workers:
+            if worker.channel.has_more:
+                return worker
+        return self._sleep(self._poll_all if 0 in self._answers else self._poll_rank_0, deadline)
+
+    def _sleep(self, poll: select.poll, deadline: float) -> Worker | None:
+        fds: list[int] = []
+        while not fds:
+            fds = wait(poll, deadline, "the deadline passed")
+        if self._wakeup in fds:
+            os.eventfd_read(self._wakeup)
+            fds.remove(self._wakeup)
+        for fd in fds:
+            self._partner = self._worker_of[fd]
+            if fd == self._partner.pidfd:
+                raise ChannelClosedError(f"the worker of rank {self._partner.rank} has ended")
+        return self._worker_of[fds[0]] if fds else None
+
     def _late(self, request: Request) -> RequestTimeoutError:
         """Note that the group ends because of a late request, and return the error of that request."""
-        text = (
-            f"{request.method!r} ran past its deadline of {request.seconds:.3g} s;"
-            f" no answer from ranks {self._exchange.unanswered}"
-        )
+        unanswered = [worker.rank for worker in self._processes.workers if worker.rank not in self._answers]
+        text = f"{request.method!r} ran past its deadline of {request.seconds:.3g} s; no answer from ranks {unanswered}"
         why = f"the worker group was ended, because an earlier request {text}"
         if request.given_up:
             why = (
@@ -157,18 +290,3 @@ class RequestLoop:
             )
         self._processes.note_reason(GroupError(why))
         return RequestTimeoutError(f"{text}; the workers were ended. Allow more time with timeout=")
-
-    def _fail_waiting(self) -> None:
-        """End all waiting requests with None, which means that the group has ended."""
-        while self._waiting:
-            try:
-                self._waiting.popleft().put(None)
-            except IndexError:  # another thread was faster
-                return
-
-
-def expired(request: Request) -> DeadlineExpiredError:
-    """Return the error of a request whose deadline passed before it was sent."""
-    return DeadlineExpiredError(
-        f"{request.method!r} did not start within {request.seconds:.3g} s; the workers were busy with other calls"
-    )

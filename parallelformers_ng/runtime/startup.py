@@ -123,6 +123,8 @@ def launch(
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
+    if cpus is not None:
+        processes.quiet_cpus = os.sched_getaffinity(0).difference(*cpus[:spare_cpus])
     for rank, worker in enumerate(workers):
         try:
             rank_settings = {

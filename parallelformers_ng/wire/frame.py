@@ -179,12 +179,12 @@ def why_no_memory(error: OSError) -> str:
     return f"this process may not make files of more than {limit} bytes, not even in memory (raise `ulimit -f`)"
 
 
-def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
+def write_memfd(parts: Iterable[bytes | memoryview], size: int) -> int:
     """Write bytes to a new sealed memfd.
 
     Args:
-        parts: offset and bytes of each part.
-        size: size of the memfd in bytes.
+        parts: the bytes, in parts.
+        size: total number of bytes.
 
     Returns:
         Descriptor of the memfd; the caller must close it.
@@ -197,10 +197,10 @@ def write_memfd(parts: Iterable[tuple[int, memoryview]], size: int) -> int:
     try:
         # Reserve all memory before the first write: a lack of memory is then an error here, not a SIGBUS later.
         os.posix_fallocate(fd, 0, size)
-        for offset, rest in parts:
+        for part in parts:
+            rest = memoryview(part)
             while rest:
-                written = os.pwrite(fd, rest, offset)
-                rest, offset = rest[written:], offset + written
+                rest = rest[os.write(fd, rest) :]
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     except BaseException as error:
         os.close(fd)

@@ -43,13 +43,13 @@ _DTYPE_OF_NAME = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_OF_NAME.items()}
-_SIZE = struct.Struct("<q")
+_SIZE_BYTES = 8  # a size is an int64
 _FILE = -1  # the size field of an open file
 _LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """An encoded value: a pickle, and the objects outside the pickle.
 
@@ -110,15 +110,13 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Pa
         SharedMemoryError: the system has no memory left for the message.
         OSError: this process cannot open more files.
     """
-    parts, end = _layout(encoded)
-    fds, memfd, body = encoded.fds, None, b""
-    if end > INLINE_BYTES:
-        memfd = write_memfd(parts, end)
-        fds, flags = [*fds, memfd], flags | Flag.MEMFD
-    elif end:
-        body = _joined(parts, end)
-    fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, end, len(encoded.outside), len(fds))
-    return Packed(fixed + body, fds, memfd)
+    parts, size = _parts(encoded)
+    fds, memfd = encoded.fds, None
+    if size > INLINE_BYTES:
+        memfd = write_memfd(parts, size)
+        parts, fds, flags = [], [*fds, memfd], flags | Flag.MEMFD
+    fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, size, len(encoded.outside), len(fds))
+    return Packed(b"".join([fixed, *parts]), fds, memfd)
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
@@ -133,7 +131,7 @@ def parcel(value: Any) -> tuple[bytes, int]:
     encoded = encode(value)
     if encoded.fds:
         raise NotPortableError("open files cannot be sent with this call")
-    return _joined(*_layout(encoded)), len(encoded.outside)
+    return b"".join(_parts(encoded)[0]), len(encoded.outside)
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
@@ -151,26 +149,19 @@ def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
-def _layout(encoded: Encoded) -> tuple[list[tuple[int, memoryview]], int]:
-    """Return the offset and the bytes of each part of a message, and the total size in bytes."""
+def _parts(encoded: Encoded) -> tuple[list[bytes | memoryview], int]:
+    """Return the parts of a message in their order, padding included, and the total size in bytes."""
     if not encoded.pickle:
         return [], 0
-    sizes = bytearray(_SIZE.size * (1 + len(encoded.outside)))
-    parts, end = [(0, memoryview(sizes))], len(sizes)
-    for index, part in enumerate((encoded.pickle, *encoded.outside)):
-        _SIZE.pack_into(sizes, index * _SIZE.size, _FILE if part is None else len(part))
+    sizes = [len(encoded.pickle), *(_FILE if part is None else len(part) for part in encoded.outside)]
+    parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}q", *sizes), encoded.pickle]
+    end = len(sizes) * _SIZE_BYTES + len(encoded.pickle)
+    for part in encoded.outside:
         if part is not None:
-            begin = _aligned(end) if index else end
-            parts.append((begin, part))
-            end = begin + len(part)
+            padding = _aligned(end) - end
+            parts += [bytes(padding), part]
+            end += padding + len(part)
     return parts, end
-
-
-def _joined(parts: list[tuple[int, memoryview]], size: int) -> bytes:
-    joined = bytearray(size)
-    for begin, part in parts:
-        joined[begin : begin + len(part)] = part
-    return bytes(joined)
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:
@@ -218,7 +209,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
     """Return the pickle, and `(offset, size)` of each object outside the pickle; the size of a file is -1."""
-    head = (1 + frame.outside) * _SIZE.size
+    head = (1 + frame.outside) * _SIZE_BYTES
     if len(frame.body) < head:
         raise ProtocolError(f"a message of {len(frame.body)} bytes announces {frame.outside} objects")
     size, *sizes = struct.unpack_from(f"<{1 + frame.outside}q", frame.body)

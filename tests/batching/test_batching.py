@@ -425,7 +425,7 @@ def test_common_prefix_runs_once(monkeypatch):
         prompts.add(row)
         ran = prompts.run(64)
         assert ran is not None
-        rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+        rows.join(ran)
         while len(rows):
             rows.run(1)
         assert torch.equal(row.ids, whole)
@@ -456,7 +456,7 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
         earlier.add(BatchRow(9, prepare(model, {"input_ids": base, "max_new_tokens": 2, "do_sample": False})))
         ran = earlier.run(64)
         assert ran is not None
-        Rows(model, None, prefixes).join(ran.rows, ran.logits, ran.cache, ran.mask)
+        Rows(model, None, prefixes).join(ran)
         for number, ids in enumerate(requests):
             prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False})))
         rows, seen = Rows(model, None, prefixes), list[tuple[int, int]]()
@@ -465,7 +465,7 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
             ran = prompts.run(64)
             assert ran is not None
             seen.append((len(ran.rows), prompts.latest // len(ran.rows)))
-            rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+            rows.join(ran)
         while len(rows):
             rows.run(1)
         assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
@@ -513,7 +513,7 @@ def test_prompts_run_beside_decoding_rows():
         ran = prompts.run(12, (lambda: rows.run(1)) if len(rows) else None)
         pieces.append((prompts.latest, prompts.ran_beside))
         if ran is not None:
-            rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+            rows.join(ran)
     while len(rows):
         rows.run(1)
     assert pieces == [(9, False), (10, True), (10, True), (5, True)]

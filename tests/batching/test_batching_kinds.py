@@ -156,7 +156,7 @@ def test_steps_that_are_not_recorded_say_why() -> None:
     prompts, rows = Prompts(model, Prefixes(0)), Rows(model, None, Prefixes(0), captured)
     prompts.add(BatchRow(0, prepare(model, {"input_ids": torch.tensor([[11, 12, 13]]), "max_new_tokens": 5})))
     ran = prompts.run(0)
-    rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+    rows.join(ran)
     rows.run(1, positions=1000)
     assert captured.reason == "the model has no cache"
 

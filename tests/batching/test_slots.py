@@ -57,7 +57,7 @@ class Decoded:
             self.prompts.add(self.finished[-1])
         while len(self.prompts):
             if ran := self.prompts.run(1000):
-                self.rows.join(ran.rows, ran.logits, ran.cache, ran.mask)
+                self.rows.join(ran)
 
     def step(self, positions: int = MOST_POSITIONS) -> None:
         self.rows.run(1, positions, ROWS)

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from parallelformers_ng.runtime.exchange import Request
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.request import Request
 from tests.helpers.patience import PROMPTLY
 
 

@@ -110,7 +110,7 @@ def test_changes_by_the_caller_reach_all_replicas(model: Any) -> None:
     try:
         calls = remote_of(model).calls
         for dispatcher in calls.dispatchers:
-            short = dispatcher.call(model, "", "generate", (IDS,), {"do_sample": False}, CallOptions())
+            short = dispatcher.call("", "generate", (IDS,), {"do_sample": False}, CallOptions())
             assert torch.equal(short, before[:, : IDS.shape[1] + 3])
     finally:
         model.generation_config.max_new_tokens = None

@@ -260,9 +260,9 @@ def test_workers_end_with_a_killed_parent():
 
 INTERRUPTED = """
 import os, signal, threading, time
-from parallelformers_ng.runtime import group as groups
+from parallelformers_ng.runtime import request_loop
 from parallelformers_ng.runtime.group import WorkerGroup
-groups.STRAGGLER_SECONDS = 2.0
+request_loop.STRAGGLER_SECONDS = 2.0
 with WorkerGroup(2, target="tests.helpers.runtime_target:Target", threads=1) as group:
     # The second does not hear of it for a time: whoever comes next waits for it.
     for method, arguments in [("wait_for_cancel", ()), ("sleep", (1.5, [1]))]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from parallelformers_ng.errors import GroupClosedError, GroupError, NotPortableError, WorkerError
+from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.spawn import environment_of_worker
 from parallelformers_ng.wire.frame import FileDescriptor
@@ -53,6 +54,21 @@ def test_call_runs_on_all_ranks_rank_zero_answers(group):
     with pytest.raises(ValueError, match="arguments for 3 ranks, but the group has 2"):
         group.call_each("own", [("a",)] * 3)
     assert group.call_each("own", [("a",)]) == [(0, "a"), (1, "a")]
+
+
+def test_group_thread_avoids_cpu_of_spinning_rank():
+    all_cpus = os.sched_getaffinity(0)
+    if usable_cpus() < 2:
+        pytest.skip("no rank spins")
+    os.sched_setaffinity(0, sorted(all_cpus)[:2])  # one for each rank; rank 0 spins
+    try:
+        with WorkerGroup(2, target=TARGET, threads=1) as group:
+            of_group = [each.native_id for each in threading.enumerate() if each.name == "parallelformers_ng-group"][-1]
+            rank_0, rank_1 = map(os.sched_getaffinity, group.pids)
+            assert os.sched_getaffinity(of_group) == rank_1 != rank_0
+            assert os.sched_getaffinity(0) == rank_0 | rank_1
+    finally:
+        os.sched_setaffinity(0, all_cpus)
 
 
 def test_large_tensors_and_dataclasses_make_the_round_trip(group):
