@@ -12,9 +12,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parallelformers_ng.api import parallelize, plan, start_group
+    from parallelformers_ng.api import parallelize, plan
     from parallelformers_ng.checkpoint.device_map import balanced_device_map
     from parallelformers_ng.errors import *
+    from parallelformers_ng.model.groups import start_group
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import BatchingOptions, FitOptions, QuantizeOptions, WorkerOptions
     from parallelformers_ng.planner.forecast import forecast
@@ -43,7 +44,7 @@ _HOMES = {
     "parallelize": "api",
     "plan": "api",
     "save_sharded": "model.saving",
-    "start_group": "api",
+    "start_group": "model.groups",
     "warm_up": "worker.preload",
     "BatchingOptions": "options",
     "FitOptions": "options",

@@ -9,41 +9,33 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
-from parallelformers_ng.checkpoint.loading import Checkpoint, open_source, prepare_conversions
+from parallelformers_ng.checkpoint.loading import Checkpoint, open_source
 from parallelformers_ng.checkpoint.location import Source, base_of_adapter, read_source, refuse_options
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.quantized_in_memory import ConvertedLayers, plain_counterpart
 from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
-from parallelformers_ng.errors import (
-    AlreadyParallelizedError,
-    ParallelError,
-    PlacementError,
-    UnsupportedModelError,
-)
+from parallelformers_ng.errors import ParallelError, PlacementError
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
-from parallelformers_ng.live_code.stock import tensor_of_own_class
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
+from parallelformers_ng.model.kinds import check_model
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.model.parallelized import enter, forget_end, is_parallelized
+from parallelformers_ng.model.parallelized import enter, forget_end
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
+from parallelformers_ng.option_checks import check_switches, read_options
 from parallelformers_ng.options import (
-    OF_A_MODEL,
     BatchingOptions,
     FitOptions,
     QuantizeOptions,
     WorkerOptions,
-    check_switches,
-    read_options,
     read_quantize,
 )
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -51,7 +43,7 @@ from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.sharding.casting import target_dtype
 from parallelformers_ng.sharding.inject import settle
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.policy_registry import check_custom, written_policies
+from parallelformers_ng.sharding.policy_registry import check_custom
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -230,46 +222,6 @@ def parallelize(
     return wrappers[0] if wrappers else loaded
 
 
-def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
-    """Start workers that serve one model after another, so that only the first model waits for the start.
-
-    `with start_group(2) as group: parallelize(model, workers=group)`.
-
-    Args:
-        num_gpus: same as in `parallelize`.
-        options: fields of `WorkerOptions`, except the restart options, `replicas` and `host_copy`. A group from
-            `start_group` is not restarted, because a restart needs the weights of a model.
-
-    Returns:
-        The group, ready to serve; pass it to `parallelize` as `workers`.
-
-    Raises:
-        PlacementError: there are fewer devices than requested, or more than 256 ranks on this machine.
-        StartupError: a worker could not start.
-        SharedMemoryError: the system has too little memory for the collectives.
-        ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
-        UnsupportedPlatformError: see `parallelize`.
-        SystemExit: this process of a torchrun job does not have rank 0.
-    """
-    for name in OF_A_MODEL:
-        if name in options:
-            raise ParallelError(
-                f"start_group takes no {name}: its group serves one model after another and is not restarted; pass"
-                f" {name} to parallelize as workers={{{name!r}: …}}"
-            )
-    (make,), _ = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"), FitOptions())
-    group = make(wait=False)
-    try:
-        # While the workers import torch, this process imports the policies and the weight conversions.
-        written_policies()
-        prepare_conversions()
-        group.wait_until_ready()
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
 def plan(
     model: PreTrainedModel,
     num_gpus: int = 2,
@@ -354,56 +306,6 @@ def _batching(
     if decode not in ("auto", "eager", "cuda_graphs"):
         raise ParallelError(f"decode is {decode!r}, a mode without batching; leave out decode= or batching=")
     return options
-
-
-def check_model(model: nn.Module) -> None:
-    """Check that a model is of a kind that `parallelize` supports, whatever its policy.
-
-    Raises:
-        AlreadyParallelizedError: the model is parallelized already.
-        UnsupportedModelError: the model is compiled, no `PreTrainedModel`, spread by `device_map`, or has a tensor of a
-            class of its own.
-    """
-    if is_parallelized(model):
-        raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
-    refuse_compiled(model)
-    if not isinstance(model, PreTrainedModel):
-        cls = type(model)
-        hint = "; pass the result of model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
-        raise UnsupportedModelError(
-            f"parallelize takes a transformers PreTrainedModel, not {cls.__module__}.{cls.__name__}{hint}"
-        )
-    name, kind = tensor_of_own_class(model)
-    if name:
-        raise UnsupportedModelError(
-            f"{name} is a {kind}, a tensor class with its own torch functions, but the ranks hold plain tensors; pass"
-            " the model with plain parameters"
-        )
-    if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
-        )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Check that neither `torch.compile` nor `torch.jit` has compiled a module of a model.
-
-    Raises:
-        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`, or a module
-            is TorchScript.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"{path or type(model).__name__} is a TorchScript module, which cannot be sent to the workers. Pass the"
-                " model with the module that was scripted or traced"
-            )
-        compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        if compiled or "_orig_mod" in module._modules:
-            raise UnsupportedModelError(
-                f"{path or type(model).__name__} is compiled by torch.compile, but the workers cannot run code compiled"
-                " for the whole model. Pass the model without torch.compile; decode='compile' compiles the decode steps"
-            )
 
 
 def _make_plan(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from parallelformers_ng.api import parallelize, start_group
+from parallelformers_ng.api import parallelize
 from parallelformers_ng.checkpoint.model_class import empty_model
 from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.model.groups import start_group
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.placement import placement
 from parallelformers_ng.sharding.casting import target_dtype

@@ -12,7 +12,8 @@ from parallelformers_ng.errors import PlacementError
 from parallelformers_ng.hosts import torchrun
 from parallelformers_ng.hosts.hosts import Hosts
 from parallelformers_ng.hosts.ray import Connection, RayHosts, bundle_of, ranks_of_each
-from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions, read_options
+from parallelformers_ng.option_checks import read_options
+from parallelformers_ng.options import FitOptions, RayOptions, WorkerOptions
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
-from parallelformers_ng.options import BatchingOptions, checked_seconds
+from parallelformers_ng.option_checks import checked_seconds
+from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.deadline import deadline
 from parallelformers_ng.sharding.tensors import is_within
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from parallelformers_ng.checkpoint.loading import Checkpoint
+from parallelformers_ng.checkpoint.loading import Checkpoint, prepare_conversions
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.hosts.launching import elsewhere
-from parallelformers_ng.options import FitOptions, WorkerOptions
+from parallelformers_ng.option_checks import read_options
+from parallelformers_ng.options import OF_A_MODEL, FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.policy_registry import written_policies
 from parallelformers_ng.wire.frame import FileDescriptor
 from parallelformers_ng.worker.preload import IMPORTS
 
@@ -142,6 +146,46 @@ def revive(
     try:
         group.call("build", skeleton)
         attach(group, plan, store, checkpoint)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
+    """Start workers that serve one model after another, so that only the first model waits for the start.
+
+    `with start_group(2) as group: parallelize(model, workers=group)`.
+
+    Args:
+        num_gpus: same as in `parallelize`.
+        options: fields of `WorkerOptions`, except the restart options, `replicas` and `host_copy`. A group from
+            `start_group` is not restarted, because a restart needs the weights of a model.
+
+    Returns:
+        The group, ready to serve; pass it to `parallelize` as `workers`.
+
+    Raises:
+        PlacementError: there are fewer devices than requested, or more than 256 ranks on this machine.
+        StartupError: a worker could not start.
+        SharedMemoryError: the system has too little memory for the collectives.
+        ParallelError: an option has a wrong value or an unknown name, or `start_group` does not take the option.
+        UnsupportedPlatformError: see `parallelize`.
+        SystemExit: this process of a torchrun job does not have rank 0.
+    """
+    for name in OF_A_MODEL:
+        if name in options:
+            raise ParallelError(
+                f"start_group takes no {name}: its group serves one model after another and is not restarted; pass"
+                f" {name} to parallelize as workers={{{name!r}: …}}"
+            )
+    (make,), _ = group_makers(num_gpus, read_options(WorkerOptions, options, "start_group"), FitOptions())
+    group = make(wait=False)
+    try:
+        # While the workers import torch, this process imports the policies and the weight conversions.
+        written_policies()
+        prepare_conversions()
+        group.wait_until_ready()
     except BaseException:
         group.close()
         raise

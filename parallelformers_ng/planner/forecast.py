@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.api import check_model
 from parallelformers_ng.autopolicy.planning import CustomPolicies, make_plan
 from parallelformers_ng.errors import ParallelError, PlacementError, UnsupportedModelError
+from parallelformers_ng.model.kinds import check_model
 from parallelformers_ng.options import FitOptions, QuantizeOptions, read_quantize
 from parallelformers_ng.planner.devices import LINKS, Device, device_named
 from parallelformers_ng.planner.observation import Observation, Work, observe

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from parallelformers_ng.options import checked_seconds
+from parallelformers_ng.option_checks import checked_seconds
 
 thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
 """Deadline of this thread or asyncio task, in seconds of `time.monotonic`."""

@@ -15,7 +15,7 @@ import torch
 
 from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, GroupError, PlacementError, ProtocolError
-from parallelformers_ng.options import checked_seconds
+from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.deadline import thread_deadline
 from parallelformers_ng.runtime.processes import Processes

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.option_checks import checked_seconds, read_options
 from parallelformers_ng.options import (
     QUANTIZE_HELP,
     BatchingOptions,
     FitOptions,
     Number,
     Seconds,
-    checked_seconds,
-    read_options,
 )
 
 

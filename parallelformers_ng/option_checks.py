@@ -1,0 +1,93 @@
+"""Checks options: their names, types, switches and seconds. The errors name the caller's argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from parallelformers_ng.errors import ParallelError, did_you_mean
+
+Seconds = int | float
+_Options = TypeVar("_Options")
+
+
+def check_switches(**switches: Any) -> None:
+    """Check that arguments are True or False. Python would take the text "no" as true.
+
+    Args:
+        switches: arguments by name.
+
+    Raises:
+        ParallelError: an argument is neither True nor False.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ParallelError(f"{name} is {value!r}; it takes True or False")
+
+
+_SUCCESSORS = {"prefill_chunk": "; set prefill_patience, the milliseconds that decoding rows wait for prompts"}
+"""Name of an option of an earlier release → end of the error message."""
+
+
+def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | None, argument: str) -> _Options:
+    """Return checked options as a dataclass.
+
+    Args:
+        cls: type of the options, a dataclass.
+        options: an instance of `cls`; a mapping from field names to values; or None for the defaults.
+        argument: name of the argument that the caller used, for error messages.
+
+    Raises:
+        ParallelError: `options` has another type; or a field has an unknown name or a value of another type. The
+            message names the argument and the field. `cls` may raise a ParallelError for a wrong value, for example
+            `WorkerOptions` a PlacementError.
+    """
+    if isinstance(options, cls):
+        options = vars(options)  # a dataclass does not check its types by itself
+    if options is None:
+        return cls()
+    if not isinstance(options, Mapping):
+        raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of its fields")
+    known = get_type_hints(cls)
+    for name in sorted(options, key=str):
+        if name not in known:
+            hint = _SUCCESSORS.get(name) or did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
+            raise ParallelError(f"{argument} has no option {name!r}{hint}")
+    for name, value in options.items():
+        if not _is_a(value, known[name]):
+            raise ParallelError(f"{argument}: {name} is {value!r}; it takes {_words(known[name])}")
+    return cls(**options)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Return whether a value has the type `kind`: a class, a union, a list, a dictionary, or a tuple of any length."""
+    if kind is Any:
+        return True
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union):  # Python 3.14 and later return Union for `int | str`
+        return any(_is_a(value, each) for each in inner)
+    if not isinstance(value, origin or kind):
+        return False
+    if origin is dict:
+        return all(_is_a(key, inner[0]) and _is_a(item, inner[1]) for key, item in value.items())
+    return all(_is_a(item, inner[0]) for item in value) if origin in (list, tuple) else True
+
+
+def checked_seconds(seconds: Any, name: str) -> Seconds:
+    """Return `seconds` unchanged.
+
+    Args:
+        seconds: number of seconds to check.
+        name: name of the caller's argument, for the error message.
+
+    Raises:
+        ParallelError: `seconds` is not a number, is True or False, or is not more than 0.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
+    return seconds
+
+
+def _words(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("NoneType", "None")
