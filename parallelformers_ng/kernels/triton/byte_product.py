@@ -14,7 +14,7 @@ for every 32 outputs and split of the inputs write partial results, in fp32:
     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
 
 The second launch adds the partial results in the order of the splits, so the same call gives the same bits. The splits
-depend on the weights, not on the rows. Products with splits have never run on a GPU: unmeasured.
+depend on the weights, not on the rows.
 
 Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
 the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written once and read
