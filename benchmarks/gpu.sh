@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All that needs a CUDA device, in one sitting of nine minutes: tests, and the measurements of `benchmarks.gpu_all`.
 # Leaves a report of what was said, gpu.txt, and the figures as they come, gpu.json and gpu.md. Each step has a time
-# limit of its own; a step that reaches it is interrupted, so that its traceback tells what it waited for. Installs nothing but what lies in
-# $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the package needs, and pytest.
+# limit of its own; a step that reaches it is interrupted, so that its traceback tells what it waited for. Installs
+# nothing but what lies in $WHEELS, if that is set, and that beside the interpreter's own packages. It needs what the
+# package needs, and pytest.
 # It fails if a step does, if a step was not begun, or if torch cannot use the device.
 #   PYTHON=python3 WHEELS=dist SECONDS_IN_ALL=540 SHAPES="8B 8B-8-layers" bash benchmarks/gpu.sh [OUT]
 set -uo pipefail
@@ -23,8 +24,9 @@ export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$bytecode}"
 export PARALLELFORMERS_TESTS_NEED_GPU=1 # a test that finds no device fails, and is not skipped
 
 step() { # NAME SECONDS COMMAND…
-  local name="$1" limit="$2" left=$((end - SECONDS)) code
+  local name="$1" limit="$2" left=$((end - SECONDS))
   shift 2
+  code=1
   [ "$left" -lt "$limit" ] && limit="$left"
   if [ "$limit" -le 0 ]; then
     echo "== $name: not begun, the time is up"
@@ -55,6 +57,7 @@ step() { # NAME SECONDS COMMAND…
   step "versions" 30 "$python" -c 'import torch, transformers, sys
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)
 torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver is too old for it, or it is a build for CPU")'
+  [ "$code" -eq 0 ] || exit 1 # nothing else can run
   # Those with the mark, and no others: what they import is less than what all import.
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
   step "tests" 90 "$python" -m pytest -q -rs -m gpu "${tests[@]}"

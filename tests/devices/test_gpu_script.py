@@ -56,7 +56,8 @@ def test_the_status_tells_the_truth(failing: str, tmp_path: Path) -> None:
     status, report = run(tmp_path, stand_in, WHEELS=str(tmp_path))
     assert (status != 0) == bool(failing)
     assert ("failed with status 3" in report) == bool(failing)
-    assert all(f"== {name}\n" in report for name in STEPS)
+    begun = STEPS[:2] if failing == "import torch" else STEPS  # without a device nothing else can run
+    assert [name for name in STEPS if f"== {name}\n" in report] == [*begun]
 
 
 def test_hanging_step_leaves_the_others_their_report(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_device_unusable_by_torch_is_a_failure(listed: str, fails: bool, tmp_pat
     program.write_text(f"#!/bin/sh\n{listed}\n")
     program.chmod(0o755)
     words = ["make", "--old-file=setup", "gpu", f"PY={sys.executable}", f"GPU_ARGS={tmp_path}/gpu.txt"]
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECONDS_IN_ALL": "20"}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECONDS_IN_ALL": "60"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode != 0) == fails, done.stderr
     said = "torch can use no CUDA device" if fails else "sees no CUDA device; nothing to check"
@@ -189,6 +190,7 @@ needs_compiler = pytest.mark.skipif(guard.COMPILER is None, reason="needs a C++ 
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_gpu_tests_run_on_pretended_devices(tmp_path: Path) -> None:
     """Packages that a GPU image lacks cannot be imported in this run."""
     words = ["-m", "pytest", "-q", "-q", "-m", "gpu", "tests/devices/test_gpu.py"]
