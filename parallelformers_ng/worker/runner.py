@@ -27,6 +27,7 @@ from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
+from parallelformers_ng.generation.end_scores import forbid_ends_by_index
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
@@ -92,6 +93,7 @@ class ModelRunner(RankWeights):
         if device.type == "cpu":
             install_attention()
             append_in_place()
+            forbid_ends_by_index()
         else:
             on_devices.install_attention()
             look_ups.guard_look_ups()
