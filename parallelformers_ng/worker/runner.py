@@ -31,6 +31,7 @@ from parallelformers_ng.generation.end_scores import forbid_ends_by_index
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.prompt_lookup import propose_latest_matches
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
@@ -90,6 +91,7 @@ class ModelRunner(RankWeights):
         self.communicator = communicator
         self.code = AppliedChanges()
         self.kept = Kept()
+        propose_latest_matches()
         if device.type == "cpu":
             install_attention()
             append_in_place()
