@@ -19,7 +19,7 @@
 #include "_tile_attention.h"
 #include "_vectors.h"
 
-enum { HEADS = 4, TOKENS = 32, COLUMNS = 2 };
+enum { HEADS = 4, TOKENS = 32, COLUMNS = 2, SUMS_AT_ONCE = LANES / 2 };
 
 typedef struct {
     const Attention *is;
@@ -36,28 +36,48 @@ INLINE size_t head_work(const Attention *is)
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \
-    /* Computes scores s `[heads, room]` = q kᵀ. q `[heads, width]` is in fp32, and includes the scale. */    \
+    /* Computes sums of lanes `[heads, apart]` of q kᵀ for `tokens` tokens; at most SUMS_AT_ONCE sums. */     \
+    INLINE void lanes_##NAME(const Attention *is, const float *q, const TYPE *k, Floats *to, size_t apart,    \
+                             size_t tokens, size_t heads)                                                     \
+    {                                                                                                         \
+        Floats sum[SUMS_AT_ONCE] = {{0}}, a[SUMS_AT_ONCE], b;                                                 \
+        size_t i = 0;                                                                                         \
+        for (; i + LANES <= is->width; i += LANES) {                                                          \
+            for (size_t t = 0; t < tokens; t++) LOAD(a[t], k + t * is->cached.k_token + i);                   \
+            for (size_t h = 0; h < heads; h++) {                                                              \
+                LOAD_F32(b, q + h * is->width + i);                                                           \
+                for (size_t t = 0; t < tokens; t++) sum[h * tokens + t] += a[t] * b;                          \
+            }                                                                                                 \
+        }                                                                                                     \
+        if (i < is->width) {                                                                                  \
+            const size_t n = is->width - i;                                                                   \
+            for (size_t t = 0; t < tokens; t++) LOAD_FIRST(TYPE, LOAD, a[t], k + t * is->cached.k_token + i, n); \
+            for (size_t h = 0; h < heads; h++) {                                                              \
+                LOAD_FIRST(float, LOAD_F32, b, q + h * is->width + i, n);                                     \
+                for (size_t t = 0; t < tokens; t++) sum[h * tokens + t] += a[t] * b;                          \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (size_t h = 0; h < heads; h++)                                                                    \
+            for (size_t t = 0; t < tokens; t++) to[h * apart + t] = sum[h * tokens + t];                      \
+    }                                                                                                         \
+    /* Computes scores s `[heads, room]` = q kᵀ. q `[heads, width]` is in fp32, and includes the scale. The lanes of \
+     * LANES scores are added together. */                                                                    \
     INLINE void scores_##NAME(const Attention *is, const float *q, const TYPE *k, float *s, size_t room,      \
                               size_t tokens, size_t heads)                                                    \
     {                                                                                                         \
-        for (size_t t = 0; t < tokens; t++, k += is->cached.k_token) {                                        \
-            Floats sum[HEADS] = {{0}}, a = {0}, b;                                                            \
-            size_t i = 0;                                                                                     \
-            for (; i + LANES <= is->width; i += LANES) {                                                      \
-                LOAD(a, k + i);                                                                               \
-                for (size_t h = 0; h < heads; h++) {                                                          \
-                    LOAD_F32(b, q + h * is->width + i);                                                       \
-                    sum[h] += a * b;                                                                          \
-                }                                                                                             \
-            }                                                                                                 \
-            if (i < is->width) LOAD_FIRST(TYPE, LOAD, a, k + i, is->width - i);                               \
-            for (size_t h = 0; h < heads; h++) {                                                              \
-                if (i < is->width) {                                                                          \
-                    LOAD_FIRST(float, LOAD_F32, b, q + h * is->width + i, is->width - i);                     \
-                    sum[h] += a * b;                                                                          \
-                }                                                                                             \
-                s[h * room + t] = sum_lanes(&sum[h]);                                                         \
-            }                                                                                                 \
+        const size_t row = is->cached.k_token, wide = LANES / heads, half = SUMS_AT_ONCE / heads;             \
+        Floats sums[LANES];                                                                                   \
+        size_t t = 0;                                                                                         \
+        for (; t + wide <= tokens; t += wide, k += wide * row) {                                              \
+            lanes_##NAME(is, q, k, sums, wide, half, heads);                                                  \
+            lanes_##NAME(is, q, k + half * row, sums + half, wide, half, heads);                              \
+            sum_lanes_of_all(sums);                                                                           \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                memcpy(s + h * room + t, (const float *)sums + h * wide, wide * sizeof(float));               \
+        }                                                                                                     \
+        for (; t < tokens; t++, k += row) {                                                                   \
+            lanes_##NAME(is, q, k, sums, 1, 1, heads);                                                        \
+            for (size_t h = 0; h < heads; h++) s[h * room + t] = sum_lanes(&sums[h]);                         \
         }                                                                                                     \
     }                                                                                                         \
     /* Computes y `[heads, value_width]` += p v, in blocks of tokens that fit the first-level cache. */       \
