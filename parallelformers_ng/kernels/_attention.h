@@ -19,107 +19,154 @@
 #include "_tile_attention.h"
 #include "_vectors.h"
 
-enum { HEADS = 4, TOKENS = 32, COLUMNS = 2 };
+/* Queries that a block of TOKENS keys or values in the first-level cache is read for; HEADS of them are multiplied at once. */
+enum { QUERIES = 16, HEADS = 4, TOKENS = 32, COLUMNS = 2, SUMS_AT_ONCE = LANES / 2 };
 
 typedef struct {
     const Attention *is;
     float *work, scale;
 } AttentionJob;
 
+/* Returns the number of queries that working memory is needed for, a multiple of HEADS. */
+INLINE size_t most_queries(const Attention *is)
+{
+    const size_t queries = rounded_up(is->rows * shared_by(is), HEADS);
+    return queries < QUERIES ? queries : QUERIES;
+}
+
 /* Returns the number of floats of working memory that one thread needs. */
 INLINE size_t head_work(const Attention *is)
 {
-    const size_t sizes[] = {HEADS * (is->width + is->tokens + LANES + is->value_width), pair_work(is), tile_work(is)};
+    const size_t sizes[] = {most_queries(is) * (is->width + is->tokens + LANES + is->value_width), pair_work(is), tile_work(is)};
     size_t most = sizes[0];
     for (size_t i = 1; i < 3; i++) most = sizes[i] > most ? sizes[i] : most;
     return rounded_up(most, ALIGNED / sizeof(float));
 }
 
 #define DEFINE_ATTENTION(NAME, TYPE, LOAD)                                                                    \
-    /* Computes scores s `[heads, room]` = q kᵀ. q `[heads, width]` is in fp32, and includes the scale. */    \
+    /* Computes sums of lanes `[heads, apart]` of q kᵀ for `tokens` tokens; at most SUMS_AT_ONCE sums. */     \
+    INLINE void lanes_##NAME(const Attention *is, const float *q, const TYPE *k, Floats *to, size_t apart,    \
+                             size_t tokens, size_t heads)                                                     \
+    {                                                                                                         \
+        Floats sum[SUMS_AT_ONCE] = {{0}}, a[SUMS_AT_ONCE], b;                                                 \
+        size_t i = 0;                                                                                         \
+        for (; i + LANES <= is->width; i += LANES) {                                                          \
+            for (size_t t = 0; t < tokens; t++) LOAD(a[t], k + t * is->cached.k_token + i);                   \
+            for (size_t h = 0; h < heads; h++) {                                                              \
+                LOAD_F32(b, q + h * is->width + i);                                                           \
+                for (size_t t = 0; t < tokens; t++) sum[h * tokens + t] += a[t] * b;                          \
+            }                                                                                                 \
+        }                                                                                                     \
+        if (i < is->width) {                                                                                  \
+            const size_t n = is->width - i;                                                                   \
+            for (size_t t = 0; t < tokens; t++) LOAD_FIRST(TYPE, LOAD, a[t], k + t * is->cached.k_token + i, n); \
+            for (size_t h = 0; h < heads; h++) {                                                              \
+                LOAD_FIRST(float, LOAD_F32, b, q + h * is->width + i, n);                                     \
+                for (size_t t = 0; t < tokens; t++) sum[h * tokens + t] += a[t] * b;                          \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (size_t h = 0; h < heads; h++)                                                                    \
+            for (size_t t = 0; t < tokens; t++) to[h * apart + t] = sum[h * tokens + t];                      \
+    }                                                                                                         \
+    /* Computes scores s `[heads, room]` = q kᵀ. q `[heads, width]` is in fp32, and includes the scale. The lanes of \
+     * LANES scores are added together. */                                                                    \
     INLINE void scores_##NAME(const Attention *is, const float *q, const TYPE *k, float *s, size_t room,      \
                               size_t tokens, size_t heads)                                                    \
     {                                                                                                         \
-        for (size_t t = 0; t < tokens; t++, k += is->cached.k_token) {                                        \
-            Floats sum[HEADS] = {{0}}, a = {0}, b;                                                            \
-            size_t i = 0;                                                                                     \
-            for (; i + LANES <= is->width; i += LANES) {                                                      \
-                LOAD(a, k + i);                                                                               \
-                for (size_t h = 0; h < heads; h++) {                                                          \
-                    LOAD_F32(b, q + h * is->width + i);                                                       \
-                    sum[h] += a * b;                                                                          \
-                }                                                                                             \
-            }                                                                                                 \
-            if (i < is->width) LOAD_FIRST(TYPE, LOAD, a, k + i, is->width - i);                               \
-            for (size_t h = 0; h < heads; h++) {                                                              \
-                if (i < is->width) {                                                                          \
-                    LOAD_FIRST(float, LOAD_F32, b, q + h * is->width + i, is->width - i);                     \
-                    sum[h] += a * b;                                                                          \
-                }                                                                                             \
-                s[h * room + t] = sum_lanes(&sum[h]);                                                         \
-            }                                                                                                 \
+        const size_t row = is->cached.k_token, wide = LANES / heads, half = SUMS_AT_ONCE / heads;             \
+        Floats sums[LANES];                                                                                   \
+        size_t t = 0;                                                                                         \
+        for (; t + wide <= tokens; t += wide, k += wide * row) {                                              \
+            lanes_##NAME(is, q, k, sums, wide, half, heads);                                                  \
+            lanes_##NAME(is, q, k + half * row, sums + half, wide, half, heads);                              \
+            sum_lanes_of_all(sums);                                                                           \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                memcpy(s + h * room + t, (const float *)sums + h * wide, wide * sizeof(float));               \
+        }                                                                                                     \
+        for (; t < tokens; t++, k += row) {                                                                   \
+            lanes_##NAME(is, q, k, sums, 1, 1, heads);                                                        \
+            for (size_t h = 0; h < heads; h++) s[h * room + t] = sum_lanes(&sums[h]);                         \
         }                                                                                                     \
     }                                                                                                         \
-    /* Computes y `[heads, value_width]` += p v, in blocks of tokens that fit the first-level cache. */       \
+    /* Computes y `[heads, value_width]` += p v. */                                                           \
     INLINE void weigh_##NAME(const Attention *is, const float *p, const TYPE *v, float *y, size_t room,       \
                              size_t tokens, size_t heads)                                                     \
     {                                                                                                         \
-        for (size_t start = 0; start < tokens; start += TOKENS) {                                             \
-            size_t stop = start + TOKENS < tokens ? start + TOKENS : tokens, i = 0;                           \
-            for (; i + COLUMNS * LANES <= is->value_width; i += COLUMNS * LANES) {                            \
-                Floats sum[HEADS * COLUMNS], a;                                                               \
-                for (size_t h = 0; h < heads; h++)                                                            \
-                    for (size_t c = 0; c < COLUMNS; c++)                                                      \
-                        LOAD_F32(sum[h * COLUMNS + c], y + h * is->value_width + i + c * LANES);              \
-                for (size_t t = start; t < stop; t++)                                                         \
-                    for (size_t c = 0; c < COLUMNS; c++) {                                                    \
-                        LOAD(a, v + t * is->cached.v_token + i + c * LANES);                                  \
-                        for (size_t h = 0; h < heads; h++) sum[h * COLUMNS + c] += a * p[h * room + t];       \
-                    }                                                                                         \
-                for (size_t h = 0; h < heads; h++)                                                            \
-                    memcpy(y + h * is->value_width + i, &sum[h * COLUMNS], COLUMNS * sizeof(Floats));         \
-            }                                                                                                 \
-            for (size_t n; i < is->value_width; i += n) {                                                     \
-                Floats sum[HEADS], a;                                                                         \
-                n = is->value_width - i < LANES ? is->value_width - i : LANES;                                \
-                for (size_t h = 0; h < heads; h++)                                                            \
-                    LOAD_FIRST(float, LOAD_F32, sum[h], y + h * is->value_width + i, n);                      \
-                for (size_t t = start; t < stop; t++) {                                                       \
-                    LOAD_FIRST(TYPE, LOAD, a, v + t * is->cached.v_token + i, n);                             \
-                    for (size_t h = 0; h < heads; h++) sum[h] += a * p[h * room + t];                         \
+        size_t i = 0;                                                                                         \
+        for (; i + COLUMNS * LANES <= is->value_width; i += COLUMNS * LANES) {                                \
+            Floats sum[HEADS * COLUMNS], a;                                                                   \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                for (size_t c = 0; c < COLUMNS; c++)                                                          \
+                    LOAD_F32(sum[h * COLUMNS + c], y + h * is->value_width + i + c * LANES);                  \
+            for (size_t t = 0; t < tokens; t++)                                                               \
+                for (size_t c = 0; c < COLUMNS; c++) {                                                        \
+                    LOAD(a, v + t * is->cached.v_token + i + c * LANES);                                      \
+                    for (size_t h = 0; h < heads; h++) sum[h * COLUMNS + c] += a * p[h * room + t];           \
                 }                                                                                             \
-                for (size_t h = 0; h < heads; h++)                                                            \
-                    memcpy(y + h * is->value_width + i, &sum[h], n * sizeof(float));                          \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                memcpy(y + h * is->value_width + i, &sum[h * COLUMNS], COLUMNS * sizeof(Floats));             \
+        }                                                                                                     \
+        for (size_t n; i < is->value_width; i += n) {                                                         \
+            Floats sum[HEADS], a;                                                                             \
+            n = is->value_width - i < LANES ? is->value_width - i : LANES;                                    \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                LOAD_FIRST(float, LOAD_F32, sum[h], y + h * is->value_width + i, n);                          \
+            for (size_t t = 0; t < tokens; t++) {                                                             \
+                LOAD_FIRST(TYPE, LOAD, a, v + t * is->cached.v_token + i, n);                                 \
+                for (size_t h = 0; h < heads; h++) sum[h] += a * p[h * room + t];                             \
             }                                                                                                 \
+            for (size_t h = 0; h < heads; h++)                                                                \
+                memcpy(y + h * is->value_width + i, &sum[h], n * sizeof(float));                              \
         }                                                                                                     \
     }                                                                                                         \
-    INLINE void attend_##NAME(const Group *g, float *work, size_t queries)                                    \
+    /* Computes the next queries of the group, up to QUERIES. For three queries, a fourth of zeros is computed too. */ \
+    CLONES static void attend_##NAME(const Group *g, float *work, size_t queries)                             \
     {                                                                                                         \
         const Attention *is = g->is;                                                                          \
         const size_t tokens = seen_by(g, queries - 1), room = (tokens + LANES - 1) / LANES * LANES;           \
-        float *wide = work, *s = wide + HEADS * is->width, *sums = s + HEADS * room, total[HEADS];            \
+        const size_t most = most_queries(is), width = is->width, value_width = is->value_width;               \
+        float *wide = work, *s = wide + most * width, *sums = s + most * room, total[QUERIES];                \
+        memset(wide, 0, most * width * sizeof *wide);                                                         \
+        memset(sums, 0, most * value_width * sizeof *sums);                                                   \
         for (size_t h = 0; h < queries; h++) {                                                                \
             const TYPE *q = (const TYPE *)is->q + row_of(g, h) * is->q_row + head_of(g, h) * is->q_head;      \
-            for (size_t i = 0; i < is->width; i++) wide[h * is->width + i] = load_##NAME(q[i]) * g->scale;    \
+            for (size_t i = 0; i < width; i++) wide[h * width + i] = load_##NAME(q[i]) * g->scale;            \
         }                                                                                                     \
-        scores_##NAME(is, wide, g->keys, s, room, tokens, queries);                                           \
+        for (size_t t = 0; t < tokens; t += TOKENS)                                                           \
+            for (size_t h = 0; h < queries; h += HEADS) {                                                     \
+                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, left = queries - h;           \
+                const TYPE *k = (const TYPE *)g->keys + t * is->cached.k_token;                               \
+                const float *q = wide + h * width;                                                            \
+                float *to = s + h * room + t;                                                                 \
+                if (left > 2) scores_##NAME(is, q, k, to, room, count, HEADS);                                \
+                else if (left == 2) scores_##NAME(is, q, k, to, room, count, 2);                              \
+                else scores_##NAME(is, q, k, to, room, count, 1);                                             \
+            }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
             masked_##NAME(g, h, s + h * room, room);                                                          \
             total[h] = exponentiate(s + h * room, room);                                                      \
         }                                                                                                     \
-        memset(sums, 0, queries * is->value_width * sizeof(float));                                           \
-        weigh_##NAME(is, s, g->values, sums, room, tokens, queries);                                          \
+        for (size_t t = 0; t < tokens; t += TOKENS)                                                           \
+            for (size_t h = 0; h < queries; h += HEADS) {                                                     \
+                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, left = queries - h;           \
+                const TYPE *v = (const TYPE *)g->values + t * is->cached.v_token;                             \
+                const float *p = s + h * room + t;                                                            \
+                float *to = sums + h * value_width;                                                           \
+                if (left > 2) weigh_##NAME(is, p, v, to, room, count, HEADS);                                 \
+                else if (left == 2) weigh_##NAME(is, p, v, to, room, count, 2);                               \
+                else weigh_##NAME(is, p, v, to, room, count, 1);                                              \
+            }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
-            TYPE *y = (TYPE *)is->y + (row_of(g, h) * is->heads + head_of(g, h)) * is->value_width;           \
-            for (size_t i = 0; i < is->value_width; i++, sums++)                                              \
+            TYPE *y = (TYPE *)is->y + (row_of(g, h) * is->heads + head_of(g, h)) * value_width;               \
+            for (size_t i = 0; i < value_width; i++, sums++)                                                  \
                 y[i] = store_##NAME(total[h] == 0 ? 0.0f : *sums / total[h]);                                 \
         }                                                                                                     \
     }                                                                                                         \
-    CLONES static size_t attend_some_##NAME(const Group *g, float *work, size_t left)                         \
+    INLINE size_t attend_some_##NAME(const Group *g, float *work, size_t left)                                \
     {                                                                                                         \
-        if (left >= HEADS) return attend_##NAME(g, work, HEADS), HEADS;                                       \
-        if (left >= 2) return attend_##NAME(g, work, 2), 2;                                                   \
-        return attend_##NAME(g, work, 1), 1;                                                                  \
+        const size_t queries = left < QUERIES ? left : QUERIES;                                               \
+        attend_##NAME(g, work, queries);                                                                      \
+        return queries;                                                                                       \
     }                                                                                                         \
     /* Computes the key/value heads from `first` to `end`; the numbers run through all spans. */              \
     static void part_##NAME(const void *job, size_t first, size_t end, size_t thread)                         \

@@ -27,9 +27,11 @@ from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
+from parallelformers_ng.generation.end_scores import forbid_ends_by_index
 from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.prompt_lookup import propose_latest_matches
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
@@ -89,9 +91,11 @@ class ModelRunner(RankWeights):
         self.communicator = communicator
         self.code = AppliedChanges()
         self.kept = Kept()
+        propose_latest_matches()
         if device.type == "cpu":
             sdpa.install()
             append_in_place()
+            forbid_ends_by_index()
         else:
             on_devices.install_attention()
             look_ups.guard_look_ups()
