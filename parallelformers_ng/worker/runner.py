@@ -24,19 +24,15 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import NotPortableError, ParallelError
-from parallelformers_ng.generation.cache_kinds import keep_caches, order_prefetches, take_kind
+from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
-from parallelformers_ng.generation.deferred_stops import defer_stops, deferring
-from parallelformers_ng.generation.end_scores import forbid_ends_by_index
-from parallelformers_ng.generation.in_place_cache import append_in_place
+from parallelformers_ng.generation.deferred_stops import deferring
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
 from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
-from parallelformers_ng.generation.prompt_lookup import propose_latest_matches
-from parallelformers_ng.generation.single_indices import slice_single_indices
-from parallelformers_ng.generation.step_masks import answer_for_steps, known_masks
+from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
-from parallelformers_ng.kernels import installation, on_devices, sdpa
+from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
@@ -53,6 +49,7 @@ from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.call import Answer, Call
+from parallelformers_ng.worker.installing import install
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
 from parallelformers_ng.worker.weights import RankWeights
@@ -91,18 +88,7 @@ class ModelRunner(RankWeights):
         self.communicator = communicator
         self.code = AppliedChanges()
         self.kept = Kept()
-        propose_latest_matches()
-        if device.type == "cpu":
-            sdpa.install()
-            append_in_place()
-            forbid_ends_by_index()
-        else:
-            on_devices.install_attention()
-            look_ups.guard_look_ups()
-            answer_for_steps()
-            slice_single_indices()
-            defer_stops()
-            order_prefetches()
+        install(device)
         gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
     def _clear(self) -> None:

@@ -1,0 +1,35 @@
+"""Installs this library's versions of functions of torch and transformers in the process of a rank."""
+
+from __future__ import annotations
+
+import torch
+
+from parallelformers_ng.generation.cache_kinds import order_prefetches
+from parallelformers_ng.generation.deferred_stops import defer_stops
+from parallelformers_ng.generation.end_scores import forbid_ends_by_index
+from parallelformers_ng.generation.in_place_cache import append_in_place
+from parallelformers_ng.generation.prompt_lookup import propose_latest_matches
+from parallelformers_ng.generation.single_indices import slice_single_indices
+from parallelformers_ng.generation.step_masks import answer_for_steps
+from parallelformers_ng.kernels import on_devices, sdpa
+from parallelformers_ng.sharding import look_ups
+
+
+def install(device: torch.device) -> None:
+    """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent.
+
+    Args:
+        device: device of the rank.
+    """
+    propose_latest_matches()
+    if device.type == "cpu":
+        sdpa.install()
+        append_in_place()
+        forbid_ends_by_index()
+    else:
+        on_devices.install_attention()
+        look_ups.guard_look_ups()
+        answer_for_steps()
+        slice_single_indices()
+        defer_stops()
+        order_prefetches()
