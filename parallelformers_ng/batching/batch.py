@@ -71,6 +71,7 @@ class Batch:
         self._most_rows, self._is_gathering = 0, False
         self._step_seconds = 0.0
         self._widest = _WIDEST_PIECE[group.device]
+        self._latest_speed = math.inf  # prompt tokens per second in the latest pass
         self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
         self.is_due = threading.Lock()
 
@@ -201,7 +202,10 @@ class Batch:
         typical = order.piece // 2 if self._prefill_speed else 0  # fewer tokens take almost as long
         if news[0].prompt_tokens >= max(_LEAST_PIECE, typical):
             speed = news[0].prompt_tokens / news[0].prompt_seconds
-            self._prefill_speed = _careful(self._prefill_speed, speed, 1 / 2)  # slower at once, for the rows
+            # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
+            trend = min(1.0, speed / self._latest_speed) if news[0].prompt_begin else 1.0
+            self._prefill_speed = _careful(self._prefill_speed, speed * trend, 1 / 2)  # slower at once, for the rows
+            self._latest_speed = speed
         elif not news[0].prompt_tokens:
             step = (seconds - news[0].prompt_seconds) / order.steps
             self._step_seconds = _careful(self._step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces

@@ -54,11 +54,12 @@ class Prompts:
 
     Attributes:
         latest: number of tokens in the latest forward pass, padding included.
+        latest_begin: first column of that pass.
         ran_beside: whether the latest forward pass has run `beside`.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
-        self.latest, self.ran_beside = 0, False
+        self.latest, self.latest_begin, self.ran_beside = 0, 0, False
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
@@ -183,7 +184,7 @@ class Prompts:
             Logits of the last tokens, `[rows, vocabulary]`; any tensor if `last` is empty.
         """
         whole = torch.ones_like(ids[:1]) if mask is None else mask
-        self.latest, self.ran_beside = ids[:, begin:].numel(), False
+        self.latest, self.latest_begin, self.ran_beside = ids[:, begin:].numel(), begin, False
         positions = (whole.cumsum(-1) - 1).clamp(min=0)
         arguments = {name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT}
         columns = list(range(begin, ids.shape[1]))

@@ -69,6 +69,7 @@ class News:
         states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
             row's tokens.
         prompt_tokens: number of prompt tokens that ran, padding included.
+        prompt_begin: tokens of the prompt that had run before; 0 if several prompts or a whole prompt ran.
         prompt_seconds: time of these tokens, or of a late join, on this rank, in seconds.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's CUDA device; 0 on CPU.
@@ -80,6 +81,7 @@ class News:
     failed: dict[int, Description | None] = field(default_factory=dict)
     states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     prompt_tokens: int = 0
+    prompt_begin: int = 0
     prompt_seconds: float = 0.0
     token_bytes: int = 0
     free_bytes: int = 0
@@ -156,7 +158,7 @@ class RankBatch:
             began = time.monotonic()
             ran = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
-            ran_beside = self._prompts.ran_beside
+            news.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
             if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
                 self._late = ran
             elif ran is not None:
