@@ -12,12 +12,13 @@ import torch
 
 import parallelformers_ng.worker.runner as runner_module
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
+from parallelformers_ng.kernels import sdpa
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.helpers.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and a GPU does not run them.
 runner_module.installation.install = lambda model, left=(): None
-runner_module.sdpa.install = lambda: None  # type: ignore[assignment]
+sdpa.install = lambda: None  # type: ignore[assignment]
 
 
 class RecordedRunner(ModelRunner):
