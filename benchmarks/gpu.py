@@ -22,6 +22,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -207,6 +208,7 @@ def speed(options: argparse.Namespace) -> list[str]:
             continue
         begun = time.monotonic()
         contestant = CONTESTANTS[name](options.shape, options.device)
+        weights = weight_bytes(options.shape, contestant.quantize)
         for batch in options.batches:
             each = f"{name}, batch {batch}"
             if not batches.has_time_for(each):
@@ -218,7 +220,6 @@ def speed(options: argparse.Namespace) -> list[str]:
             if reason := contestant.fallback():
                 wrong.append(f"{each}: {reason}")
                 break
-            weights = weight_bytes(options.shape, contestant.quantize)
             figures["share of the copy bandwidth"] = figures["decode, steps/s"] * weights / bandwidth
             save(options, each, figures)
         contestant.close()
@@ -337,6 +338,12 @@ def page(known: dict[str, Any]) -> str:
             text.append(f"| {name} | {'; '.join(f'{unit} {value:.4g}'.strip() for unit, value in values.items())} |")
         text.append("")
     return "\n".join(text)
+
+
+def complaint(name: str, error: BaseException) -> str:
+    """Print the traceback of a measurement's error, and return the complaint."""
+    traceback.print_exception(error)
+    return f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def end_with(run: Callable[[argparse.Namespace], list[str]], options: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +57,8 @@ PARTS = {
 """The most important part first: the last ones are left out if the time is up."""
 
 
-class OutOfTimeError(Exception):
-    """A part reached its time limit."""
+class OutOfTimeError(BaseException):
+    """A part reached its time limit. No Exception: a part goes on with its next measurement after one."""
 
 
 @contextlib.contextmanager
@@ -100,9 +99,8 @@ def run(names: list[str], options: argparse.Namespace, end: float) -> list[str]:
         try:
             with limit(seconds):
                 wrong += part.run(argparse.Namespace(**own | part.options))
-        except Exception as error:
-            traceback.print_exc()
-            wrong.append(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        except (Exception, OutOfTimeError) as error:
+            wrong.append(gpu.complaint(name, error))
         gpu.free(options.device)
         print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
     return wrong

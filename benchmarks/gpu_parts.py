@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -258,13 +257,11 @@ def run(options: argparse.Namespace) -> list[str]:
                 try:
                     gpu.save(options, name, measured())
                 except Exception as error:
-                    traceback.print_exc()
-                    wrong.append(f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+                    wrong.append(gpu.complaint(name, error))
                 gpu.free(options.device)
                 clock.note(time.monotonic() - begun)
     except Exception as error:
-        traceback.print_exc()
-        wrong.append(f"{options.what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        wrong.append(gpu.complaint(options.what, error))
     return wrong
 
 

@@ -245,21 +245,27 @@ class Batch:
         running, self._running = self._running, {}
         self._batch = next(self._batches)
         suspects = {number for number, ticket in running.items() if ticket.is_suspect} or order.joins or running
-        is_full = isinstance(error, torch.OutOfMemoryError)
-        may_need_less = is_full and (self._widest > _WIDEST_PIECE["cpu"] or order.positions > 0)
-        if may_need_less and self._widest > _WIDEST_PIECE["cpu"]:
-            self._widest = _WIDEST_PIECE["cpu"]
-        elif may_need_less:
-            self._without_graphs(str(error).partition("\n")[0])
+        needs_less = isinstance(error, torch.OutOfMemoryError) and self._use_less_memory(error, order)
         again = dict[int, Ticket]()
         for number, ticket in running.items():
-            alone = len(running) == 1 and not may_need_less
+            alone = len(running) == 1 and not needs_less
             if alone or not isinstance(error, (WorkerError, NotPortableError)):
                 ticket.end(error)
-            elif ticket.begin_again(error, suspected=number in suspects and not may_need_less):
+            elif ticket.begin_again(error, suspected=number in suspects and not needs_less):
                 again[number] = ticket
         self._waiting = dict(sorted({**again, **self._waiting}.items()))
         self._go_on([*running.values()])
+
+    def _use_less_memory(self, error: torch.OutOfMemoryError, order: Round) -> bool:
+        """Shorten the pieces of prompts, or, if they are short already, stop recording steps. Return whether a repeated
+        round needs less memory than `order`."""
+        if self._widest > _WIDEST_PIECE["cpu"]:
+            self._widest = _WIDEST_PIECE["cpu"]
+        elif order.positions > 0:
+            self._without_graphs(str(error).partition("\n")[0])
+        else:
+            return False
+        return True
 
     def _without_graphs(self, why: str) -> None:
         self._no_graphs(why)

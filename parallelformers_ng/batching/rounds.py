@@ -69,7 +69,7 @@ class News:
         states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
             row's tokens.
         prompt_tokens: number of prompt tokens that ran, padding included.
-        prompt_begin: tokens of the prompt that had run before; 0 if several prompts or a whole prompt ran.
+        prompt_begin: number of each prompt's first tokens that did not run, because their keys and values were there.
         prompt_seconds: time of these tokens, or of a late join, on this rank, in seconds.
         token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
         free_bytes: free bytes of the rank's CUDA device; 0 on CPU.

@@ -153,8 +153,8 @@ class BatchRow:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether a greedy call may have a token after its next one."""
-        return self.greedy is not None and self._length + 1 < self.greedy.length
+        """Whether a greedy call has not ended, and may have a token after its next one."""
+        return self.outcome == GOES_ON and self.greedy is not None and self._length + 1 < self.greedy.length
 
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
         """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.

@@ -29,14 +29,12 @@ class _Launched:
     """A step whose tokens the rows do not have yet.
 
     Attributes:
-        rows: the rows of the step.
-        places: index in `logits` for each row.
+        places: row of the step → index in `logits`.
         logits: logits, `[places, vocabulary]`.
         newest: chosen tokens on the device, int64 `[places, 1]`; None if the rows are not all greedy on a device.
     """
 
-    rows: list[BatchRow]
-    places: list[int]
+    places: dict[BatchRow, int]
     logits: torch.Tensor
     newest: torch.Tensor | None
 
@@ -137,13 +135,13 @@ class Rows:
         """
         changed, ahead = list[BatchRow](), None
         for _ in range(steps):
-            if ahead is not None and not (_any_goes_on(ahead.rows) and self._may_stay(positions)):
+            if ahead is not None and not (any(row.may_go_on for row in ahead.places) and self._may_stay(positions)):
                 self._take(ahead)
                 ahead = None
             if not len(self):
                 break
             launched = self._launch(positions, most_rows)
-            changed += launched.rows
+            changed += launched.places
             if ahead is not None:
                 self._take(ahead, later_steps=1)
             ahead = launched if launched.newest is not None and isinstance(self._store, Slots) else None
@@ -160,7 +158,7 @@ class Rows:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
             rows = [*self]
-            return _Launched(rows, [*range(len(rows))], whole_logits(self._model, rows), None)
+            return _Launched({row: place for place, row in enumerate(rows)}, whole_logits(self._model, rows), None)
         store = self._ready(self._store, positions, most_rows)
         newest = self._newest
         if newest is None:
@@ -169,10 +167,9 @@ class Rows:
         logits = store.step(newest).logits[:, -1]
         if isinstance(store, Slots) and self._captured is not None:
             self._captured.reason = self._captured.reason or store.steps.reason
-        full = [index for index, row in enumerate(self._places) if row is not None]
-        rows = [*self]
-        self._newest = self._best(rows, logits)
-        return _Launched(rows, full, logits, self._newest)
+        places = {row: place for place, row in enumerate(self._places) if row is not None}
+        self._newest = self._best([*places], logits)
+        return _Launched(places, logits, self._newest)
 
     def _take(self, launched: _Launched, later_steps: int = 0) -> None:
         """Give the rows of a step their tokens; rows that end leave.
@@ -181,17 +178,17 @@ class Rows:
             launched: the step.
             later_steps: number of steps that were launched after it.
         """
-        rows = [row for row in launched.rows if row.outcome == GOES_ON]  # others ended in the step before
-        places = dict(zip(launched.rows, launched.places, strict=True))
+        # Other rows ended in the step before.
+        places = {row: place for row, place in launched.places.items() if row.outcome == GOES_ON}
         if launched.newest is None:
-            self._newest = self._choose(rows, launched.logits, launched.places)
+            self._newest = self._choose([*places], launched.logits, [*places.values()])
         else:
-            self._read(rows, [places[row] for row in rows], launched.newest)
-        for row in rows:
+            self._read([*places], [*places.values()], launched.newest)
+        for row, place in places.items():
             if row.outcome == ENDED and row.may_be_kept and self._store is not None:  # a later prompt may begin so
                 cache = self._store.lend(later_steps) if isinstance(self._store, Slots) else self._store.cache
-                self._prefixes.keep(row.ids[:, :-1], cache, places[row])
-        self.leave({row.number for row in rows if row.outcome != GOES_ON})
+                self._prefixes.keep(row.ids[:, :-1], cache, place)
+        self.leave({row.number for row in places if row.outcome != GOES_ON})
 
     def leave(self, numbers: Collection[int]) -> None:
         """Remove the rows with the given numbers; without a row, drop the cache."""
@@ -323,11 +320,6 @@ class Rows:
             if choice is not None:
                 mine[index] = int(choice[0]), ENDED if choice[1] else GOES_ON
         return torch.tensor([mine])
-
-
-def _any_goes_on(rows: list[BatchRow]) -> bool:
-    """Return whether a row that has not ended may have a token after its next one; the rows are greedy."""
-    return any(row.outcome == GOES_ON and row.may_go_on for row in rows)
 
 
 def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -115,8 +115,9 @@ class CapturedSteps:
         """
         self.reason = ""
         bucket = bucket_of(rows)
-        if bucket not in self._caches or self._caches[bucket].length < tokens:
-            if bucket in self._caches:
+        earlier = self._caches.get(bucket)
+        if earlier is None or earlier.length < tokens:
+            if earlier is not None:
                 self._caches.pop(bucket).release()  # free its memory for the new cache
             cache = make()
             if layer := unsupported_layer(cache):

@@ -43,6 +43,21 @@ def test_slow_part_is_interrupted_others_run(
     assert "== right: 0 s" in printed.out
 
 
+def test_part_that_survives_errors_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next measurement would have no time limit."""
+
+    def survives(options: Namespace) -> list[str]:
+        try:
+            time.sleep(60)
+        except Exception:
+            time.sleep(60)
+        return []
+
+    monkeypatch.setattr(gpu_all, "PARTS", {"slow": Part(1, True, survives, {})})
+    with pytest.raises(SystemExit, match="WRONG: slow: OutOfTimeError"):
+        measure(monkeypatch)
+
+
 def test_parts_after_the_time_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_all, "PARTS", {"late": Part(9, True, lambda options: [], {})})
     with pytest.raises(SystemExit, match="late: not begun, the time is up"):

@@ -71,7 +71,7 @@ def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> None:
     before = _mark
     _take(rows, launched, later_steps)
     _mark = totals(ledger.entries)
-    _steps.append((len(launched.rows), {**(_mark - before), "later": later_steps}))
+    _steps.append((len(launched.places), {**(_mark - before), "later": later_steps}))
 
 
 Rows.run, Rows._take = _counted_run, _counted_take  # type: ignore[assignment, method-assign]

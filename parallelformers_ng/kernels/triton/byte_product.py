@@ -128,20 +128,48 @@ def byte_product_launches(
     constants: dict[str, Any] = {
         "FP8": is_fp8,
         "ROWS": _MANY_ROWS if len(x) <= _MANY_ROWS else MOST_ROWS,
-        "OUTPUTS": OUTPUTS_OF_PROGRAM,
-        "INPUTS": _INPUTS_AT_ONCE // share_at_once(len(x)),
+        "INPUTS": at_once(_INPUTS_AT_ONCE, len(x)),
     }
+    arguments = joint_arguments(x, weights, scales, biases, y)
+    return split_launches(byte_product_kernel, weights, x.shape[1], y, arguments, constants, stages=4)
+
+
+def split_launches(
+    kernel: Any,
+    weights: Sequence[Tensor],
+    inputs: int,
+    y: Tensor,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    stages: int,
+) -> list[Launch]:
+    """Return the launch of a product, and, if the inputs are split, the launch that adds the partial results.
+
+    Args:
+        kernel: kernel of the product.
+        weights: tensors, `[outputs, …]`.
+        inputs: number of inputs of the product.
+        y: output, `[rows, outputs]`, contiguous.
+        arguments: arguments of the kernel by name, apart from the number of splits.
+        constants: constants of the kernel by name, apart from the number of outputs of a program.
+        stages: see `Launch`.
+    """
     tiles = programs(weights)
-    splits = splits_of(tiles, x.shape[1])
-    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
-    arguments = joint_arguments(x, weights, scales, biases, y) | {"y": sums, "splits": splits}
-    product = Launch(byte_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=4)
+    splits = splits_of(tiles, inputs)
+    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
+    arguments, constants = arguments | {"y": sums, "splits": splits}, constants | {"OUTPUTS": OUTPUTS_OF_PROGRAM}
+    product = Launch(kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=stages)
     return [product] if splits == 1 else [product, sum_launch(sums, y)]
 
 
-def share_at_once(rows: int) -> int:
-    """Return by what number a kernel divides the inputs that a program reads at once, 1 or 2. Sums are the same."""
-    return 1 if rows <= _MANY_ROWS else 2
+def at_once(most: int, rows: int) -> int:
+    """Return the number of inputs, or of their groups, that a program reads at once. Sums do not depend on it.
+
+    Args:
+        most: the number for few rows.
+        rows: number of rows of x.
+    """
+    return most if rows <= _MANY_ROWS else most // 2
 
 
 def sum_launch(parts: Tensor, y: Tensor) -> Launch:

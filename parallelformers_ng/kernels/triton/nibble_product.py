@@ -24,15 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from parallelformers_ng.kernels.triton.byte_product import (
-    OUTPUTS_OF_PROGRAM,
-    WARPS,
-    joint_arguments,
-    programs,
-    share_at_once,
-    splits_of,
-    sum_launch,
-)
+from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launches
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 
 GROUP = 32
@@ -168,17 +160,12 @@ def nibble_product_launches(
     constants: dict[str, Any] = {
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
         "ROWS": max(_LEAST_ROWS, power_of_two(len(x))),
-        "OUTPUTS": OUTPUTS_OF_PROGRAM,
-        "GROUPS": _GROUPS_AT_ONCE // share_at_once(len(x)),
+        "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }
-    tiles = programs(weights)
-    splits = splits_of(tiles, x.shape[1])
-    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     arguments = joint_arguments(x.view(torch.int32), signed, scales, biases, y)
-    arguments |= {"y": sums, "splits": splits, "group_steps": groups // group_step}
-    product = Launch(nibble_product_kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=3)
-    return [product] if splits == 1 else [product, sum_launch(sums, y)]
+    arguments |= {"group_steps": groups // group_step}
+    return split_launches(nibble_product_kernel, weights, x.shape[1], y, arguments, constants, stages=3)
 
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
