@@ -20,4 +20,6 @@ class PretendedKernelRank(PretendedRunner):
 
 
 class PretendedProfiledRank(ProfilesSteps, PretendedRunner):
-    pass
+    def end_profile(self) -> tuple[str, float]:
+        """Return the table of operators, and one microsecond: the profiler sees no pretended device."""
+        return super().end_profile()[0], 1.0
