@@ -26,7 +26,7 @@ MOST_POSITIONS = 1 << 14
 """Maximum rows × tokens of a cache for CUDA graphs by default. For a model with 8 billion parameters, a step reads an
 eighth as many bytes of such a cache as of weights."""
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-_ASSISTED = ("prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate")
 
 
 @dataclass(frozen=True)

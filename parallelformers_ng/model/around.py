@@ -16,7 +16,8 @@ from torch import nn
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
-from parallelformers_ng.model.remote_module import REMOTE, refusal, remote_of, replaced
+from parallelformers_ng.model.marks import REMOTE
+from parallelformers_ng.model.remote_module import refusal, remote_of, replaced
 
 _KINDS = ("LORA", "IA3")
 _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter

@@ -177,6 +177,18 @@ class Edits:
                 self.set_attribute(path, name, value)
         return self._code.count
 
+    def has_changes(self) -> bool:
+        """Return whether the model has changed since it was built, apart from its `generation_config`.
+
+        Raises:
+            ParallelError, NotPortableError: see `code_count`.
+        """
+        before, now = self._built.values(), Snapshot(self._configurations()).values()
+        changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        return bool(
+            self.code_count() or self._attributes or any("generation_config" not in name for name in changed)
+        )
+
     def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
         """Add to a call the changes that the workers of this incarnation do not have yet.
 

@@ -25,6 +25,7 @@ from parallelformers_ng.hooks.pickling import described
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapter_state import Adapters
+from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
@@ -80,6 +81,7 @@ class Calls:
             trial = Trial(prove_at_once, deployment.code.check.edits)
             needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
             self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
+        self._assistants = {each: Assistants(each.replica, deployment.show_progress) for each in self.dispatchers}
         self._lock = threading.Lock()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -125,8 +127,8 @@ class Calls:
     ) -> Any:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
-        The loop also runs here if the call has an `assistant_model`. Each reason why an argument cannot be sent is
-        logged once, as a warning.
+        Each reason why an argument cannot be sent is logged once, as a warning. An `assistant_model` is sent to the
+        workers, which keep it for the next calls; see `Assistants`.
 
         Args:
             model: the parallelized model.
@@ -152,9 +154,11 @@ class Calls:
             by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
             arguments = {**by_name, **kwargs}
             options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
-            if arguments.get("assistant_model") is not None:
-                return self._generate_here(module, original, arguments, options)
             try:
+                if (assistant := arguments.get("assistant_model")) is not None:
+                    with self._limit(options), self._assistants[dispatcher].turn(assistant, arguments) as assistance:
+                        sent = {**arguments, "assistant_model": assistance}
+                        return self._generate_alone(dispatcher, module, path, sent, options)
                 if not path and self.shared:
                     sequence = self._generate_together(dispatcher, model, arguments, options)
                     if sequence is not None:
@@ -244,12 +248,10 @@ class Calls:
     ) -> Any:
         if options.streamer is not None:
             arguments = {**arguments, "streamer": options.streamer}
-        # The timeout covers the whole loop, not each request of the loop.
-        limit = deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
         if options.seed is None and not self._stream.is_own:
-            with limit, own_loop():
+            with self._limit(options), own_loop():
                 return original(model, **arguments)
-        with limit, self._stream.of_call(options.seed) as (before, store):
+        with self._limit(options), self._stream.of_call(options.seed) as (before, store):
             kept = state_of(torch.default_generator)
             set_state(torch.default_generator, before)
             try:
@@ -260,6 +262,11 @@ class Calls:
                 set_state(torch.default_generator, kept)
             store(after)
         return output
+
+    @staticmethod
+    def _limit(options: CallOptions) -> contextlib.AbstractContextManager[None]:
+        """Return a context that limits all requests of a call together to the call's timeout."""
+        return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
     def generating(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any

@@ -22,7 +22,7 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.groups import attach
+from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
@@ -120,11 +120,12 @@ class Deployment:
             hand_over(model, store, handed, progress)
             try:
                 store.settle()
+                stored = StoredModel(self._skeleton, self.plan, store, self._checkpoint)
                 for replica in self.replicas:
-                    attach(replica.group, self.plan, store, self._checkpoint, progress)
+                    stored.load(replica.group, progress)
                     progress = None  # only the first replica reports progress
                     if self._options.restart and self._keeps_weights:
-                        replica.keep_alive(self._skeleton, self.plan, store, self._checkpoint, self._options)
+                        replica.keep_alive(stored, self._options)
             except BaseException:
                 take_back(model, store.plan, store.read, handed)
                 raise
@@ -158,6 +159,11 @@ class Deployment:
             f"the weights of {name} cannot be sent to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
             " that all hosts can read, or the id of a model on the hub, and leave out fit={'max_memory': …}"
         )
+
+    @property
+    def stored(self) -> StoredModel | None:
+        """The model for the ranks of a further group; None if only this deployment's ranks have the weights."""
+        return StoredModel(self._skeleton, self.plan, self._store, self._checkpoint) if self._store else None
 
     @property
     def incarnation(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from parallelformers_ng.checkpoint.loading import Checkpoint, prepare_conversions
@@ -79,30 +80,63 @@ def group_makers(
     return makers, fit
 
 
-def attach(
-    group: WorkerGroup, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, progress: Progress | None = None
-) -> None:
-    """Make the ranks of a group load their weights, from shared memory or from checkpoint files.
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in the form from which ranks load it. Any number of groups can load it.
 
-    Args:
-        group: the ranks.
+    A `StoredModel` has no reference to the caller's model or to its `Deployment`: the thread of a supervisor has a
+    `StoredModel`, and must not keep the model alive.
+
+    Attributes:
+        skeleton: the modules without weights.
         plan: plan of the model.
-        store: shared memory with the weights.
-        checkpoint: files with weights.
-        progress: function that is called with the number of bytes loaded since its last call.
-
-    Raises:
-        GroupError: a rank failed or has ended, or a request took longer than the group's timeout. An exception that a
-            rank raised has its original type, too.
+        store: shared memory with weights.
+        checkpoint: files with all other weights.
     """
-    fds = [tuple(FileDescriptor(fd) for fd in store.fds_for(rank)) for rank in range(plan.world_size)]
-    stored = checkpoint.as_stored(plan)
-    group.call_each("attach", [(of_rank, stored) for of_rank in fds])
-    for names, size in _batches(plan.as_stored, stored):
-        group.call("load", names)
-        if progress is not None:
-            progress(size)
-    group.call("loaded")
+
+    skeleton: Skeleton
+    plan: ShardPlan
+    store: ShardStore
+    checkpoint: Checkpoint
+
+    def load(self, group: WorkerGroup, progress: Progress | None = None, part: str = "") -> None:
+        """Make the ranks of a group load their weights, after `build`.
+
+        Args:
+            group: the ranks.
+            progress: function that is called with the number of bytes loaded since its last call.
+            part: name of the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
+
+        Raises:
+            GroupError: a rank failed or has ended, or a request took longer than the group's timeout. An exception that
+                a rank raised has its original type, too.
+        """
+        fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
+        stored = self.checkpoint.as_stored(self.plan)
+        group.call_each(part + "attach", [(of_rank, stored) for of_rank in fds])
+        for names, size in _batches(self.plan.as_stored, stored):
+            group.call(part + "load", names)
+            if progress is not None:
+                progress(size)
+        group.call(part + "loaded")
+
+    def revive(self, make_group: Callable[[], WorkerGroup]) -> WorkerGroup:
+        """Start a group, load the model onto its ranks, and return the group. If loading fails, close the group.
+
+        Args:
+            make_group: function that starts a group.
+
+        Raises:
+            GroupError: the group could not start, or a rank failed. Other errors of `make_group` are passed on.
+        """
+        group = make_group()
+        try:
+            group.call("build", self.skeleton)
+            self.load(group)
+        except BaseException:
+            group.close()
+            raise
+        return group
 
 
 def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
@@ -118,38 +152,6 @@ def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str
                 names, size = [], 0
     if names:
         yield names, size
-
-
-def revive(
-    make_group: Callable[[], WorkerGroup],
-    skeleton: Skeleton,
-    plan: ShardPlan,
-    store: ShardStore,
-    checkpoint: Checkpoint,
-) -> WorkerGroup:
-    """Start a group, load the model onto its ranks, and return the group. If loading fails, close the group.
-
-    `revive` has no reference to the `Deployment`: the supervisor's thread calls `revive`, and must not keep the
-    `Deployment` alive.
-
-    Args:
-        make_group: function that starts a group.
-        skeleton: model that the ranks build.
-        plan: plan of the model.
-        store: shared memory with the weights.
-        checkpoint: files with all other weights.
-
-    Raises:
-        GroupError: the group could not start, or a rank failed. Other errors of `make_group` are passed on.
-    """
-    group = make_group()
-    try:
-        group.call("build", skeleton)
-        attach(group, plan, store, checkpoint)
-    except BaseException:
-        group.close()
-        raise
-    return group
 
 
 def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:

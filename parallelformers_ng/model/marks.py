@@ -1,4 +1,6 @@
-"""Provides `hf_device_map`, which keeps other libraries from moving a parallelized model to another device.
+"""Marks of a parallelized model: the attribute with its workers, and `hf_device_map`.
+
+`hf_device_map` keeps other libraries from moving a parallelized model to another device.
 
 If the machine has an accelerator, transformers' pipelines and Trainer, and accelerate, move every model to the
 accelerator, unless the model has an `hf_device_map`. The libraries read the map as follows:
@@ -20,6 +22,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+REMOTE = "_parallelformers_ng"
+"""Attribute of a parallelized model and of its submodules: the connection to the workers, `remote_module.Remote`."""
 _own_loop = contextvars.ContextVar("own_loop", default=False)
 
 

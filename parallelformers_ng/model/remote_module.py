@@ -21,12 +21,12 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.gradients import refuse_gradients
+from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
 from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.sharding.active_adapters import SWITCHES
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
-REMOTE = "_parallelformers_ng"
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})

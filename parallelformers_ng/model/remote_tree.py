@@ -20,10 +20,10 @@ from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
+from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import place_of, public_methods
 from parallelformers_ng.model.remote_module import (
     FIXED,
-    REMOTE,
     Remote,
     RemoteModule,
     lock,

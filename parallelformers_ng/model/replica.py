@@ -14,9 +14,6 @@ import torch
 from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, PlacementError, WorkerError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
@@ -26,12 +23,11 @@ from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
-from parallelformers_ng.model.groups import revive
+from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
-from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.worker.call import Answer, Call
 
 
@@ -63,20 +59,15 @@ class Replica(Supervisor):
         self._make_group = make_group
         self._is_over = False
 
-    def keep_alive(
-        self, skeleton: Skeleton, plan: ShardPlan, store: ShardStore, checkpoint: Checkpoint, options: WorkerOptions
-    ) -> None:
+    def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
         """From now on replace the group after a worker has ended, unless the group belongs to the caller.
 
         Args:
-            skeleton: model that a new group builds.
-            plan: plan of the model.
-            store: shared memory with the weights, which a new group maps.
-            checkpoint: files with all other weights.
+            stored: model that a new group loads.
             options: limit of restarts.
         """
         if self._make_group is not None:
-            again = functools.partial(revive, self._make_group, skeleton, plan, store, checkpoint)
+            again = functools.partial(stored.revive, self._make_group)
             self.supervise(again, options.max_restarts, options.restart_window)
 
     def leave(self) -> None:
@@ -235,6 +226,8 @@ class Dispatcher:
                     hooks.bring_home(answer.hook_changes, receive)
                 if answer.uncaptured and options.not_captured is not None:
                     options.not_captured(answer.uncaptured)
+                for name, value in answer.assistant_settings.items():
+                    setattr(kwargs["assistant_model"].settings, name, value)
                 for number, info in answer.caches.items():
                     registry.refresh(caches.get(number), incarnation, number, info)
                 if type(answer.output) is torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
@@ -61,6 +62,17 @@ class Call:
 
 
 @dataclass
+class Assistance:
+    """Stands in a call for the argument `assistant_model`: the assistant that the ranks have.
+
+    Attributes:
+        settings: generation configuration of the caller's assistant.
+    """
+
+    settings: GenerationConfig
+
+
+@dataclass
 class Answer:
     """The answer of rank 0.
 
@@ -71,6 +83,7 @@ class Answer:
         states: new states of changed objects in the arguments, numbered as in `generation.object_state.ObjectState`.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
+        assistant_settings: settings of the assistant that `generate` has changed: name → value.
     """
 
     output: Any
@@ -79,3 +92,4 @@ class Answer:
     states: dict[int, Any] = field(default_factory=dict)
     uncaptured: str = ""
     hook_changes: Any = None
+    assistant_settings: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Installs this library's versions of functions of torch and transformers in the process of a rank."""
+"""Installs this library's versions of functions of torch and transformers, and of modules, in the process of a rank."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from parallelformers_ng.generation.cache_kinds import order_prefetches
 from parallelformers_ng.generation.deferred_stops import defer_stops
@@ -11,8 +12,10 @@ from parallelformers_ng.generation.in_place_cache import append_in_place
 from parallelformers_ng.generation.prompt_lookup import propose_latest_matches
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps
-from parallelformers_ng.kernels import on_devices, sdpa
+from parallelformers_ng.kernels import installation, on_devices, sdpa
 from parallelformers_ng.sharding import look_ups
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.stored import StoredInParts
 
 
 def install(device: torch.device) -> None:
@@ -33,3 +36,15 @@ def install(device: torch.device) -> None:
         slice_single_indices()
         defer_stops()
         order_prefetches()
+
+
+def install_kernels(model: nn.Module, plan: ShardPlan, device: torch.device) -> None:
+    """Make the kernels for a kind of device compute the modules of a rank's model.
+
+    Args:
+        model: model of the rank, still whole; its tensors may still be missing.
+        plan: plan of the model.
+        device: device of the rank.
+    """
+    kernels = installation if device.type == "cpu" else on_devices
+    kernels.install(model, {layer.path for layer in plan.layers if layer.cls is StoredInParts})

@@ -32,7 +32,6 @@ from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, st
 from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
-from parallelformers_ng.kernels import installation, on_devices
 from parallelformers_ng.kernels.operators import serve_stock_code
 from parallelformers_ng.kernels.step_kernels import StepKernels, install_stacks
 from parallelformers_ng.live_code.changes import AppliedChanges, differences
@@ -44,12 +43,12 @@ from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_w
 from parallelformers_ng.sharding.attributes import set_config
 from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
-from parallelformers_ng.sharding.stored import StoredInParts
 from parallelformers_ng.sharding.wholeness import check_is_whole
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
-from parallelformers_ng.worker.call import Answer, Call
-from parallelformers_ng.worker.installing import install
+from parallelformers_ng.worker.assistant import RankAssistant
+from parallelformers_ng.worker.call import Answer, Assistance, Call
+from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
 from parallelformers_ng.worker.weights import RankWeights
@@ -78,6 +77,7 @@ class ModelRunner(RankWeights):
         adapters: active adapters; None before the first call of a model with adapters.
         alike: whether the devices of all ranks compute and draw the same numbers.
         kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
+        assistant: the latest assistant that the caller has passed to `generate`; empty before.
     """
 
     differences = staticmethod(differences)
@@ -88,6 +88,7 @@ class ModelRunner(RankWeights):
         self.communicator = communicator
         self.code = AppliedChanges()
         self.kept = Kept()
+        self.assistant = RankAssistant(rank, device, emit, communicator)
         install(device)
         gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
@@ -119,8 +120,7 @@ class ModelRunner(RankWeights):
         np.random.seed(0)
         model, self.plan = skeleton.build()
         if not self.code.of_step:
-            kernels = installation if self.device.type == "cpu" else on_devices
-            kernels.install(model, {layer.path for layer in self.plan.layers if layer.cls is StoredInParts})
+            install_kernels(model, self.plan, self.device)
             if self.device.type == "cuda" and self.plan.tiers is None:
                 install_stacks(model)
         inject(model, self.plan, self.rank, self.communicator)
@@ -137,6 +137,7 @@ class ModelRunner(RankWeights):
         had_model = self.model is not None
         self.kept.drop(self.model)
         self._clear()
+        self.assistant.drop()
         titles.show(f"rank {self.rank} of {self.communicator.world_size}")
         self.code.undo()
         serve_stock_code(True)
@@ -173,6 +174,9 @@ class ModelRunner(RankWeights):
                 " dropout masks; call model.eval(), or use devices of one kind"
             )
         models = () if call.method == "forward" else self.generating
+        if isinstance(assistance := kwargs.get("assistant_model"), Assistance):
+            kwargs["assistant_model"] = self.assistant.take(assistance)
+            models = [*models, *self.assistant.generating]
         with (
             torch.inference_mode(),
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
@@ -194,6 +198,7 @@ class ModelRunner(RankWeights):
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
+            assistant_settings={} if assistance is None else self.assistant.changed_settings(),
         )
 
     def decode_rows(self, order: Round) -> News:
@@ -336,5 +341,6 @@ class ModelRunner(RankWeights):
         Raises:
             OSError: see `proportional_set_size`.
         """
-        memory = RankMemory(self.device, name, self.plan.bytes_in("device", self.rank) if self.plan else 0)
+        plans = [plan for plan in (self.plan, self.assistant.plan) if plan is not None]
+        memory = RankMemory(self.device, name, sum(plan.bytes_in("device", self.rank) for plan in plans))
         return getattr(memory, what)()

@@ -1,0 +1,208 @@
+"""Sends assistants to the workers: small models that propose tokens in `generate(assistant_model=…)`.
+
+The ranks of a model keep the latest assistant. An assistant is divided over the same ranks, by its own policy. The model
+checks all proposals, so an outdated assistant would change the speed of a greedy generation, and not its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from parallelformers_ng.autopolicy.code_check import CodeCheck
+from parallelformers_ng.autopolicy.planning import make_plan
+from parallelformers_ng.checkpoint.loading import Checkpoint
+from parallelformers_ng.checkpoint.nodes import leaf_of
+from parallelformers_ng.checkpoint.progress import progress_bar
+from parallelformers_ng.checkpoint.skeleton import Skeleton
+from parallelformers_ng.checkpoint.store import ShardStore
+from parallelformers_ng.errors import DeadlineExpiredError, GroupError, NotPortableError, ParallelError
+from parallelformers_ng.hooks.registry import hooks_of
+from parallelformers_ng.model.caller_state import Edits
+from parallelformers_ng.model.groups import StoredModel
+from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.model.marks import REMOTE
+from parallelformers_ng.model.replica import Replica
+from parallelformers_ng.options import FitOptions
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.tensors import get_tensor
+from parallelformers_ng.worker.call import Assistance
+
+_OF_THE_MODEL = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+"""Beginnings of the names of classes whose models compute with the model's own keys, values and embeddings."""
+
+
+class Assistants:
+    """The assistant of one group of workers.
+
+    Args:
+        replica: the replica with the workers.
+        show_progress: whether to show a progress bar while weights are sent.
+    """
+
+    def __init__(self, replica: Replica, show_progress: bool) -> None:
+        self._replica = replica
+        self._show_progress = show_progress
+        self._turn = threading.RLock()
+        self._latest: _Assistant | None = None
+        self._sent: tuple[int, _Assistant] | None = None  # the incarnation of the workers, and the assistant they have
+
+    @contextlib.contextmanager
+    def turn(self, assistant: Any, arguments: dict[str, Any]) -> Iterator[Assistance]:
+        """Wait for other calls with an assistant, send the assistant to the ranks, and yield its stand-in for the call.
+
+        Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
+
+        Args:
+            assistant: value of `assistant_model`.
+            arguments: all arguments of `generate`.
+
+        Raises:
+            NotPortableError: the ranks cannot run the assistant; the message says why.
+            GroupError: the workers failed or have ended, or the deadline has passed.
+        """
+        _refuse(assistant, arguments)
+        group, incarnation, end = self._replica.ready()
+        if not self._turn.acquire(timeout=min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise DeadlineExpiredError("calls with an assistant run one after another; earlier calls ended too late")
+        try:
+            if group.hosts is not None and not group.hosts.are_here:
+                raise NotPortableError("its weights cannot be sent to workers on other hosts")
+            latest = self._latest
+            if latest is None or not latest.is_still(assistant):
+                self._latest = latest = None  # first, so that the memory of the earlier weights can be freed
+                self._latest = latest = _found(assistant, group) or _made(assistant, group, self._show_progress)
+            if self._sent != (incarnation, latest):
+                group.call("assistant.build", latest.stored.skeleton, deadline=end)
+                latest.stored.load(group, part="assistant.")
+                self._sent = incarnation, latest
+            yield Assistance(assistant.generation_config)
+        finally:
+            self._turn.release()
+
+
+class _Assistant:
+    """An assistant in the form from which ranks load it.
+
+    Args:
+        model: the assistant.
+        stored: the assistant without and with weights, in shared memory or files.
+        edits: changes of the assistant since `stored` was made.
+
+    Attributes:
+        stored: argument `stored`.
+    """
+
+    def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
+        self._model = weakref.ref(model)
+        self._edits = edits
+        self._weights = [(weakref.ref(weight), version) for weight, version in _weights(model)]
+        self.stored = stored
+
+    def is_still(self, assistant: Any) -> bool:
+        """Return whether `assistant` is the same model with the same weights, configuration and code."""
+        if self._model() is not assistant:
+            return False
+        weights = _weights(assistant)
+        return (
+            len(weights) == len(self._weights)
+            and all(
+                then() is now and then_version == version
+                for (then, then_version), (now, version) in zip(self._weights, weights, strict=True)
+            )
+            and not self._edits.has_changes()
+        )
+
+
+def _weights(model: nn.Module) -> list[tuple[Any, int]]:
+    """Return all parameters and buffers of a model, each with the number of its changes in place, if torch counts."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+def _refuse(assistant: Any, arguments: dict[str, Any]) -> None:
+    """Raise NotPortableError if only this process can run a call with an assistant."""
+    config = arguments.get("generation_config")
+    name = type(assistant).__name__
+    if not isinstance(assistant, PreTrainedModel):
+        raise NotPortableError(f"assistant_model is a {name}, and not a PreTrainedModel")
+    hooks = [hook for path, module in assistant.named_modules() for hook in hooks_of(path, module)]
+    reasons = {
+        "it computes with the model's own keys and values": name.startswith(_OF_THE_MODEL),
+        "its tokenizer differs from the model's": arguments.get("assistant_tokenizer") is not None,
+        "its modules have forward hooks": bool(hooks),
+        "it is in training mode": any(module.training for module in assistant.modules()),
+        "speculation_type is set": any(
+            each is not None for each in (arguments.get("speculation_type"), getattr(config, "speculation_type", None))
+        ),
+        "it has adapters": getattr(assistant, "_hf_peft_config_loaded", False),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise NotPortableError(f"the assistant {name} cannot run on the workers: {reason}")
+
+
+def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
+    """Return a parallelized assistant, whose weights are in memory or files already; None for another assistant.
+
+    Raises:
+        NotPortableError: the group cannot load the assistant.
+    """
+    remote = vars(assistant).get(REMOTE)
+    if remote is None:
+        return None
+    deployment, edits = remote.calls.deployment, remote.calls.dispatchers[0].edits
+    stored: StoredModel | None = deployment.stored
+    reasons = {
+        "only its own workers have its weights": stored is None,
+        f"it has {deployment.plan.world_size} workers, and the model has {group.world_size}": (
+            deployment.plan.world_size != group.world_size
+        ),
+        "it is offloaded, or divided into stages": (
+            deployment.plan.tiers is not None or deployment.plan.strategy != "tensor"
+        ),
+        "it was changed after it was parallelized": edits.has_changes(),
+        "its code was changed in this process": stored is not None and stored.skeleton.code is not None,
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise NotPortableError(f"the assistant {type(assistant).__name__} runs on its own workers: {reason}")
+    assert stored is not None
+    return _Assistant(assistant, stored, edits)
+
+
+def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant:
+    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them.
+
+    Raises:
+        NotPortableError: the group cannot run the assistant.
+        GroupError: the workers failed or have ended.
+    """
+    name = type(assistant).__name__
+    try:
+        plan = make_plan(assistant, group.world_size, None, None, FitOptions())
+        code = LiveCode(assistant, CodeCheck(assistant, plan, plan.selection))
+        if code.compare(functools.partial(group.call, "differences")) is not None:
+            raise NotPortableError("its code was changed in this process")
+        skeleton = Skeleton.of(assistant, plan, code.by_value)
+        store = ShardStore(plan)
+        with progress_bar(f"sending {name}", plan.bytes_whole, show_progress) as advance:
+            for tensor in plan.tensors.values():
+                if tensor.storage == tensor.name:
+                    store.write(tensor, leaf_of(get_tensor(assistant, tensor.name, tensor.is_buffer)))
+                    advance(tensor.bytes_whole)
+    except GroupError as error:
+        if isinstance(error, NotPortableError):
+            raise NotPortableError(f"the assistant {name} cannot run on the workers: {error}") from error
+        raise
+    except (ParallelError, OSError) as error:
+        raise NotPortableError(f"the assistant {name} cannot run on the workers: {error}") from error
+    return _Assistant(assistant, StoredModel(skeleton, plan, store, Checkpoint({})), Edits(assistant, code))

@@ -1,0 +1,76 @@
+"""Holds a rank's part of an assistant: a small model that proposes tokens in `generate(assistant_model=…)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+
+from parallelformers_ng.checkpoint.skeleton import Skeleton
+from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.sharding.inject import inject
+from parallelformers_ng.worker.call import Assistance
+from parallelformers_ng.worker.installing import install_kernels
+from parallelformers_ng.worker.weights import RankWeights
+
+
+class RankAssistant(RankWeights):
+    """The rank's part of an assistant, beside the rank's model and divided over the same ranks.
+
+    Args:
+        rank: number of the rank.
+        device: device of the rank.
+        emit: function that sends the parent an event during a request.
+        communicator: connection to the other ranks.
+
+    Attributes:
+        generating: modules of the assistant that have a `generate`.
+    """
+
+    def __init__(self, rank: int, device: torch.device, emit: Any, communicator: Communicator) -> None:
+        super().__init__(rank, device, emit)
+        self._communicator = communicator
+
+    def _clear(self) -> None:
+        super()._clear()
+        self.generating: list[Any] = []
+        self._settings: dict[str, Any] = {}
+
+    def build(self, skeleton: Skeleton) -> None:
+        """Build this rank's modules, still without weights, and delete an earlier assistant.
+
+        Raises:
+            ImportError, AttributeError: this process lacks a module, class or function of the assistant.
+            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
+        """
+        self._clear()
+        model, self.plan = skeleton.build()
+        install_kernels(model, self.plan, self.device)
+        inject(model, self.plan, self.rank, self._communicator)
+        self.model = model
+        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+
+    def drop(self) -> None:
+        """Delete the assistant."""
+        self._clear()
+
+    def take(self, assistance: Assistance) -> Any:
+        """Give the assistant the caller's settings, and return the assistant for an argument of `generate`.
+
+        Raises:
+            ParallelError: the workers are new, and the assistant was sent to the workers before them.
+        """
+        if self.model is None:
+            raise ParallelError("the workers were replaced after they got the assistant; repeat the call")
+        self.model.generation_config = assistance.settings
+        self._settings = {**vars(assistance.settings)}
+        return self.model
+
+    def changed_settings(self) -> dict[str, Any]:
+        """Return the settings that `generate` has changed since `take`, by name."""
+        if self.model is None:
+            return {}
+        now = vars(self.model.generation_config)
+        return {name: value for name, value in now.items() if value != self._settings.get(name)}
