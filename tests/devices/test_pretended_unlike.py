@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from parallelformers_ng import parallelize
 from parallelformers_ng.errors import ParallelError
@@ -47,6 +48,25 @@ def test_ranks_continue_with_tokens_of_rank_zero(
         with parallelize(small(), workers=group) as model:
             answers += [model.generate(ids, **options), model.generate(ids, **options)]
     assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+class OfTheRank(LlamaForCausalLM):
+    """An assistant that proposes wrong tokens on rank 1."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits[..., 5] += 100 * output.logits.device.index
+        return output
+
+
+def test_all_ranks_check_proposals_of_rank_zero(unlike: WorkerGroup) -> None:
+    ids, options = token_ids(rows=1), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    assistant: Any = small()
+    assistant.__class__ = OfTheRank
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    want = small().generate(ids, **options)
+    with parallelize(small(), workers=unlike) as model:
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), want)
 
 
 def test_dropout_is_refused(unlike: WorkerGroup) -> None:

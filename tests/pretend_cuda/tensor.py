@@ -76,6 +76,10 @@ class DeviceTensor(torch.Tensor):
 
     __array__ = numpy
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy on the device, as `UntypedStorage.clone` does for `Tensor.__deepcopy__` (torch/storage.py)."""
+        return memo.setdefault(id(self), self.detach().clone())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         ledger.note(TO_HOST, "pickle")
         return _unpickled, (self.host.clone(), str(self.device))
