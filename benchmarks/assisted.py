@@ -44,7 +44,7 @@ class Masked(LlamaForCausalLM):
         return output
 
 
-def made(cls: type[LlamaForCausalLM], size: str, vocabulary: int, dtype: torch.dtype) -> Any:
+def random_model(cls: type[LlamaForCausalLM], size: str, vocabulary: int, dtype: torch.dtype) -> Any:
     """Return a model of a shape of `benchmarks.decode` with a given vocabulary; its weights are random."""
     torch.manual_seed(0)
     shape = {**SHAPES[size], "vocab_size": vocabulary}
@@ -78,13 +78,13 @@ def main() -> None:
     vocabulary, dtype = options.vocabulary or SHAPES[options.size]["vocab_size"], getattr(torch, options.dtype)
     workers = {"device": "cpu"}
     model = parallelize(
-        made(LlamaForCausalLM, options.size, vocabulary, dtype), RANKS, workers=workers, progress=False
+        random_model(LlamaForCausalLM, options.size, vocabulary, dtype), RANKS, workers=workers, progress=False
     )
     ids = torch.randint(5, vocabulary, (1, 64))
     answer = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens + 8, do_sample=False
     )
-    assistant = made(Masked, options.assistant, vocabulary, dtype)
+    assistant = random_model(Masked, options.assistant, vocabulary, dtype)
     assistant.right, assistant.share = answer[0].tolist(), options.right
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0

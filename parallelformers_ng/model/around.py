@@ -15,8 +15,8 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.lazy import values
 from parallelformers_ng.errors import CheckpointError, ParallelError, UnsupportedModelError
-from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.marks import REMOTE
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, SWITCHES
 from parallelformers_ng.model.remote_module import refusal, remote_of, replaced
 
 _KINDS = ("LORA", "IA3")

@@ -1,7 +1,7 @@
 """Sends assistants to the workers: small models that propose tokens in `generate(assistant_model=…)`.
 
-The ranks of a model keep the latest assistant. An assistant is divided over the same ranks, by its own policy. The model
-checks all proposals, so an outdated assistant would change the speed of a greedy generation, and not its tokens.
+The ranks of a model keep the latest assistant. An assistant is divided over the same ranks, by its own policy. The
+model checks all proposals, so an outdated assistant would change the speed of a greedy generation, and not its tokens.
 """
 
 from __future__ import annotations
@@ -104,25 +104,17 @@ class _Assistant:
     def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
         self._model = weakref.ref(model)
         self._edits = edits
-        self._weights = [(weakref.ref(weight), version) for weight, version in _weights(model)]
+        self._weights = [(weakref.ref(weight), changes) for weight, changes in _weights(model)]
         self.stored = stored
 
     def is_still(self, assistant: Any) -> bool:
         """Return whether `assistant` is the same model with the same weights, configuration and code."""
-        if self._model() is not assistant:
-            return False
-        weights = _weights(assistant)
-        return (
-            len(weights) == len(self._weights)
-            and all(
-                then() is now and then_version == version
-                for (then, then_version), (now, version) in zip(self._weights, weights, strict=True)
-            )
-            and not self._edits.has_changes()
-        )
+        known = [(id(weight()), changes) for weight, changes in self._weights]
+        present = [(id(weight), changes) for weight, changes in _weights(assistant)]
+        return self._model() is assistant and known == present and not self._edits.has_changes()
 
 
-def _weights(model: nn.Module) -> list[tuple[Any, int]]:
+def _weights(model: Any) -> list[tuple[Any, int]]:
     """Return all parameters and buffers of a model, each with the number of its changes in place, if torch counts."""
     tensors = [*model.parameters(), *model.buffers()]
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]

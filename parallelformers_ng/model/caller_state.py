@@ -185,9 +185,7 @@ class Edits:
         """
         before, now = self._built.values(), Snapshot(self._configurations()).values()
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
-        return bool(
-            self.code_count() or self._attributes or any("generation_config" not in name for name in changed)
-        )
+        return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
     def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
         """Add to a call the changes that the workers of this incarnation do not have yet.

@@ -157,8 +157,8 @@ class Calls:
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:
                     with self._limit(options), self._assistants[dispatcher].turn(assistant, arguments) as assistance:
-                        sent = {**arguments, "assistant_model": assistance}
-                        return self._generate_alone(dispatcher, module, path, sent, options)
+                        arguments_there = {**arguments, "assistant_model": assistance}
+                        return self._generate_alone(dispatcher, module, path, arguments_there, options)
                 if not path and self.shared:
                     sequence = self._generate_together(dispatcher, model, arguments, options)
                     if sequence is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,18 +65,18 @@ def on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield a list with the class of each assistant whose weights were sent."""
-    sent: list[str] = []
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list with an item for each assistant whose weights were sent."""
+    loaded_parts: list[str] = []
     usual = StoredModel.load
 
     def load(self: StoredModel, group: WorkerGroup, progress: Any = None, part: str = "") -> None:
         usual(self, group, progress, part)
         if part:
-            sent.append(part)
+            loaded_parts.append(part)
 
     monkeypatch.setattr(StoredModel, "load", load)
-    yield sent
+    return loaded_parts
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -159,9 +159,7 @@ def test_threads_with_two_assistants(groups: Groups, on_workers: None) -> None:
     plain = main_model().generate(**prompt(), max_new_tokens=10, do_sample=False)
     with parallelize(main_model(), workers=groups(2)) as model, ThreadPoolExecutor(6) as pool:
         jobs = [pool.submit(tokens, model, assistants[number % 2], max_new_tokens=10) for number in range(8)]
-        others = [
-            pool.submit(model.generate, **prompt(), max_new_tokens=10, do_sample=False) for _ in range(4)
-        ]
+        others = [pool.submit(model.generate, **prompt(), max_new_tokens=10, do_sample=False) for _ in range(4)]
         assert all(torch.equal(job.result(), wants[number % 2]) for number, job in enumerate(jobs))
         assert all(torch.equal(other.result(), plain) for other in others)
 
