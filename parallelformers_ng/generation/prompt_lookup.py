@@ -1,11 +1,12 @@
-"""Proposes tokens for greedy `generate(prompt_lookup_num_tokens=…)`. The model checks every proposal, so proposals
-change the speed of a generation, and not its tokens.
+"""Proposes tokens for greedy `generate(prompt_lookup_num_tokens=…)` and `generate(assistant_model=…)`. The model checks
+every proposal, so proposals change the speed of a generation, and not its tokens.
 
-The proposals differ from those of transformers in three ways:
+In both ways to propose, the first pass has the prompt alone, as without proposals. With proposals the pass would be
+longer, and sums of torch over a long pass depend on its length: in bf16 the first tokens could differ.
+
+The proposals of prompt lookup differ from those of transformers in two more ways:
 
 - They follow the latest occurrence of the last tokens, not the first one. Models repeat recent text more often.
-- The first pass has the prompt alone, as without prompt lookup. With proposals, the pass is longer, and sums of torch
-  over a long pass depend on its length: in bf16 the first tokens could differ from those without prompt lookup.
 - Logits processors do not run for each proposal, but only for the model's own logits.
 """
 
@@ -18,24 +19,53 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGenerator,
+    PromptLookupCandidateGenerator,
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
 
 
-def propose_latest_matches() -> None:
-    """Make greedy generations of this process use `LatestMatch` for prompt lookup, from now on. Idempotent."""
+def propose_after_prompt() -> None:
+    """Make greedy generations of this process propose tokens as this module describes, from now on. Idempotent."""
     if not hasattr(GenerationMixin._get_candidate_generator, "__wrapped__"):
-        GenerationMixin._get_candidate_generator = _latest(GenerationMixin._get_candidate_generator)
+        GenerationMixin._get_candidate_generator = _after_prompt(GenerationMixin._get_candidate_generator)
 
 
-def _latest(usual: Callable[..., Any]) -> Callable[..., Any]:
+def _after_prompt(usual: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(usual)
     def get(model: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         generator = usual(model, generation_config, *args, **kwargs)
-        # Sampling draws numbers for proposals too: other proposals would change the tokens of a seed.
-        is_greedy = type(generator) is PromptLookupCandidateGenerator and not generation_config.do_sample
-        return LatestMatch(generator) if is_greedy else generator
+        if generation_config.do_sample:
+            return generator  # sampling draws numbers for proposals too: other proposals change the tokens of a seed
+        if type(generator) is AssistedCandidateGenerator:
+            _begin_with_prompt(generator)
+        return LatestMatch(generator) if type(generator) is PromptLookupCandidateGenerator else generator
 
     return get
+
+
+def _begin_with_prompt(generator: AssistedCandidateGenerator) -> None:
+    """Make the first pass of a generator have the prompt alone."""
+
+    def begin(input_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
+        generator.get_candidates, generator.update_candidate_strategy = go_on, learn_nothing
+        return input_ids, None
+
+    def learn_nothing(*_: Any) -> None:
+        del generator.update_candidate_strategy  # the class's method counts from the next pass on
+
+    def go_on(input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        del generator.get_candidates
+        length, has_encoder = input_ids.shape[-1], generator.assistant_model.config.is_encoder_decoder
+        _prepare_attention_mask(generator.assistant_kwargs, length, has_encoder)  # changes the dictionary
+        _prepare_position_ids(generator.assistant_kwargs, length, has_encoder)
+        _prepare_token_type_ids(generator.assistant_kwargs, length)
+        return generator.get_candidates(input_ids, **kwargs)
+
+    generator.get_candidates = begin
 
 
 class LatestMatch(PromptLookupCandidateGenerator):

@@ -22,6 +22,8 @@ from parallelformers_ng.wire.by_value import ReferenceUnpickler
 ABSENT = b""
 """Digest of a place that has no value."""
 _NOTHING = object()
+_FILLED_IN = ("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
+"""Attributes that transformers sets on the class of a model, also on a class of the program."""
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
 """Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry."""
 
@@ -95,7 +97,7 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
         slot: the place and its value in the caller.
         here: digest of the rank's value.
     """
-    if slot.place == _BUILT:
+    if slot.place == _BUILT or (slot.key in _FILLED_IN and here == ABSENT):
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.methods import by_name
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
@@ -150,9 +150,7 @@ class Calls:
         """
         refuse_modes()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            bound = inspect.signature(original).bind_partial(module, *args)
-            by_name = {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}
-            arguments = {**by_name, **kwargs}
+            arguments = {**by_name(original, args, kwargs), **kwargs}
             options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:

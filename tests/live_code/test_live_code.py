@@ -7,9 +7,12 @@ import sys
 import types
 
 import pytest
+from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from parallelformers_ng.live_code.changes import ABSENT, is_filled_in
 from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.reach import Slot
 
 _DIGESTS = """
 import importlib
@@ -41,3 +44,23 @@ def test_equal_code_with_other_globals_differs(name: str) -> None:
     function = getattr(modeling_llama, name)
     copied = types.FunctionType(function.__code__, {**vars(modeling_llama), "__name__": "copied"}, name)
     assert digest(copied) != digest(function)
+
+
+def test_values_that_transformers_notes_in_classes_are_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+    for cls in LlamaForCausalLM.__mro__:
+        for name in names:
+            monkeypatch.delattr(cls, f"{name}_cached_value", raising=False)
+
+    class OfTheProgram(LlamaForCausalLM):
+        pass
+
+    def note(key: str) -> Slot:
+        return Slot(f"program:OfTheProgram.{key}", OfTheProgram, key, value=True, of_step=True)
+
+    for name in names:
+        getattr(OfTheProgram, name)()
+        (noted,) = [key for key in vars(OfTheProgram) if key.startswith(name)]
+        assert is_filled_in(note(noted), ABSENT)
+        assert not is_filled_in(note(noted), digest(False))
+    assert not is_filled_in(note("_cached_value"), ABSENT)
