@@ -28,7 +28,6 @@ from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
-from parallelformers_ng.model.methods import by_name
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
@@ -122,8 +121,7 @@ class Calls:
         module: Any,
         path: str,
         original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> Any:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
@@ -135,8 +133,7 @@ class Calls:
             module: the model, or the submodule that generates.
             path: dotted path of `module` in the model; "" for the model.
             original: `generate` of the module's class.
-            args: positional arguments of `generate`.
-            kwargs: keyword arguments of `generate`, with `seed` (64 bits), `timeout` (seconds) and `streamer`.
+            arguments: arguments of `generate` by name, with `seed` (64 bits), `timeout` (seconds) and `streamer`.
 
         Returns:
             Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
@@ -149,8 +146,7 @@ class Calls:
                 that a rank raised also has its original type.
         """
         refuse_modes()
-        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            arguments = {**by_name(original, args, kwargs), **kwargs}
+        with self.with_adapters(), self._turn((), arguments) as dispatcher:
             options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:

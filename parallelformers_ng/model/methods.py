@@ -123,24 +123,3 @@ def generates(cls: Any, method: Callable) -> bool:
         )
 
     return calls_generate(method)
-
-
-def by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the positional arguments of a `generate` by their names.
-
-    A `generate` of the program that takes `*args` passes them on to transformers' `generate`, which has the names.
-
-    Raises:
-        TypeError: there are too many arguments, or an argument is also in `kwargs`.
-    """
-    parameters = inspect.signature(generate).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        names += [*inspect.signature(GenerationMixin.generate).parameters][len(names) : -1]
-    if len(args) >= len(names):
-        raise TypeError(f"generate() takes {len(names)} positional arguments but {len(args) + 1} were given")
-    named = dict(zip(names[1:], args, strict=False))
-    for name in named.keys() & kwargs.keys():
-        raise TypeError(f"generate() got multiple values for argument {name!r}")
-    return named

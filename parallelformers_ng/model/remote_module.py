@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
@@ -292,7 +294,9 @@ def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: An
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
     """Run `generate` on the workers, or run its loop here; see `Calls.generate`, also for its errors."""
     remote = remote_of(module)
-    return remote.calls.generate(remote.model, module, remote.path, original, args, kwargs)
+    return remote.calls.generate(
+        remote.model, module, remote.path, original, {**_by_name(original, args, kwargs), **kwargs}
+    )
 
 
 def _refused(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
@@ -313,3 +317,24 @@ def _switched(module: Any, name: str, original: Callable, args: Any, kwargs: Any
 _REPLACEMENTS: dict[str, Callable[[Any, str, Callable, Any, Any], Any]] = {
     "forwarded": _forwarded, "generated": _generated, "refused": _refused, "switched": _switched,
 }  # fmt: skip
+
+
+def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the positional arguments of a `generate` by their names.
+
+    A `generate` of the program that takes `*args` passes them on to transformers' `generate`, which has the names.
+
+    Raises:
+        TypeError: there are too many arguments, or an argument is also in `kwargs`.
+    """
+    parameters = inspect.signature(generate).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        names += [*inspect.signature(GenerationMixin.generate).parameters][len(names) : -1]
+    if len(args) >= len(names):
+        raise TypeError(f"generate() takes {len(names)} positional arguments but {len(args) + 1} were given")
+    named = dict(zip(names[1:], args, strict=False))
+    for name in named.keys() & kwargs.keys():
+        raise TypeError(f"generate() got multiple values for argument {name!r}")
+    return named

@@ -46,7 +46,7 @@ def test_equal_code_with_other_globals_differs(name: str) -> None:
     assert digest(copied) != digest(function)
 
 
-def test_values_that_transformers_notes_in_classes_are_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_of_transformers_in_classes_are_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("_can_set_attn_implementation", "_can_set_experts_implementation")
     for cls in LlamaForCausalLM.__mro__:
         for name in names:
