@@ -77,7 +77,10 @@ class DeviceStack(LayersAsOne):
         position = count.view(1).clone()
         residual, added = layer.run(hidden, None, step)
         counted = count - position
-        ours = [layer.output(residual, added), *(states.index_select(2, position) for states in (cached.keys, cached.values))]
+        ours = [
+            layer.output(residual, added),
+            *(states.index_select(2, position) for states in (cached.keys, cached.values)),
+        ]
         count.copy_(position.view(()))
         output: Tensor = module(hidden, **kwargs)
         theirs = [output, *(states.index_select(2, position) for states in (cached.keys, cached.values))]

@@ -52,8 +52,8 @@ def step_of(group: WorkerGroup, model: Any, **options: Any) -> dict[str, int]:
 
 
 def split_everywhere(layers: int, ranks: int = 1) -> Any:
-    """Return a Llama with biases whose quantized products all have two splits on each rank, and several weights."""
-    sizes: dict[str, Any] = {"hidden_size": 800, "intermediate_size": ranks * 800, "head_dim": 200}
+    """Return a Llama with biases whose quantized products all have two splits on each rank of `InterpretingRunner`."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": ranks * 128, "head_dim": 32}
     heads = {"num_attention_heads": ranks * 4, "num_key_value_heads": ranks, "num_hidden_layers": layers}
     biases = {"attention_bias": True, "mlp_bias": True, "vocab_size": VOCABULARY}
     return build(LlamaForCausalLM, LlamaConfig(**sizes, **heads, **biases, **SPECIAL_IDS)).to(torch.bfloat16)

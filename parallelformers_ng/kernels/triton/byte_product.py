@@ -63,7 +63,8 @@ def byte_product_kernel(
 ):  # fmt: skip
     """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
-    `byte_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `x_row` and `y_row` are distances between rows, in elements.
+    `byte_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `x_row`
+    and `y_row` are distances between rows, in elements.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
@@ -214,7 +215,7 @@ def programs(weights: Sequence[Tensor]) -> int:
 
 @operator("byte_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
 def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return partial results of y = (x Qᵀ) ⊙ s + b, `[splits, rows, sum of the outputs]`, side by side for all weights Q.
+    """Return partial results of y = (x Qᵀ) ⊙ s + b, `[splits, rows, sum of the outputs]`, for all weights Q.
 
     Args:
         x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.

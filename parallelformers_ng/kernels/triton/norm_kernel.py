@@ -3,8 +3,8 @@
     s = x + d        y = s / √(mean(s²) + ε) ⊙ w                          (RMSNorm)
                      y = (s − mean(s)) / √(var(s) + ε) ⊙ w + b            (LayerNorm).
 
-d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the norm,
-as modelling code does.
+d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
+norm, as modelling code does.
 
 Launches: 1, with a program for each row, which holds the whole row in registers.
 Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
@@ -62,8 +62,8 @@ def norm_launch(
 
     Args:
         x: `[rows, columns]`, dense along the columns, with at most `MOST_COLUMNS` columns.
-        d: partial results, `[splits, rows, columns]`, dense along the columns. If d is None, y is the norm of x, and s is
-            not written.
+        d: partial results, `[splits, rows, columns]`, dense along the columns. If d is None, y is the norm of x, and s
+            is not written.
         w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
         epsilon: ε of the norm.
         centered: True for LayerNorm, False for RMSNorm.

@@ -1,4 +1,4 @@
-"""Partial results of products in Triton's interpreter: a kernel that reads them gives the bits of product, sum, kernel."""
+"""Partial results of products in Triton's interpreter: a reader gives the bits that a kernel for the sums gives it."""
 
 from __future__ import annotations
 
