@@ -18,7 +18,7 @@ from tests.pretend_cuda.worker import obstacle
 
 interpret()
 kernel_trial.REPLAYS = 1  # each takes seconds
-byte_product._INPUTS_AT_ONCE, nibble_product._GROUPS_AT_ONCE = 32, 2  # products of 128 inputs have two splits
+byte_product._INPUTS_AT_ONCE, nibble_product._GROUPS_AT_ONCE = 16, 1  # products of 64 inputs have two splits
 StepKernels.obstacle = obstacle  # type: ignore[method-assign]
 
 
