@@ -192,6 +192,7 @@ def test_ranks_decide_together(fault: str, line: str, interpreting_two: WorkerGr
 
 def test_split_products_are_summed_before_an_exchange(interpreting_two: WorkerGroup) -> None:
     """A sum over the ranks takes whole products; q, k, v, gate and up are read in parts, as on one rank."""
+    interpreting_two.call("spoil_kernels")  # no fault of another test
     of_step = step_of(interpreting_two, split_everywhere(1, ranks=2), quantize="int8")
     assert of_step[SUM] == 2
     assert of_step["parallelformers_ng.byte_product.default"] == 4
