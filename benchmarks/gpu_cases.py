@@ -12,6 +12,8 @@ from benchmarks import gpu
 from parallelformers_ng.sharding.encoding import Encoding
 
 Tensors = tuple[torch.Tensor, ...]
+SPLITS = 4
+"""Splits of the 8B shape's output and down projections."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
     from parallelformers_ng.kernels.triton import gate_kernel, norm_kernel, rotary_kernel, slot_attention
     from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product, byte_product_twin
     from parallelformers_ng.kernels.triton.nibble_product import nibble_product, nibble_product_twin
+    from parallelformers_ng.kernels.triton.partial_results import sum_twin, summed
 
     sizes = gpu.SHAPES[shape]
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
@@ -54,6 +57,9 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
 
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=torch.bfloat16)
+
+    def partial_results(splits: int, rows: int, outputs: int) -> torch.Tensor:
+        return randn(splits, rows, outputs).to(torch.bfloat16 if splits == 1 else torch.float32)
 
     def quantized(kind: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         encoding = Encoding(kind, -1, 32 if kind == "int4" else inputs)
@@ -68,31 +74,43 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
 
     def rotated(by: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, place: Any) -> Tensors:
-            by(q, k, v, cos, sin, None, None, 1e-5, keys, values, place)
-            return q, keys, values
+            return by(q, k, v, cos, sin, None, None, 1e-5, keys, values, place), keys, values
 
         return run
 
     for rows in numbers_of_rows:
+        for splits in (1, SPLITS):
+            of, each = ("", 2) if splits == 1 else (f" of {splits} splits", 4 * splits)
+            yield Case(
+                f"residual and norm{of}, {rows} rows", rows * hidden * (6 + each) + hidden * 2,
+                lambda rows=rows, splits=splits: (
+                    randn(rows, 1, hidden), partial_results(splits, rows, hidden), randn(hidden),
+                ),
+                lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, None, 1e-5, False),
+                lambda x, d, w: norm_kernel.norm_twin(x, d, w, None, 1e-5, False),
+            )  # fmt: skip
+            yield Case(
+                f"gate{of}, {rows} rows", rows * inner * (2 + 2 * each),
+                lambda rows=rows, splits=splits: partial_results(splits, rows, 2 * inner).chunk(2, -1),
+                lambda g, u: gate_kernel.gated(g, u, "silu", torch.bfloat16),
+                lambda g, u: gate_kernel.gate_twin(g, u, "silu", torch.bfloat16),
+            )  # fmt: skip
+            yield Case(
+                f"rotary and write{of}, {rows} rows",
+                rows * (heads + 2 * kv_heads) * width * (2 + each) + rows * width * 4,
+                lambda rows=rows, splits=splits: (
+                    *partial_results(splits, rows, (heads + 2 * kv_heads) * width).split(
+                        [heads * width, kv_heads * width, kv_heads * width], -1
+                    ),
+                    randn(rows, width), randn(rows, width), randn(rows, kv_heads, 16, width),
+                    randn(rows, kv_heads, 16, width), torch.full((rows,), 7, device=device),
+                ),
+                rotated(rotary_kernel.rotate_and_write), rotated(rotary_kernel.rotary_twin), twin_waits=True,
+            )  # fmt: skip
         yield Case(
-            f"residual and norm, {rows} rows", rows * hidden * 8 + hidden * 2,
-            lambda rows=rows: (randn(rows, 1, hidden), randn(rows, 1, hidden), randn(hidden)),
-            lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, None, 1e-5, False),
-            lambda x, d, w: norm_kernel.norm_twin(x, d, w, None, 1e-5, False),
-        )  # fmt: skip
-        yield Case(
-            f"gate, {rows} rows", rows * inner * 6,
-            lambda rows=rows: (randn(rows, 1, inner), randn(rows, 1, inner)),
-            lambda g, u: gate_kernel.gated(g, u, "silu"), lambda g, u: gate_kernel.gate_twin(g, u, "silu"),
-        )  # fmt: skip
-        yield Case(
-            f"rotary and write, {rows} rows", rows * (2 * heads + 4 * kv_heads) * width * 2 + rows * width * 4,
-            lambda rows=rows: (
-                randn(rows, heads * width), randn(rows, kv_heads * width), randn(rows, kv_heads * width),
-                randn(rows, width), randn(rows, width), randn(rows, kv_heads, 16, width),
-                randn(rows, kv_heads, 16, width), torch.full((rows,), 7, device=device),
-            ),
-            rotated(rotary_kernel.rotate_and_write), rotated(rotary_kernel.rotary_twin), twin_waits=True,
+            f"sum of {SPLITS} splits, {rows} rows", rows * hidden * (4 * SPLITS + 2),
+            lambda rows=rows: (partial_results(SPLITS, rows, hidden),),
+            lambda p: summed(p, torch.bfloat16), lambda p: sum_twin(p, torch.bfloat16),
         )  # fmt: skip
         for kind, size in (("int8", 1.0), ("fp8", 1.0), ("int4", 0.5625)) if rows <= MOST_ROWS else ():
             product, twin = (
@@ -104,7 +122,8 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
                     lambda rows=rows, kind=kind, outputs=outputs, inputs=inputs: (
                         randn(rows, inputs), *quantized(kind, outputs, inputs),
                     ),
-                    lambda x, q, s, by=product: by(x, q, s, []), lambda x, q, s, by=twin: by(x, q, s, []),
+                    lambda x, q, s, by=product: summed(by(x, q, s, []), x.dtype),
+                    lambda x, q, s, by=twin: by(x, q, s, []),
                 )  # fmt: skip
         for context in contexts:
             cache = (rows, kv_heads, context, width)

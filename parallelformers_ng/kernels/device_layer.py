@@ -11,7 +11,8 @@ and the products of the layer's own modules.
 8. act(gate) ⊙ up.
 9. The down projection.
 
-A product of 8-bit weights with few outputs needs a second kernel: see `triton/byte_product.py`. A layer has up to 14.
+Products of quantized weights with few outputs are partial results. The kernel of the next line adds them, see
+`triton/partial_results.py`. Before a sum over several ranks an eleventh and a twelfth kernel do, after lines 5 and 9.
 
 The modules stay what they are. They serve prompts and all that the kernels do not, and the kernels are compared with
 them: see `step_kernels.py`. Figures: benchmarks/results/gpu.md.
@@ -109,7 +110,7 @@ class DeviceLayer:
     Args:
         layer: the decoder layer.
         operators: object with the operators of `kernels/triton` as attributes: `norm`, `sum_and_norm`,
-            `rotate_and_write`, `attend`, `gated`, `byte_product` and `nibble_product`.
+            `rotate_and_write`, `attend`, `gated`, `byte_product`, `nibble_product` and `summed`.
 
     Attributes:
         guard: check that the norms' weights are the same tensors as before, and that no replaced module has a hook.
@@ -196,18 +197,23 @@ class DeviceLayer:
 
         Args:
             residual: sum of the embedding and of the outputs of earlier halves of layers, `[rows, 1, hidden]`.
-            added: output of the previous layer's feed-forward, `[rows, 1, hidden]`, which is not yet in `residual`.
-                None if `residual` is the layer's whole input.
+            added: output of the previous layer's feed-forward, which is not yet in `residual`, as partial results,
+                `[splits, rows, hidden]`. None if `residual` is the layer's whole input.
             step: arguments that all layers share.
 
         Returns:
-            (residual with attention's output, output of the feed-forward), both `[rows, 1, hidden]` and summed over the
-            ranks. The sum of the two tensors is the layer's output.
+            (residual with attention's output, `[rows, 1, hidden]`; output of the feed-forward, as partial results,
+            `[splits, rows, hidden]`), both summed over the ranks. `output` returns the sum of the two.
         """
         residual, normed = self._normed(self._norms[0], residual, added)
         residual, normed = self._normed(self._norms[1], residual, self._attended(normed, step))
         gate, up = self._products((self._mlp.gate_proj, self._mlp.up_proj), normed)
-        return residual, self._products([self._mlp.down_proj], self._operators.gated(gate, up, "silu"))[0]
+        gated = self._operators.gated(gate, up, "silu", normed.dtype)
+        return residual, self._products([self._mlp.down_proj], gated.unsqueeze(1))[0]
+
+    def output(self, residual: Tensor, added: Tensor) -> Tensor:
+        """Return the output of a layer, `[rows, 1, hidden]`, from the two results of `run`."""
+        return residual + self._operators.summed(added, residual.dtype).unsqueeze(1)
 
     def _normed(self, norm: Any, residual: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         weight, epsilon = norm._parameters["weight"], norm.variance_epsilon
@@ -220,25 +226,26 @@ class DeviceLayer:
         """Return what attention adds to the residual."""
         attention, cached = self._attention, self.cached(step)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = (states.flatten(0, -2) for states in self._products(projections, normed))
+        q, k, v = self._products(projections, normed)
         weights = [norm._parameters["weight"] for norm in self._head_norms] or [None, None]
         epsilon = self._head_norms[0].variance_epsilon if self._head_norms else 0.0
         keys, values, count = cached.keys, cached.values, cached.cumulative_length.view(1)
-        self._operators.rotate_and_write(q, k, v, step.cos, step.sin, *weights, epsilon, keys, values, count)
+        q = self._operators.rotate_and_write(q, k, v, step.cos, step.sin, *weights, epsilon, keys, values, count)
         scale = float(attention.scaling)
         attended = self._operators.attend(q, keys, values, count, 1, scale, step.mask, 0, None, count)
         return self._products([attention.o_proj], attended.unsqueeze(1))[0]
 
     def _products(self, layers: Sequence[Any], states: Tensor) -> Sequence[Tensor]:
         """Return the outputs of linear layers that read the same states: of one layer, which may be row-parallel and is
-        then summed over the ranks, or of column-parallel layers."""
+        then summed over the ranks, or of column-parallel layers. Each is partial results, `[splits, rows, outputs]`."""
         operator = self._operator(layers, states)
         if operator is None:
-            return [layer(states) for layer in layers]
+            return [layer(states).flatten(0, -2).unsqueeze(0) for layer in layers]
         weights, scales, biases = _small_parts(layers)
         output = operator(states, weights, scales, biases)
-        if isinstance(layers[0], RowParallel):
-            output = layers[0].communicator.all_reduce(output)
+        if isinstance(layers[0], RowParallel) and layers[0].communicator.world_size > 1:
+            whole = self._operators.summed(output, states.dtype)
+            output = layers[0].communicator.all_reduce(whole).unsqueeze(0)
         return output.split([len(weight) for weight in weights], dim=-1)
 
     def _operator(self, layers: Sequence[Any], states: Tensor) -> Any:

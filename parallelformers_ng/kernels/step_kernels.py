@@ -31,6 +31,7 @@ _OPERATORS = {
     "gate_kernel": ("gated",),
     "byte_product": ("byte_product",),
     "nibble_product": ("nibble_product",),
+    "partial_results": ("summed",),
 }
 _TOLERANCE = 2e-2
 """Largest difference of what a layer adds to its input, as a share of the largest number that it adds."""
@@ -65,7 +66,7 @@ class DeviceStack(LayersAsOne):
         residual, added = known[0].run(hidden, None, step)
         for layer in known[1:]:
             residual, added = layer.run(residual, added, step)
-        return residual + added
+        return known[-1].output(residual, added)
 
     def _compared(
         self, layer: DeviceLayer, module: Any, hidden: Tensor, step: DeviceStep, kwargs: dict[str, Any]
@@ -76,7 +77,10 @@ class DeviceStack(LayersAsOne):
         position = count.view(1).clone()
         residual, added = layer.run(hidden, None, step)
         counted = count - position
-        ours = [residual + added, *(states.index_select(2, position) for states in (cached.keys, cached.values))]
+        ours = [
+            layer.output(residual, added),
+            *(states.index_select(2, position) for states in (cached.keys, cached.values)),
+        ]
         count.copy_(position.view(()))
         output: Tensor = module(hidden, **kwargs)
         theirs = [output, *(states.index_select(2, position) for states in (cached.keys, cached.values))]

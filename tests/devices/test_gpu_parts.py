@@ -44,7 +44,8 @@ def test_each_kernel_is_measured(measured: Callable[..., dict[str, Any]]) -> Non
     figures = measured("kernels")
     figures.pop("copy bandwidth, GB/s")
     products = [f"{kind} product {what}" for kind in ("int8", "fp8", "int4") for what in ("up", "down")]
-    names = ["residual and norm", "gate", "rotary and write", *products]
+    readers = ["residual and norm", "gate", "rotary and write"]
+    names = [*readers, *(f"{name} of 4 splits" for name in [*readers, "sum"]), *products]
     due = {f"{name}, {rows} rows" for name in names for rows in (1, 2)}
     assert set(figures) == due | {f"attention, {rows} rows, 5 keys" for rows in (1, 2)}
     assert all(set(each) == {"kernel, µs", "twin, µs", "share of the copy bandwidth", "difference"}

@@ -10,6 +10,7 @@ import torch
 from parallelformers_ng.cuda_graphs import kernel_trial
 from parallelformers_ng.kernels import step_kernels
 from parallelformers_ng.kernels.step_kernels import StepKernels
+from parallelformers_ng.kernels.triton import byte_product, nibble_product
 from tests.kernels.triton.interpreter import interpret
 from tests.pretend_cuda.kernels import CountingRunner
 from tests.pretend_cuda.streams import order
@@ -17,6 +18,7 @@ from tests.pretend_cuda.worker import obstacle
 
 interpret()
 kernel_trial.REPLAYS = 1  # each takes seconds
+byte_product._INPUTS_AT_ONCE, nibble_product._GROUPS_AT_ONCE = 16, 1  # products of 64 inputs have two splits
 StepKernels.obstacle = obstacle  # type: ignore[method-assign]
 
 

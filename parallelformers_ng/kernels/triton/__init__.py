@@ -4,7 +4,9 @@
 - `rotary_kernel.py`, 1: rotates q and k by their positions; writes k and v to the cache.
 - `slot_attention.py`, 2: softmax(q Kᵀ · scale) V, with the keys split among programs.
 - `gate_kernel.py`, 1: y = act(g) ⊙ u.
-- `byte_product.py`, 1 or, for few outputs, 2, and `nibble_product.py`, 1 for up to three weights: y = x (s ⊙ Q)ᵀ + b.
+- `byte_product.py` and `nibble_product.py`, 1 for up to three weights: y = x (s ⊙ Q)ᵀ + b.
+
+For few outputs, programs of a product split its inputs. `partial_results.py` says how the next kernel adds their sums.
 
 Each file has a kernel, its launch, an operator of torch that launches it, and a twin: the same function in plain torch.
 `launch.py` describes a launch. No program of a launch waits for another one of it.

@@ -7,18 +7,18 @@ Up to three weights that read the same x are one product (q | k | v, gate | up).
 Numbers are widened to the data type of x, which holds all of them, and multiplied by tensor cores; sums are fp32.
 fp8 is widened by shifts of its bits, for not every card from sm_80 on converts it.
 
-Launches: 1 for many outputs, with a program for every 32 outputs. Each program sums over all inputs by itself.
-For few outputs these programs would not keep a large card busy, and there are 2 launches. In the first one, programs
-for every 32 outputs and split of the inputs write partial results, in fp32:
+Launches: 1. For many outputs, with a program for every 32 outputs. Each program sums over all inputs by itself. For few
+outputs these programs would not keep a large card busy. Then there are programs for every 32 outputs and split of the
+inputs, and y is partial results, in fp32:
 
     p = (x Qᵀ over the inputs of the split) ⊙ s, and + b in the first split.
 
-The second launch adds the partial results in the order of the splits, so the same call gives the same bits. The splits
-depend on the weights, not on the rows.
+The kernel that reads y adds them in the order of the splits, see `partial_results.py`: the same call gives the same
+bits. The splits depend on the weights, not on the rows.
 
 Bytes: Q and s are read once, y is written once. x is read by every program, from the second one on from the cache of
-the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written once and read
-once: 8 · rows · splits / inputs bytes for each number of Q, at most about rows / 64.
+the card: 2 · rows / 32 bytes for each number of Q. With splits, each split reads s, and p is written:
+4 · rows · splits / inputs bytes for each number of Q, at most about rows / 128. The reader reads as many.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _MANY_ROWS = 16
 WARPS = 2
 """One for every 16 outputs: with more, two warps would widen the same numbers."""
 _MOST_SPLITS = 16
-_SUMS_AT_ONCE = 256
 
 
 @triton.jit
@@ -64,8 +63,8 @@ def byte_product_kernel(
 ):  # fmt: skip
     """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
-    `byte_product_launches` describes the arguments. With more than one split, y is the partial results, `[splits, rows,
-    outputs]`. `x_row` and `y_row` are distances between rows, in elements.
+    `byte_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `x_row`
+    and `y_row` are distances between rows, in elements.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     q, s, b, outputs, left = q0, s0, b0, outputs0, 0
@@ -97,30 +96,18 @@ def byte_product_kernel(
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sum_kernel(parts, y, rows, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up to BLOCK partial results of each split, the first split first. `sum_launch` describes the arguments."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < rows * outputs
-    sums = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums += tl.load(parts + split * rows * outputs + at, mask=inside, other=0.0)
-    tl.store(y + at, sums.to(y.dtype.element_ty), mask=inside)
+def byte_product_launch(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Launch, Tensor]:
+    """Return the launch that computes y = (x Qᵀ) ⊙ s + b, side by side for all weights Q, and its output.
 
-
-def byte_product_launches(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
-) -> list[Launch]:
-    """Return one or two launches, to run in order, that write y = (x Qᵀ) ⊙ s + b, side by side for all weights Q.
-
-    With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
+    The output is a new tensor of partial results on the device of x, `[splits, rows, sum of the outputs]`.
 
     Args:
         x: `[rows, inputs]`, dense along the inputs, bf16 or fp16; at most 32 rows.
         weights: one to three tensors Q, `[outputs, inputs]`, contiguous, all int8 or all fp8 (e4m3).
         scales: one tensor s for each weight, `[outputs, 1]`, fp32, contiguous.
         biases: one tensor b for each weight, `[outputs]`; empty for no biases.
-        y: output, `[rows, sum of the outputs]`, contiguous.
     """
     is_fp8 = weights[0].dtype is torch.float8_e4m3fn
     if is_fp8:
@@ -130,36 +117,36 @@ def byte_product_launches(
         "ROWS": _MANY_ROWS if len(x) <= _MANY_ROWS else MOST_ROWS,
         "INPUTS": at_once(_INPUTS_AT_ONCE, len(x)),
     }
-    arguments = joint_arguments(x, weights, scales, biases, y)
-    return split_launches(byte_product_kernel, weights, x.shape[1], y, arguments, constants, stages=4)
+    arguments = joint_arguments(x, weights, scales, biases)
+    return split_launch(byte_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=4)
 
 
-def split_launches(
+def split_launch(
     kernel: Any,
     weights: Sequence[Tensor],
     inputs: int,
-    y: Tensor,
+    dtype: torch.dtype,
     arguments: dict[str, Any],
     constants: dict[str, Any],
     stages: int,
-) -> list[Launch]:
-    """Return the launch of a product, and, if the inputs are split, the launch that adds the partial results.
+) -> tuple[Launch, Tensor]:
+    """Return the launch of a product, and its output: new partial results, `[splits, rows, outputs]`.
 
     Args:
         kernel: kernel of the product.
         weights: tensors, `[outputs, …]`.
         inputs: number of inputs of the product.
-        y: output, `[rows, outputs]`, contiguous.
-        arguments: arguments of the kernel by name, apart from the number of splits.
+        dtype: data type of the output if the inputs are not split.
+        arguments: arguments of the kernel by name, apart from the output and the number of splits.
         constants: constants of the kernel by name, apart from the number of outputs of a program.
         stages: see `Launch`.
     """
-    tiles = programs(weights)
+    tiles, outputs = programs(weights), sum(weight.shape[0] for weight in weights)
     splits = splits_of(tiles, inputs)
-    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=y.device)
-    arguments, constants = arguments | {"y": sums, "splits": splits}, constants | {"OUTPUTS": OUTPUTS_OF_PROGRAM}
-    product = Launch(kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=stages)
-    return [product] if splits == 1 else [product, sum_launch(sums, y)]
+    shape = (splits, arguments["rows"], outputs)
+    y = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=weights[0].device)
+    arguments, constants = arguments | {"y": y, "splits": splits}, constants | {"OUTPUTS": OUTPUTS_OF_PROGRAM}
+    return Launch(kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=stages), y
 
 
 def at_once(most: int, rows: int) -> int:
@@ -170,19 +157,6 @@ def at_once(most: int, rows: int) -> int:
         rows: number of rows of x.
     """
     return most if rows <= _MANY_ROWS else most // 2
-
-
-def sum_launch(parts: Tensor, y: Tensor) -> Launch:
-    """Return the launch that adds the partial results of a product's splits.
-
-    Args:
-        parts: partial results, `[splits, rows, outputs]`, fp32, contiguous.
-        y: output, `[rows, outputs]`, contiguous.
-    """
-    splits, rows, outputs = parts.shape
-    arguments: dict[str, Any] = {"parts": parts, "y": y, "rows": rows, "outputs": outputs}
-    constants: dict[str, Any] = {"SPLITS": splits, "BLOCK": _SUMS_AT_ONCE}
-    return Launch(sum_kernel, (-(-rows * outputs // _SUMS_AT_ONCE),), arguments, constants, warps=2)
 
 
 def splits_of(tiles: int, inputs: int) -> int:
@@ -200,7 +174,7 @@ def splits_of(tiles: int, inputs: int) -> int:
 
 
 def joint_arguments(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Return the arguments that kernels of products take for one to three weights, by name.
 
@@ -212,7 +186,6 @@ def joint_arguments(
         weights: one to three tensors, `[outputs, …]`.
         scales: one tensor for each weight.
         biases: one tensor for each weight; empty for no biases.
-        y: `[rows, sum of the outputs]`.
 
     Raises:
         ValueError: `x` has more than MOST_ROWS rows.
@@ -220,8 +193,8 @@ def joint_arguments(
     rows, inputs = x.shape
     if rows > MOST_ROWS:
         raise ValueError(f"x has {rows} rows; the kernel multiplies up to {MOST_ROWS}")
-    arguments: dict[str, Any] = {"x": x, "y": y, "rows": rows, "inputs": inputs}
-    arguments |= {"x_row": x.stride(0), "y_row": y.stride(0)}
+    arguments: dict[str, Any] = {"x": x, "rows": rows, "inputs": inputs, "x_row": x.stride(0)}
+    arguments["y_row"] = sum(weight.shape[0] for weight in weights)
     for place in range(MOST_WEIGHTS):
         at = place if place < len(weights) else 0
         arguments |= {f"q{place}": weights[at], f"s{place}": scales[at], f"b{place}": biases[at] if biases else None}
@@ -242,7 +215,7 @@ def programs(weights: Sequence[Tensor]) -> int:
 
 @operator("byte_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
 def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return y = (x Qᵀ) ⊙ s + b, `[…, sum of the outputs]`, side by side for all weights Q.
+    """Return partial results of y = (x Qᵀ) ⊙ s + b, `[splits, rows, sum of the outputs]`, for all weights Q.
 
     Args:
         x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.
@@ -250,20 +223,21 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
         scales: one tensor for each weight, `[outputs, 1]`, fp32, contiguous.
         biases: one tensor for each weight, `[outputs]`; empty for no biases.
     """
-    outputs = sum(weight.shape[0] for weight in weights)
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
-    for launch in byte_product_launches(x.reshape(-1, x.shape[-1]), weights, scales, biases, y.view(-1, outputs)):
-        launch.run()
+    launch, y = byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases)
+    launch.run()
     return y
 
 
 def byte_product_twin(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """Return the result of `byte_product`, computed by plain torch. Each weight is widened in memory.
+    """Return the sum of the result of `byte_product`, `[rows, sum of the outputs]`, computed by plain torch.
+
+    Each weight is widened in memory.
 
     Args:
-        x, weights, scales, biases: the arguments of `byte_product`, with any number of rows and weights.
+        x: `[rows, inputs]`, with any number of rows.
+        weights, scales, biases: the arguments of `byte_product`, for any number of weights.
     """
     outputs = [
         functional.linear(x, weight.to(x.dtype)) * scale.flatten()

@@ -3,7 +3,8 @@
     y = act(g) ⊙ u         act: SiLU, GELU, or GELU by tanh
 
 Launches: 1, with a program for each piece of a row.
-Bytes: g and u are read once, y is written once. g and u may be views of one product.
+Bytes: g and u are read once, y is written once. g and u may be views of one product. They are partial results, whose
+sums are rounded to the data type of y before the gate, see `partial_results.py`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _BLOCK = 1024
 
 
 @triton.jit
-def gate_kernel(g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(
+    g, u, y, columns, g_row, u_row, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Compute up to BLOCK columns of one row of y = act(g) * u. `gate_launch` describes the arguments.
 
     `g_row` and `u_row` are distances between rows, in elements.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    gate = tl.load(g + row * g_row + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(u + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
+    gate = load_sum(g + row * g_row + column, rows * g_row, inside, y, SPLITS)
+    up = load_sum(u + row * u_row + column, rows * u_row, inside, y, SPLITS)
     if ACTIVATION == "silu":
         active = gate / (1.0 + tl.exp(-gate))
     elif ACTIVATION == "gelu":
@@ -47,36 +51,37 @@ def gate_launch(g: Tensor, u: Tensor, y: Tensor, activation: str) -> Launch:
     """Return the launch that writes y = act(g) ⊙ u.
 
     Args:
-        g, u: `[rows, columns]`, dense along the columns.
+        g, u: partial results, `[splits, rows, columns]`, dense along the columns.
         y: output, `[rows, columns]`, contiguous.
         activation: name of act, one of `ACTIVATIONS`.
     """
-    rows, columns = g.shape
-    arguments: dict[str, Any] = {"g": g, "u": u, "y": y, "columns": columns, "g_row": g.stride(0), "u_row": u.stride(0)}
-    constants: dict[str, Any] = {"ACTIVATION": activation, "BLOCK": _BLOCK}
+    splits, rows, columns = g.shape
+    arguments: dict[str, Any] = {"g": g, "u": u, "y": y, "columns": columns}
+    arguments |= {"g_row": row_distance(g), "u_row": row_distance(u)}
+    constants: dict[str, Any] = {"ACTIVATION": activation, "SPLITS": splits, "BLOCK": _BLOCK}
     return Launch(gate_kernel, (rows, -(-columns // _BLOCK)), arguments, constants)
 
 
-@operator("gated(Tensor g, Tensor u, str activation) -> Tensor")
-def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
-    """Return y = act(g) ⊙ u, contiguous.
+@operator("gated(Tensor g, Tensor u, str activation, ScalarType dtype) -> Tensor")
+def gated(g: Tensor, u: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """Return y = act(g) ⊙ u, `[rows, columns]`, contiguous.
 
     Args:
-        g, u: `[rows, 1, columns]`, dense along the columns.
-        activation: name of act, one of `ACTIVATIONS`.
+        g, u, activation: the arguments of `gate_launch`.
+        dtype: data type of y.
     """
-    y = torch.empty(g.shape, dtype=g.dtype, device=g.device)
-    gate_launch(g.flatten(0, -2), u.flatten(0, -2), y, activation).run()
+    y = torch.empty(g.shape[1:], dtype=dtype, device=g.device)
+    gate_launch(g, u, y, activation).run()
     return y
 
 
-def gate_twin(g: Tensor, u: Tensor, activation: str) -> Tensor:
+def gate_twin(g: Tensor, u: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
     """Return the result of `gated`, computed by plain torch.
 
     Args:
-        g, u: tensors of equal shape.
-        activation: name of act, one of `ACTIVATIONS`.
+        g, u, activation, dtype: the arguments of `gated`.
     """
+    g, u = (sum_twin(each, dtype) for each in (g, u))
     if activation == "silu":
         return functional.silu(g) * u
     return functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u

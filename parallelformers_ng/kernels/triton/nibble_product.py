@@ -8,7 +8,7 @@ numbers. Tensor cores multiply, sums are fp32.
 
 Up to three weights that read the same x are one product. Each keeps its own tensors.
 
-Launches: 1 or 2, as in `byte_product.py`, which describes the splits.
+Launches: 1. For few outputs y is partial results, in fp32, see `byte_product.py`.
 Bytes: Q and s are read once, y is written once. x is read by every program, see `byte_product.py`.
 """
 
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launches
+from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launch
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 
 GROUP = 32
@@ -96,8 +96,8 @@ def nibble_product_kernel(
 ):  # fmt: skip
     """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
-    `nibble_product_launches` describes the arguments. `inputs` and `x_row` count pairs of inputs. With more than one
-    split, y is the partial results, `[splits, rows, outputs]`. A row of scales has GROUP_STEP · `group_steps` scales:
+    `nibble_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `inputs` and
+    `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps` scales:
     the compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -139,12 +139,12 @@ def nibble_product_kernel(
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def nibble_product_launches(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], y: Tensor
-) -> list[Launch]:
-    """Return one or two launches, to run in order, that write y = x Wᵀ + b, side by side for all weights W = Q ⊙ s.
+def nibble_product_launch(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Launch, Tensor]:
+    """Return the launch that computes y = x Wᵀ + b, side by side for all weights W = Q ⊙ s, and its output.
 
-    With two launches, the function allocates an fp32 tensor for the partial results on the device of x.
+    The output is a new tensor of partial results on the device of x, `[splits, rows, sum of the outputs]`.
 
     Args:
         x: `[rows, inputs]`, contiguous, bf16 or fp16, at an address that is a multiple of 4; at most 32 rows.
@@ -152,7 +152,6 @@ def nibble_product_launches(
             low bits are the first integer.
         scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
         biases: one tensor for each weight, `[outputs]`; empty for no biases.
-        y: output, `[rows, sum of the outputs]`, contiguous.
     """
     signed = [weight.view(torch.int8) for weight in weights]
     groups = scales[0].shape[1]
@@ -163,14 +162,14 @@ def nibble_product_launches(
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
         "GROUP_STEP": group_step,
     }
-    arguments = joint_arguments(x.view(torch.int32), signed, scales, biases, y)
+    arguments = joint_arguments(x.view(torch.int32), signed, scales, biases)
     arguments |= {"group_steps": groups // group_step}
-    return split_launches(nibble_product_kernel, weights, x.shape[1], y, arguments, constants, stages=3)
+    return split_launch(nibble_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=3)
 
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
 def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """Return y = x Wᵀ + b, `[…, sum of the outputs]`, side by side for all weights W = Q ⊙ s.
+    """Return partial results of y = x Wᵀ + b, `[splits, rows, sum of the outputs]`, for all weights W = Q ⊙ s.
 
     Args:
         x: `[…, inputs]`, bf16 or fp16; at most 32 rows in all.
@@ -179,21 +178,21 @@ def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biase
         scales: one tensor s for each weight, `[outputs, inputs / 32]`, of the data type of x, contiguous.
         biases: one tensor for each weight, `[outputs]`; empty for no biases.
     """
-    outputs = sum(weight.shape[0] for weight in weights)
-    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
-    states = x.reshape(-1, x.shape[-1]).contiguous()
-    for launch in nibble_product_launches(states, weights, scales, biases, y.view(-1, outputs)):
-        launch.run()
+    launch, y = nibble_product_launch(x.reshape(-1, x.shape[-1]).contiguous(), weights, scales, biases)
+    launch.run()
     return y
 
 
 def nibble_product_twin(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
-    """Return the result of `nibble_product`, computed by plain torch. Each weight is dequantized in memory.
+    """Return the sum of the result of `nibble_product`, `[rows, sum of the outputs]`, computed by plain torch.
+
+    Each weight is dequantized in memory.
 
     Args:
-        x, weights, scales, biases: the arguments of `nibble_product`, with any number of rows and weights.
+        x: `[rows, inputs]`, with any number of rows.
+        weights, scales, biases: the arguments of `nibble_product`, for any number of weights.
     """
     outputs = []
     for weight, scale in zip(weights, scales, strict=True):

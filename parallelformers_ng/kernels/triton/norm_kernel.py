@@ -3,7 +3,8 @@
     s = x + d        y = s / √(mean(s²) + ε) ⊙ w                          (RMSNorm)
                      y = (s − mean(s)) / √(var(s) + ε) ⊙ w + b            (LayerNorm).
 
-s is rounded to the data type of x before its norm, as modelling code does.
+d is partial results, see `partial_results.py`. Their sum, and then s, are rounded to the data type of x before the
+norm, as modelling code does.
 
 Launches: 1, with a program for each row, which holds the whole row in registers.
 Bytes: x, d and w are read once, s and y are written once. Without d nothing is added, and s is not written.
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
 
 MOST_COLUMNS = 1 << 14
 """Widest row that the registers of a program hold."""
@@ -29,7 +31,7 @@ _COLUMNS_PER_WARP = 1024
 def norm_kernel(
     x, d, w, b, s, y,
     columns, x_row, d_row, epsilon,
-    CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row of s = x + d and of y, the norm of s. `norm_launch` describes the arguments.
 
@@ -40,7 +42,7 @@ def norm_kernel(
     inside = column < columns
     states = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if d is not None:
-        states += tl.load(d + row * d_row + column, mask=inside, other=0.0).to(tl.float32)
+        states += load_sum(d + row * d_row + column, tl.num_programs(0) * d_row, inside, x, SPLITS)
         rounded = states.to(s.dtype.element_ty)
         tl.store(s + row * columns + column, rounded, mask=inside)
         states = rounded.to(tl.float32)
@@ -59,8 +61,9 @@ def norm_launch(
     """Return the launch that writes s = x + d and y, the norm of s.
 
     Args:
-        x, d: `[rows, columns]`, dense along the columns, with at most `MOST_COLUMNS` columns. If d is None, y is the
-            norm of x, and s is not written.
+        x: `[rows, columns]`, dense along the columns, with at most `MOST_COLUMNS` columns.
+        d: partial results, `[splits, rows, columns]`, dense along the columns. If d is None, y is the norm of x, and s
+            is not written.
         w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
         epsilon: ε of the norm.
         centered: True for LayerNorm, False for RMSNorm.
@@ -69,9 +72,9 @@ def norm_launch(
     rows, columns = x.shape
     block = power_of_two(columns)
     arguments: dict[str, Any] = {"x": x, "d": d, "w": w, "b": b, "s": s, "y": y, "columns": columns}
-    arguments |= {"x_row": x.stride(0), "d_row": 0 if d is None else d.stride(0), "epsilon": epsilon}
-    warps = min(8, max(1, block // _COLUMNS_PER_WARP))
-    return Launch(norm_kernel, (rows,), arguments, {"CENTERED": centered, "BLOCK": block}, warps)
+    arguments |= {"x_row": x.stride(0), "d_row": 0 if d is None else row_distance(d), "epsilon": epsilon}
+    constants: dict[str, Any] = {"CENTERED": centered, "SPLITS": 0 if d is None else len(d), "BLOCK": block}
+    return Launch(norm_kernel, (rows,), arguments, constants, warps=min(8, max(1, block // _COLUMNS_PER_WARP)))
 
 
 @operator("norm(Tensor x, Tensor w, Tensor? b, float epsilon, bool centered) -> Tensor")
@@ -96,14 +99,14 @@ def sum_and_norm(
     """Return s = x + d and the norm of s, contiguous and of the shape of x.
 
     Args:
-        x, d: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
+        x: `[rows, 1, columns]`, with at most `MOST_COLUMNS` columns.
+        d: partial results, `[splits, rows, columns]`, as for `norm_launch`.
         w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
         epsilon: ε of the norm.
         centered: True for LayerNorm, False for RMSNorm.
     """
     s, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    rows, added = (each.reshape(-1, x.shape[-1]) for each in (x, d))
-    norm_launch(rows, added, w, b, epsilon, centered, s, y).run()
+    norm_launch(x.reshape(-1, x.shape[-1]), d, w, b, epsilon, centered, s, y).run()
     return s, y
 
 
@@ -113,12 +116,13 @@ def norm_twin(
     """Return s = x + d and the norm of s, computed by plain torch. If d is None, s is x.
 
     Args:
-        x, d: `[…, columns]`.
+        x: `[…, columns]`.
+        d: partial results, `[splits, rows, columns]`, or None.
         w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
         epsilon: ε of the norm.
         centered: True for LayerNorm, False for RMSNorm.
     """
-    s = x if d is None else x + d
+    s = x if d is None else x + sum_twin(d, x.dtype).view_as(x)
     wide = s if s.dtype is torch.float64 else s.float()
     if centered:
         wide = wide - wide.mean(-1, keepdim=True)

@@ -5,9 +5,10 @@
 
 Norms of each head's query and key come first, if the attention has them: q ↦ q / √(mean(q²) + ε) ⊙ w.
 
-Launches: 1, with a program for each row and head. Queries are rotated in place: a program reads its head before it
-writes it, and no other one touches it. A position outside of the cache writes nothing.
-Bytes: q, k, v, cos and sin are read once, q and a token of the cache are written once.
+q, k and v are partial results, see `partial_results.py`. Their sums are rounded to the data type of the cache first.
+
+Launches: 1, with a program for each row and head. A position outside of the cache writes nothing.
+Bytes: q, k, v, cos and sin are read once, rotated q and a token of the cache are written once.
 """
 
 from __future__ import annotations
@@ -20,13 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
 
 
 @triton.jit
-def _turned(states, w, cos, sin, column, inside, epsilon, HALF: tl.constexpr):
-    """Load a head, norm it if it has a norm, and return its rotated halves."""
-    first = tl.load(states + column, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(states + HALF + column, mask=inside, other=0.0).to(tl.float32)
+def _turned(
+    states, step, w, cos, sin, column, inside, epsilon, like, SPLITS: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Load a head, norm it if it has a norm, and return its rotated halves.
+
+    `step` is the distance between splits, and `like` a pointer to numbers of the data type of the cache.
+    """
+    first = load_sum(states + column, step, inside, like, SPLITS)
+    second = load_sum(states + HALF + column, step, inside, like, SPLITS)
     if w is not None:
         scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * HALF) + epsilon)
         first = first * scale * tl.load(w + column, mask=inside, other=0.0).to(tl.float32)
@@ -40,70 +47,76 @@ def _turned(states, w, cos, sin, column, inside, epsilon, HALF: tl.constexpr):
 
 @triton.jit
 def rotary_kernel(
-    q, k, v, cos, sin, q_norm, k_norm, keys, values, positions,
+    q, k, v, cos, sin, q_norm, k_norm, rotated, keys, values, positions,
     heads, kv_heads, room, q_row, k_row, v_row, cos_row, sin_row, position_row,
     key_row, key_head, value_row, value_head, epsilon,
-    HALF: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotate one query head, or write one key head or value head to the cache.
 
     `rotary_launch` describes the arguments. Names that end in `_row` or `_head` are distances in elements. `room` is
     the number of positions of the cache.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
     position = tl.load(positions + row * position_row).to(tl.int64)
     is_query, is_key = head < heads, head < heads + kv_heads
     if is_query:
-        place = q + row * q_row + head * 2 * HALF
-        first, second = _turned(place, q_norm, cos + row * cos_row, sin + row * sin_row, column, inside, epsilon, HALF)
-        tl.store(place + column, first.to(q.dtype.element_ty), mask=inside)
-        tl.store(place + HALF + column, second.to(q.dtype.element_ty), mask=inside)
+        first, second = _turned(
+            q + row * q_row + head * 2 * HALF, rows * q_row, q_norm, cos + row * cos_row, sin + row * sin_row,
+            column, inside, epsilon, keys, SPLITS, HALF,
+        )  # fmt: skip
+        place = rotated + (row * heads + head) * 2 * HALF
+        tl.store(place + column, first.to(rotated.dtype.element_ty), mask=inside)
+        tl.store(place + HALF + column, second.to(rotated.dtype.element_ty), mask=inside)
     elif (position >= 0) & (position < room):
         if is_key:
             head -= heads
             first, second = _turned(
-                k + row * k_row + head * 2 * HALF, k_norm, cos + row * cos_row, sin + row * sin_row,
-                column, inside, epsilon, HALF,
+                k + row * k_row + head * 2 * HALF, rows * k_row, k_norm, cos + row * cos_row, sin + row * sin_row,
+                column, inside, epsilon, keys, SPLITS, HALF,
             )  # fmt: skip
             place = keys + row * key_row + head.to(tl.int64) * key_head + position * 2 * HALF
-            tl.store(place + column, first.to(keys.dtype.element_ty), mask=inside)
-            tl.store(place + HALF + column, second.to(keys.dtype.element_ty), mask=inside)
         else:
             head -= heads + kv_heads
-            source = v + row * v_row + head * 2 * HALF
+            source = v + row * v_row + head * 2 * HALF + column
+            first = load_sum(source, rows * v_row, inside, values, SPLITS)
+            second = load_sum(source + HALF, rows * v_row, inside, values, SPLITS)
             place = values + row * value_row + head.to(tl.int64) * value_head + position * 2 * HALF
-            tl.store(place + column, tl.load(source + column, mask=inside), mask=inside)
-            tl.store(place + HALF + column, tl.load(source + HALF + column, mask=inside), mask=inside)
+        tl.store(place + column, first.to(keys.dtype.element_ty), mask=inside)
+        tl.store(place + HALF + column, second.to(keys.dtype.element_ty), mask=inside)
 
 
 def rotary_launch(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
+    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor,
 ) -> Launch:  # fmt: skip
-    """Return the launch that rotates q in place, and writes rotated k and unchanged v to the cache.
+    """Return the launch that writes rotated q to `rotated`, and rotated k and unchanged v to the cache.
+
+    q, k and v are partial results with equal numbers of splits, dense along the last dimension.
 
     Args:
-        q: queries, `[rows, heads · width]`, dense along the last dimension.
-        k, v: keys and values of one new token of each row, `[rows, kv_heads · width]`, dense along the last dimension.
+        q: queries, `[splits, rows, heads · width]`.
+        k, v: keys and values of one new token of each row, `[splits, rows, kv_heads · width]`.
         cos, sin: cosines and sines of the positions, `[rows or 1, width]`, dense along the last dimension.
         q_norm, k_norm: weights of the RMS norms of each head, `[width]`; None for no norm.
         epsilon: ε of both norms.
         keys, values: cache, `[rows, kv_heads, positions, width]`, dense along the last two dimensions.
         positions: place of the new token in the cache, `[rows]` or `[1]`, integers. A token with a place outside of the
             cache is not written.
+        rotated: output, `[rows, heads · width]`, contiguous, of the data type of the cache.
     """
     rows, kv_heads, room, width = keys.shape
-    heads = q.shape[1] // width
+    heads = q.shape[2] // width
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
-    arguments |= {"keys": keys, "values": values, "positions": positions}
+    arguments |= {"rotated": rotated, "keys": keys, "values": values, "positions": positions}
     arguments |= {"heads": heads, "kv_heads": kv_heads, "room": room}
-    arguments |= {"q_row": q.stride(0), "k_row": k.stride(0), "v_row": v.stride(0)}
+    arguments |= {"q_row": row_distance(q), "k_row": row_distance(k), "v_row": row_distance(v)}
     arguments |= {"cos_row": row_step(cos), "sin_row": row_step(sin), "position_row": row_step(positions)}
     arguments |= {"key_row": keys.stride(0), "key_head": keys.stride(1)}
     arguments |= {"value_row": values.stride(0), "value_head": values.stride(1), "epsilon": epsilon}
-    constants: dict[str, Any] = {"HALF": width // 2, "BLOCK": power_of_two(width // 2)}
+    constants: dict[str, Any] = {"SPLITS": len(q), "HALF": width // 2, "BLOCK": power_of_two(width // 2)}
     return Launch(rotary_kernel, (rows, heads + 2 * kv_heads), arguments, constants, warps=1)
 
 
@@ -113,31 +126,34 @@ def row_step(tensor: Tensor) -> int:
 
 
 @operator(
-    "rotate_and_write(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm,"
-    " float epsilon, Tensor(b!) keys, Tensor(c!) values, Tensor positions) -> ()"
+    "rotate_and_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm,"
+    " float epsilon, Tensor(a!) keys, Tensor(b!) values, Tensor positions) -> Tensor"
 )
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
-) -> None:  # fmt: skip
-    """Rotate q in place, and write rotated k and unchanged v to the cache.
+) -> Tensor:  # fmt: skip
+    """Return rotated q, `[rows, heads · width]`, and write rotated k and unchanged v to the cache.
 
     Args:
         q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
     """
-    rotary_launch(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions).run()
+    rotated = torch.empty(q.shape[1:], dtype=keys.dtype, device=q.device)
+    rotary_launch(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions, rotated).run()
+    return rotated
 
 
 def rotary_twin(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
-) -> None:  # fmt: skip
-    """Change q, keys and values as `rotate_and_write` does, by plain torch.
+) -> Tensor:  # fmt: skip
+    """Return the result of `rotate_and_write`, and change keys and values like it, by plain torch.
 
     Args:
         q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
     """
     rows, kv_heads, room, width = keys.shape
+    q, k, v = (sum_twin(each, keys.dtype) for each in (q, k, v))
 
     def turned(states: Tensor, w: Tensor | None) -> Tensor:
         heads = states.reshape(rows, -1, width)
@@ -146,9 +162,9 @@ def rotary_twin(
         first, second = heads.chunk(2, -1)
         return heads * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
-    q.copy_(turned(q, q_norm).flatten(1))
     new = turned(k, k_norm), v.reshape(rows, kv_heads, width)
     for row, position in enumerate(positions.expand(rows).tolist()):
         if 0 <= position < room:
             for cache, states in zip((keys, values), new, strict=True):
                 cache[row, :, position] = states[row]
+    return turned(q, q_norm).flatten(1)

@@ -24,11 +24,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from parallelformers_ng.kernels.triton.byte_product import byte_product_launches
+from parallelformers_ng.kernels.triton.byte_product import byte_product_launch, splits_of
 from parallelformers_ng.kernels.triton.gate_kernel import gate_launch
 from parallelformers_ng.kernels.triton.launch import Launch
-from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launches
+from parallelformers_ng.kernels.triton.nibble_product import nibble_product_launch
 from parallelformers_ng.kernels.triton.norm_kernel import norm_launch
+from parallelformers_ng.kernels.triton.partial_results import sum_launch
 from parallelformers_ng.kernels.triton.rotary_kernel import rotary_launch
 from parallelformers_ng.kernels.triton.slot_attention import attention_launches
 
@@ -70,39 +71,54 @@ def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
+def split(*widths: int, inputs: int) -> tuple[Tensor, ...]:
+    """Return the outputs of joined 8-bit weights of these widths: partial results, if the inputs are split."""
+    splits = splits_of(sum(-(-width // 32) for width in widths), inputs)
+    outputs = empty(splits, ROWS, sum(widths), dtype=torch.bfloat16 if splits == 1 else torch.float32)
+    return outputs.split([*widths], -1)
+
+
 def launches(shape: Shape) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of a layer, and of its quantized products."""
+    """Yield the launches of a layer, of its quantized products, and of the kernels that read their partial results.
+
+    The gate's partial results are those of a rank of eight.
+    """
     states, wide = empty(ROWS, shape.hidden), empty(ROWS, shape.heads * shape.width)
-    narrow, angles = empty(ROWS, shape.kv_heads * shape.width), empty(1, shape.width)
-    cache = empty(ROWS, shape.kv_heads, POSITIONS, shape.width)
-    norm = empty(shape.width) if shape.normed else None
+    angles, cache = empty(1, shape.width), empty(ROWS, shape.kv_heads, POSITIONS, shape.width)
+    head_norm = empty(shape.width) if shape.normed else None
     length = empty(1, dtype=torch.int64)
-    yield "norm", norm_launch(states, states, empty(shape.hidden), None, 1e-5, False, states, states)
-    yield "layer norm", norm_launch(states, states, empty(shape.hidden), None, 1e-5, True, states, states)
-    yield "rotary", rotary_launch(wide, narrow, narrow, angles, angles, norm, norm, 1e-6, cache, cache, length)
+    widths = [shape.heads * shape.width, *[shape.kv_heads * shape.width] * 2]
+    plain, (down,) = states.unsqueeze(0), split(shape.hidden, inputs=shape.inner)
+    for suffix, added in (("", plain), (" of splits", down)):
+        for name, centered in (("norm", False), ("layer norm", True)) if added is plain else (("norm", False),):
+            weight = empty(shape.hidden)
+            yield name + suffix, norm_launch(states, added, weight, None, 1e-5, centered, states, states)
+    plain_heads = [empty(1, ROWS, each) for each in widths]
+    for suffix, heads in (("", plain_heads), (" of splits", split(*widths, inputs=shape.hidden))):
+        norms = (head_norm, head_norm, 1e-6)
+        yield f"rotary{suffix}", rotary_launch(*heads, angles, angles, *norms, cache, cache, length, wide)
     mask = empty(ROWS, POSITIONS, dtype=torch.uint8)
     first, second = attention_launches(wide, cache, cache, length, 1, 0.1, wide, mask, counter=length)
     yield "attention, splits", first
     yield "attention, sum", second
-    inner = empty(ROWS, shape.inner)
-    yield "gate", gate_launch(inner, inner, inner, "silu")
-    pair, both = [shape.inner] * 2, empty(ROWS, 2 * shape.inner)
+    inner = empty(1, ROWS, shape.inner)
+    yield "gate", gate_launch(inner, inner, inner[0], "silu")
+    gate, up = split(*[shape.inner // 8] * 2, inputs=shape.hidden)
+    yield "gate of splits", gate_launch(gate, up, empty(ROWS, shape.inner // 8), "silu")
+    pair = [shape.inner] * 2
     scales = [empty(outputs, 1, dtype=torch.float32) for outputs in pair]
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         weights = [empty(outputs, shape.hidden, dtype=dtype) for outputs in pair]
-        (whole,) = byte_product_launches(states, weights, scales, [], both)
-        yield f"product, {name}", whole
-        down, scale = empty(shape.hidden, shape.inner, dtype=dtype), empty(shape.hidden, 1, dtype=torch.float32)
-        first, *rest = byte_product_launches(inner, [down], [scale], [], states)
-        yield f"product, splits, {name}", first
-        for launch in rest if name == "int8" else ():  # fp8 has the same sum
-            yield "sum of splits", launch
+        yield f"product, {name}", byte_product_launch(states, weights, scales, [])[0]
+        weight, scale = empty(shape.hidden, shape.inner, dtype=dtype), empty(shape.hidden, 1, dtype=torch.float32)
+        yield f"product, splits, {name}", byte_product_launch(inner[0], [weight], [scale], [])[0]
+    if len(down) > 1:
+        yield "sum of splits", sum_launch(down, states)
     weights = [empty(outputs, shape.hidden // 2, dtype=torch.uint8) for outputs in pair]
     scales = [empty(outputs, shape.hidden // 32) for outputs in pair]
-    (whole,) = nibble_product_launches(states, weights, scales, [], both)
-    yield "product, int4", whole
-    down, scale = empty(shape.hidden, shape.inner // 2, dtype=torch.uint8), empty(shape.hidden, shape.inner // 32)
-    yield "product, splits, int4", nibble_product_launches(inner, [down], [scale], [], states)[0]
+    yield "product, int4", nibble_product_launch(states, weights, scales, [])[0]
+    weight, scale = empty(shape.hidden, shape.inner // 2, dtype=torch.uint8), empty(shape.hidden, shape.inner // 32)
+    yield "product, splits, int4", nibble_product_launch(inner[0], [weight], [scale], [])[0]
 
 
 def source_of(launch: Launch) -> ASTSource:

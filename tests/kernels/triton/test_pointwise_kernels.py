@@ -19,10 +19,10 @@ interpret()
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (5, 100), (16, 33)])
 def test_residual_and_norm(rows: int, columns: int, centered: bool, dtype: torch.dtype) -> None:
-    x, d = (randn(rows, 1, columns, dtype=dtype, seed=seed) for seed in (0, 1))
+    x, d = randn(rows, 1, columns, dtype=dtype), randn(1, rows, columns, dtype=dtype)
     w, b = (1 + randn(columns, dtype=dtype, seed=seed) / 4 for seed in (2, 3))
     s, y = sum_and_norm(x, d, w, b, 1e-5, centered)
-    assert torch.equal(s, x + d)
+    assert torch.equal(s, x + d.view(x.shape))
     assert_agrees(y, lambda *each: norm_twin(*each)[1], s, None, w, b, 1e-5, centered)
     alone = norm(x, w, None, 1e-5, centered)
     assert_agrees(alone, lambda *each: norm_twin(*each)[1], x, None, w, None, 1e-5, centered)
@@ -37,17 +37,16 @@ def test_norms_of_no_rows_and_of_zeros() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gates_of_views_of_one_product(activation: str, dtype: torch.dtype) -> None:
-    g, u = (3 * randn(3, 1, 2 * 1030, dtype=dtype)).chunk(2, -1)
-    assert_agrees(gated(g, u, activation), gate_twin, g, u, activation)
-    extremes = torch.tensor([[-200.0, 200.0, 0.0, -30.0]], dtype=dtype)
-    assert_agrees(
-        gated(extremes, extremes.flip(1) / 200, activation), gate_twin, extremes, extremes.flip(1) / 200, activation
-    )
+    g, u = (3 * randn(1, 3, 2 * 1030, dtype=dtype)).chunk(2, -1)
+    extremes = torch.tensor([[[-200.0, 200.0, 0.0, -30.0]]], dtype=dtype)
+    for gate, up in ((g, u), (extremes, extremes.flip(2) / 200)):
+        output = gated(gate, up, activation, dtype)
+        assert_agrees(output, lambda *each: gate_twin(*each, each[0].dtype), gate, up, activation)
 
 
 def rotary_arguments(dtype: torch.dtype, rows: int, width: int, heads: int = 3, normed: bool = False) -> list:
     """Return the arguments of `rotate_and_write` for a cache of 7 positions and one key/value head."""
-    q, k, v = randn(rows, (heads + 2) * width, dtype=dtype).split([heads * width, width, width], -1)
+    q, k, v = randn(1, rows, (heads + 2) * width, dtype=dtype).split([heads * width, width, width], -1)
     angles = randn(rows, width // 2).repeat(1, 2)
     norms = [1 + randn(width, dtype=dtype, seed=seed) / 4 if normed else None for seed in (4, 5)]
     caches = [torch.full((rows, 1, 7, width), float("nan"), dtype=dtype) for _ in range(2)]
@@ -63,11 +62,11 @@ def test_rotary_positions_are_written(rows: int, width: int, dtype: torch.dtype,
 
     def run(function: object, *arguments: object) -> Tensor:
         q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values = arguments
-        q, keys, values = (each.clone() for each in (q, keys, values))  # type: ignore[attr-defined]
-        function(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions)  # type: ignore[operator]
+        keys, values = (each.clone() for each in (keys, values))  # type: ignore[attr-defined]
+        rotated = function(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions)  # type: ignore[operator]
         written = [each[range(rows), :, positions].flatten(1) for each in (keys, values)]
         assert keys.isnan().sum() == values.isnan().sum() == rows * 6 * width  # no other position is
-        return torch.cat([q, *written], -1)
+        return torch.cat([rotated, *written], -1)
 
     arguments = rotary_arguments(dtype, rows, width, normed=normed)
     output = run(rotate_and_write, *arguments)
@@ -85,7 +84,7 @@ def test_one_position_and_one_angle_for_all_rows() -> None:
     arguments = rotary_arguments(torch.float32, 3, 8)
     arguments[3:5] = [each[:1] for each in arguments[3:5]]
     twins = [each.clone() if isinstance(each, Tensor) else each for each in wide(arguments)]
-    rotate_and_write(*arguments, torch.tensor([2]))
-    rotary_twin(*twins, torch.tensor([2]))
-    for at in (0, -2, -1):
-        assert torch.allclose(arguments[at].double(), twins[at], atol=1e-6, equal_nan=True)
+    rotated = rotate_and_write(*arguments, torch.tensor([2]))
+    twin = rotary_twin(*twins, torch.tensor([2]))
+    for ours, theirs in ((rotated, twin), *zip(arguments[-2:], twins[-2:], strict=True)):
+        assert torch.allclose(ours.double(), theirs, atol=1e-6, equal_nan=True)

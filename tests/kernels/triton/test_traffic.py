@@ -8,6 +8,7 @@ import torch
 from parallelformers_ng.kernels.triton.byte_product import byte_product
 from parallelformers_ng.kernels.triton.nibble_product import nibble_product
 from parallelformers_ng.kernels.triton.norm_kernel import sum_and_norm
+from parallelformers_ng.kernels.triton.partial_results import summed
 from parallelformers_ng.kernels.triton.slot_attention import attend
 from tests.kernels.triton.agreement import randn
 from tests.kernels.triton.interpreter import counted, interpret
@@ -44,7 +45,7 @@ def test_bytes_of_splits(kind: str) -> None:
     weights, scales = quantized(kind, outputs, inputs, torch.bfloat16)
     x = randn(rows, inputs, dtype=torch.bfloat16)
     with counted() as traffic:
-        y = byte_product(x, weights, scales, [])
+        y = summed(byte_product(x, weights, scales, []), x.dtype)
     for tensor in weights:
         assert traffic.bytes_of(tensor) == tensor.nbytes
     read_often = sum(outputs) // 32 * x.nbytes + splits * sum(scale.nbytes for scale in scales)
@@ -86,5 +87,5 @@ def test_slots_of_a_batch_read_their_own_columns() -> None:
 def test_bytes_of_a_norm() -> None:
     x = randn(2, 1, 96, dtype=torch.bfloat16)
     with counted() as traffic:
-        sum_and_norm(x, x.clone(), x[0, 0].clone(), None, 1e-5, False)
+        sum_and_norm(x, x.clone().view(1, 2, 96), x[0, 0].clone(), None, 1e-5, False)
     assert traffic.total() == 4 * x.nbytes + x.nbytes
