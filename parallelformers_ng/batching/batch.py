@@ -29,6 +29,8 @@ _MOST_STEPS = 8
 _LONGEST_PAUSE = 0.005
 _LEAST_PIECE, _FIRST_PIECE = 8, 128
 """Prompt tokens in a round: the minimum, and the number before the speed is known."""
+_SHARE_OF_PATIENCE = 0.8
+"""Share of `prefill_patience` that the prompt tokens of a round should take: a round may be slower than expected."""
 _WIDEST_PIECE = {"cpu": 1024, "cuda": 4096}
 """Most prompt tokens in a round, for each kind of device. A round in which no row waits for its next token uses this
 maximum, which bounds the memory of the forward pass."""
@@ -153,7 +155,7 @@ class Batch:
         """
         if not self._prefill_speed:
             return _FIRST_PIECE
-        seconds = self._options.prefill_patience / 1000 + self._step_seconds
+        seconds = _SHARE_OF_PATIENCE * self._options.prefill_patience / 1000 + self._step_seconds
         tokens = max(_LEAST_PIECE, min(int(self._prefill_speed * seconds), self._widest))
         least = 1 << tokens.bit_length() - 3
         return tokens // least * least
