@@ -147,8 +147,8 @@ class Batch:
         return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions, rows)
 
     def _piece(self) -> int:
-        """Return the number of prompt tokens that run, with a step of the rows, in `prefill_patience` and the time of
-        one step.
+        """Return the number of prompt tokens of a round that, with a step of the rows, ends within `prefill_patience`
+        and the time of one step.
 
         The number is a multiple of a quarter of a power of two, so that small changes of the speed do not change the
         pieces of a prompt.

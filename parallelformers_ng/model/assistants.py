@@ -81,6 +81,7 @@ class Assistants:
                 self._latest = latest = None  # first, so that the memory of the earlier weights can be freed
                 self._latest = latest = _found(assistant, group) or _made(assistant, group, self._show_progress)
             if self._sent != (incarnation, latest):
+                self._sent = None  # if an error or Ctrl-C comes before the end, the ranks have neither assistant
                 group.call("assistant.build", latest.stored.skeleton, deadline=end)
                 latest.stored.load(group, part="assistant.")
                 self._sent = incarnation, latest
@@ -191,10 +192,8 @@ def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant
                 if tensor.storage == tensor.name:
                     store.write(tensor, leaf_of(get_tensor(assistant, tensor.name, tensor.is_buffer)))
                     advance(tensor.bytes_whole)
-    except GroupError as error:
-        if isinstance(error, NotPortableError):
-            raise NotPortableError(f"the assistant {name} cannot run on the workers: {error}") from error
-        raise
     except (ParallelError, OSError) as error:
+        if isinstance(error, GroupError) and not isinstance(error, NotPortableError):
+            raise
         raise NotPortableError(f"the assistant {name} cannot run on the workers: {error}") from error
     return _Assistant(assistant, StoredModel(skeleton, plan, store, Checkpoint({})), Edits(assistant, code))

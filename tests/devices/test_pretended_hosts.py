@@ -179,6 +179,7 @@ def test_a_host_with_too_few_devices_is_named(believing: pytest.MonkeyPatch) -> 
         started(1, 5)
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_get_devices_of_their_place(believing: pytest.MonkeyPatch, path: Path, whole: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         job(patch)

@@ -68,7 +68,7 @@ SUM = "parallelformers_ng.sum_of_splits.default"
     [
         (split_everywhere, "", "aten.linear"),
         (split_everywhere, "int8", "byte_product"),
-        (split_everywhere, INT4, "nibble_product"),
+        pytest.param(split_everywhere, INT4, "nibble_product", marks=pytest.mark.slow),
         pytest.param(split_everywhere, "fp8", "byte_product", marks=pytest.mark.slow),
         pytest.param(functools.partial(decoder, "Qwen2"), "int8", "byte_product", marks=pytest.mark.slow),
         pytest.param(functools.partial(decoder, "Qwen3"), "", "aten.linear", marks=pytest.mark.slow),
@@ -106,6 +106,7 @@ def test_tokens_equal_those_of_transformers(family: str, interpreting: WorkerGro
         assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * 2
 
 
+@pytest.mark.slow
 def test_the_same_call_twice_gives_the_same_bits(interpreting: WorkerGroup) -> None:
     """Also if the kernels' first step is part of the first call. One row has no mask of its own."""
     ids = text_inputs()["input_ids"][:1]
@@ -173,7 +174,7 @@ def interpreting_two() -> Iterator[WorkerGroup]:
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
-        ("", SERVED),
+        pytest.param("", SERVED, marks=pytest.mark.slow),
         ("no Triton", f"{LEFT}Triton is not installed"),
         pytest.param("slow", SERVED, marks=pytest.mark.slow),  # rank 0 decides
     ],

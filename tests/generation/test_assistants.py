@@ -79,8 +79,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded_parts
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("noise", [0.0, 0.3, 3.0], ids=["all right", "some right", "few right"])
+@pytest.mark.parametrize(
+    ("ranks", "noise"),
+    [(1, 0.3), (2, 0.0), (2, 0.3), (2, 3.0), (3, 0.3)],
+    ids=["one rank", "all right", "some right", "few right", "three ranks"],
+)
 def test_tokens_are_those_of_one_process(groups: Groups, on_workers: None, ranks: int, noise: float) -> None:
     whole, assistant = main_model(), assistant_like(noise)
     want = tokens(whole, assistant)
@@ -143,6 +146,24 @@ def test_weights_are_sent_only_if_they_changed(groups: Groups, on_workers: None,
         assert len(loads) == 6
         assert sum(model.memory_allocated().values()) > 1.9 * before
         assert not any(weight.is_meta for weight in assistant.parameters())
+
+
+def test_sending_that_was_interrupted_begins_again(
+    groups: Groups, on_workers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant, other = assistant_like(0.3), assistant_like(3.0)
+    want = tokens(main_model(), assistant)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with parallelize(main_model(), workers=groups(2)) as model:
+        assert torch.equal(tokens(model, assistant), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(StoredModel, "load", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                tokens(model, other)
+        assert torch.equal(tokens(model, assistant), want)
 
 
 def test_workers_that_were_replaced_get_it_again(on_workers: None, loads: list[str]) -> None:

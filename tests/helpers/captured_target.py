@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-import parallelformers_ng.worker.runner as runner_module
+import parallelformers_ng.worker.installing as installing_module
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
 from parallelformers_ng.kernels import sdpa
 from parallelformers_ng.worker.runner import ModelRunner
 from tests.helpers.operator_recorder import OperatorRecorder
 
 # The kernels in C are no operators, and a GPU does not run them.
-runner_module.installation.install = lambda model, left=(): None
+installing_module.installation.install = lambda model, left=(): None
 sdpa.install = lambda: None  # type: ignore[assignment]
 
 

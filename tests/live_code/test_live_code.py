@@ -34,7 +34,7 @@ def digests(*names: str) -> str:
     return subprocess.run(run, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("names", [("roberta", "camembert"), ("llama", "qwen2")])
+@pytest.mark.parametrize("names", [("roberta", "camembert"), pytest.param(("llama", "qwen2"), marks=pytest.mark.slow)])
 def test_digests_are_independent_of_their_order(names: tuple[str, str]) -> None:
     assert digests(names[1]) == digests(*names)
 

@@ -19,7 +19,7 @@ from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
 
-@pytest.mark.parametrize("kept", ["nothing", "a cache", "a cycle"])
+@pytest.mark.parametrize("kept", [pytest.param("nothing", marks=pytest.mark.slow), "a cache", "a cycle"])
 def test_group_of_a_dropped_model_serves_another(groups, kept):
     group = groups(2)
     with torch.no_grad():

@@ -200,6 +200,7 @@ def test_int8_shrinks_the_weights_and_takes_fewer_stages(small_device: None) -> 
     assert small.memory.weights < plain.memory.room
 
 
+@pytest.mark.slow
 def test_int8_is_advised_if_it_would_fit(small_device: None) -> None:
     model = on_meta(LlamaConfig(**SMALL | {"num_hidden_layers": 8, "hidden_size": 128}))
 

@@ -137,7 +137,7 @@ def another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "IMPORTS", "torch")
 
 
-@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ps_shows_the_role_of_a_process(forked, monkeypatch):
     if not forked:
         monkeypatch.setenv(forks.SWITCH, "0")

@@ -290,7 +290,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", ["rules", pytest.param("references", marks=pytest.mark.slow)])
 def test_long_chains_of_rules_do_not_crash(chain):
     """The test runs in a separate process, because a stack overflow would end the process."""
     code = f"""

@@ -132,7 +132,7 @@ def switching(model: Any, long: dict[str, torch.Tensor], calls: int) -> None:
     assert all(torch.equal(answer.result(), long[name]) for name, answer in answers)
 
 
-@pytest.mark.parametrize("batching", [True, False])
+@pytest.mark.parametrize("batching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_adapters_are_switched_while_eight_threads_generate(groups, long, batching: bool) -> None:
     with parallelize(four_adapters(), workers=groups(2), batching=batching) as model:
         switching(model, long, 20)
@@ -172,7 +172,10 @@ def test_replicas_compute_each_call_with_its_adapter(whole, long) -> None:
         assert same(answers(model), whole)
 
 
-STAGES = [(2, {"strategy": "pipeline"}), (4, {"strategy": "tensor+pipeline", "tensor": 2})]
+STAGES = [
+    (2, {"strategy": "pipeline"}),
+    pytest.param(4, {"strategy": "tensor+pipeline", "tensor": 2}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("ranks", "fit"), STAGES)

@@ -22,7 +22,7 @@ NARROW = ("_a_proj", "indexer", "adapter_list", "per_layer", "altup", "laurel")
 # On two ranks these run as processes, in test_parity.py; on three ranks only generating models run, see below.
 SHAPES = {"gpt2", "bert", "t5", "t5-gated-untied", "vit", "llama", "llama-tied-biased", "mistral", "qwen3", "mixtral"}
 RUNS = [
-    pytest.param(case, size, marks=[pytest.mark.slow] * (size == 5 and case in NEWER and case.generates))
+    pytest.param(case, size, marks=[pytest.mark.slow] * (size == (5 if case.generates else 4)))
     for case in ALL
     for size in (1, 2, 3, 4, 5, 8)
     if case.name in SHAPES or size == 5 or (size == 2 and case in NEWER) or (size == 4 and not case.generates)

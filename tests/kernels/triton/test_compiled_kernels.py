@@ -57,6 +57,7 @@ def test_kernels_compile_to_the_table(tmp_path: Path) -> None:
     assert_as_in_table(lines)
 
 
+@pytest.mark.slow
 def test_narrow_heads_compile(tmp_path: Path) -> None:
     assert len(compiled(tmp_path, "90", "--shape", "narrow heads")) == 15  # no sum of splits
 
