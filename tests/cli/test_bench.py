@@ -83,3 +83,11 @@ def test_missing_devices_are_named_before_measuring(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cli.main(["bench", "gpt2", "--device", "cuda", "--num-gpus", "3"]) == 2
     assert "num_gpus is 3, but only 0 CUDA devices are visible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("durations", "speed"), [([0.2, 0.1, 0.3], 50.0), ([0.5], 20.0)], ids=["short", "long"])
+def test_short_prompts_are_repeated(monkeypatch: pytest.MonkeyPatch, durations: list[float], speed: float) -> None:
+    calls = iter(durations)
+    monkeypatch.setattr(bench, "_seconds", lambda model, prompt, tokens: next(calls))
+    assert bench._prefill(None, 10) == pytest.approx(speed)
+    assert next(calls, None) is None
