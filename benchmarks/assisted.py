@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks import measure
+from benchmarks.callers import RANKS, whole
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
-
-RANKS = 2
 
 
 class Masked(LlamaForCausalLM):
@@ -39,17 +38,9 @@ class Masked(LlamaForCausalLM):
         output = super().generate(*args, **kwargs)
         first = kwargs["input_ids"].shape[1]
         for place in range(first, output.sequences.shape[1]):
-            is_right = random.Random(place).random() < self.share
-            output.sequences[0, place] = self.right[place] if is_right else (self.right[place] + 1) % 1000
+            is_wrong = random.Random(place).random() >= self.share
+            output.sequences[0, place] = (self.right[place] + is_wrong) % self.config.vocab_size
         return output
-
-
-def random_model(cls: type[LlamaForCausalLM], size: str, vocabulary: int, dtype: torch.dtype) -> Any:
-    """Return a model of a shape of `benchmarks.decode` with a given vocabulary; its weights are random."""
-    torch.manual_seed(0)
-    shape = {**SHAPES[size], "vocab_size": vocabulary}
-    config = LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
-    return cls(config).to(dtype).eval()
 
 
 def seconds(model: Any, ids: torch.Tensor, new: int, assistant: Any = None, proposals: int = 0) -> float:
@@ -77,14 +68,12 @@ def main() -> None:
     print(measure.machine())
     vocabulary, dtype = options.vocabulary or SHAPES[options.size]["vocab_size"], getattr(torch, options.dtype)
     workers = {"device": "cpu"}
-    model = parallelize(
-        random_model(LlamaForCausalLM, options.size, vocabulary, dtype), RANKS, workers=workers, progress=False
-    )
+    model: Any = parallelize(whole(options.size, dtype, vocab_size=vocabulary), RANKS, workers=workers, progress=False)
     ids = torch.randint(5, vocabulary, (1, 64))
     answer = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens + 8, do_sample=False
     )
-    assistant = random_model(Masked, options.assistant, vocabulary, dtype)
+    assistant: Any = whole(options.assistant, dtype, Masked, vocab_size=vocabulary)
     assistant.right, assistant.share = answer[0].tolist(), options.right
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0

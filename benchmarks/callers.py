@@ -34,11 +34,13 @@ TASKS = {
 _PEER = str(Path(__file__).with_name("openvino_peer.py"))
 
 
-def whole(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return a Llama of a shape of `benchmarks.decode`, the same at each call."""
+def whole(
+    size: str, dtype: torch.dtype, cls: type[LlamaForCausalLM] = LlamaForCausalLM, **settings: Any
+) -> LlamaForCausalLM:
+    """Return a random Llama of a shape of `benchmarks.decode`, the same at each call; `settings` change the shape."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
-    return LlamaForCausalLM(config).to(dtype).eval()
+    shape = SHAPES[size] | settings
+    return cls(LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)).to(dtype).eval()
 
 
 def prompts(count: int, length: int, vocabulary: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -13,10 +12,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from parallelformers_ng.errors import DeadlineExpiredError, ParallelError
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
+from parallelformers_ng.runtime.deadline import turn
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.frame import Handle
@@ -65,15 +65,10 @@ class HookRegistry:
             DeadlineExpiredError: calls of other threads were still running at `deadline`.
         """
         _refuse_global_hooks()
-        if not self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise DeadlineExpiredError(
-                "calls with forward hooks run one after another, and earlier calls did not end in time"
-            )
-        try:
+        late = "calls with forward hooks run one after another, and earlier calls did not end in time"
+        with turn(self._turn, deadline, late):
             hooks, model = self.present(), self._model()
             yield CallHooks(model, hooks) if model is not None and hooks else None
-        finally:
-            self._turn.release()
 
     def present(self) -> list[Hook]:
         """Return the hooks that the modules have now.

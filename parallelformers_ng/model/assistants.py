@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from parallelformers_ng.checkpoint.nodes import leaf_of
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
-from parallelformers_ng.errors import DeadlineExpiredError, GroupError, NotPortableError, ParallelError
+from parallelformers_ng.errors import GroupError, NotPortableError, ParallelError
 from parallelformers_ng.hooks.registry import hooks_of
 from parallelformers_ng.model.caller_state import Edits
 from parallelformers_ng.model.groups import StoredModel
@@ -32,6 +31,7 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import FitOptions
+from parallelformers_ng.runtime.deadline import turn
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.call import Assistance
@@ -69,13 +69,10 @@ class Assistants:
             NotPortableError: the ranks cannot run the assistant; the message says why.
             GroupError: the workers failed or have ended, or the deadline has passed.
         """
-        _refuse(assistant, arguments)
         group, incarnation, end = self._replica.ready()
-        if not self._turn.acquire(timeout=min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise DeadlineExpiredError("calls with an assistant run one after another; earlier calls ended too late")
-        try:
-            if group.hosts is not None and not group.hosts.are_here:
-                raise NotPortableError("its weights cannot be sent to workers on other hosts")
+        _refuse(assistant, arguments, group)
+        late = "calls with an assistant run one after another; earlier calls ended too late"
+        with turn(self._turn, end, late):
             latest = self._latest
             if latest is None or not latest.is_still(assistant):
                 self._latest = latest = None  # first, so that the memory of the earlier weights can be freed
@@ -86,8 +83,6 @@ class Assistants:
                 latest.stored.load(group, part="assistant.")
                 self._sent = incarnation, latest
             yield Assistance(assistant.generation_config)
-        finally:
-            self._turn.release()
 
 
 class _Assistant:
@@ -121,8 +116,8 @@ def _weights(model: Any) -> list[tuple[Any, int]]:
     return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
-def _refuse(assistant: Any, arguments: dict[str, Any]) -> None:
-    """Raise NotPortableError if only this process can run a call with an assistant."""
+def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> None:
+    """Raise NotPortableError if only this process, and not a group, can run a call with an assistant."""
     config = arguments.get("generation_config")
     name = type(assistant).__name__
     if not isinstance(assistant, PreTrainedModel):
@@ -136,6 +131,7 @@ def _refuse(assistant: Any, arguments: dict[str, Any]) -> None:
         "speculation_type is set": any(
             each is not None for each in (arguments.get("speculation_type"), getattr(config, "speculation_type", None))
         ),
+        "its weights cannot be sent to other hosts": group.hosts is not None and not group.hosts.are_here,
         "it has adapters": getattr(assistant, "_hf_peft_config_loaded", False),
     }
     for reason, is_so in reasons.items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from parallelformers_ng.errors import DeadlineExpiredError
 from parallelformers_ng.option_checks import checked_seconds
 
 thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
@@ -34,3 +36,23 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
     finally:
         thread_deadline.reset(token)
+
+
+@contextlib.contextmanager
+def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
+    """Hold a lock in this context, after a wait for other threads.
+
+    Args:
+        lock: the lock.
+        latest: latest moment to get the lock, in seconds of `time.monotonic`.
+        late: message of the error.
+
+    Raises:
+        DeadlineExpiredError: other threads still held the lock at `latest`.
+    """
+    if not lock.acquire(timeout=min(max(0.0, latest - time.monotonic()), threading.TIMEOUT_MAX)):
+        raise DeadlineExpiredError(late)
+    try:
+        yield
+    finally:
+        lock.release()

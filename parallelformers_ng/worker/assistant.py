@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.collectives.communicator import Communicator
@@ -24,9 +23,6 @@ class RankAssistant(RankWeights):
         device: device of the rank.
         emit: function that sends the parent an event during a request.
         communicator: connection to the other ranks.
-
-    Attributes:
-        generating: modules of the assistant that have a `generate`.
     """
 
     def __init__(self, rank: int, device: torch.device, emit: Any, communicator: Communicator) -> None:
@@ -35,7 +31,6 @@ class RankAssistant(RankWeights):
 
     def _clear(self) -> None:
         super()._clear()
-        self.generating: list[Any] = []
         self._settings: dict[str, Any] = {}
 
     def build(self, skeleton: Skeleton) -> None:
@@ -49,8 +44,7 @@ class RankAssistant(RankWeights):
         model, self.plan = skeleton.build()
         install_kernels(model, self.plan, self.device)
         inject(model, self.plan, self.rank, self._communicator)
-        self.model = model
-        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+        self.hold(model)
 
     def drop(self) -> None:
         """Delete the assistant."""
@@ -70,7 +64,5 @@ class RankAssistant(RankWeights):
 
     def changed_settings(self) -> dict[str, Any]:
         """Return the settings that `generate` has changed since `take`, by name."""
-        if self.model is None:
-            return {}
         now = vars(self.model.generation_config)
         return {name: value for name, value in now.items() if value != self._settings.get(name)}

@@ -9,7 +9,7 @@ from parallelformers_ng.generation.cache_kinds import order_prefetches
 from parallelformers_ng.generation.deferred_stops import defer_stops
 from parallelformers_ng.generation.end_scores import forbid_ends_by_index
 from parallelformers_ng.generation.in_place_cache import append_in_place
-from parallelformers_ng.generation.prompt_lookup import propose_after_prompt
+from parallelformers_ng.generation.proposals import propose_after_prompt
 from parallelformers_ng.generation.single_indices import slice_single_indices
 from parallelformers_ng.generation.step_masks import answer_for_steps
 from parallelformers_ng.kernels import installation, on_devices, sdpa

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.batching.rounds import News, RankBatch, Round
@@ -73,7 +72,6 @@ class ModelRunner(RankWeights):
         kept: data that the rank keeps from one call for later calls.
         caches: caches of the rank, by number.
         hooks: the caller's forward hooks; set by `build`.
-        generating: modules of the model that have a `generate`.
         adapters: active adapters; None before the first call of a model with adapters.
         alike: whether the devices of all ranks compute and draw the same numbers.
         kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
@@ -97,7 +95,6 @@ class ModelRunner(RankWeights):
         keep_caches(None)
         self.caches = CacheTable()
         self.hooks: Any = None
-        self.generating: list[Any] = []
         self.adapters: ActiveAdapters | None = None
         self.alike = True
         self.kernels: StepKernels | None = None
@@ -126,11 +123,10 @@ class ModelRunner(RankWeights):
         inject(model, self.plan, self.rank, self.communicator)
         keep_caches(self.plan.cache)
         self.alike = devices_alike(self.communicator, self.device)
-        self.model = model
+        self.hold(model)
         self.hooks = InstalledHooks(model, self._outgoing)
         self.kernels = StepKernels.of(model, self.device)
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
-        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def drop(self) -> None:
         """Delete the model; afterwards the worker is ready for another model."""
@@ -174,7 +170,9 @@ class ModelRunner(RankWeights):
                 " dropout masks; call model.eval(), or use devices of one kind"
             )
         models = () if call.method == "forward" else self.generating
-        if isinstance(assistance := kwargs.get("assistant_model"), Assistance):
+        assistant = kwargs.get("assistant_model")
+        assistance = assistant if isinstance(assistant, Assistance) else None
+        if assistance is not None:
             kwargs["assistant_model"] = self.assistant.take(assistance)
             models = [*models, *self.assistant.generating]
         with (

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, release
@@ -39,6 +41,7 @@ class RankWeights:
     Attributes:
         rank, device, emit: the arguments of the same names.
         model: the rank's modules; None if the rank has no model.
+        generating: modules of the model that have a `generate`.
         plan: plan of the model; None if the rank has no model.
         checkpoint: files of the weights that `load` takes; empty after `loaded`.
         aliases: storage name of a tensor → all names of the tensor.
@@ -56,6 +59,7 @@ class RankWeights:
 
     def _clear(self) -> None:
         self.model: Any = None
+        self.generating: list[Any] = []
         self.plan: ShardPlan | None = None
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
@@ -63,6 +67,11 @@ class RankWeights:
         if self.moves is not None:
             self.moves.close()
         self.moves = None
+
+    def hold(self, model: nn.Module) -> None:
+        """Make `model` the model of this rank; its weights follow."""
+        self.model = model
+        self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
         """Take the weights in the parent's shared memory: a CPU rank maps the memory, a CUDA rank copies the weights.

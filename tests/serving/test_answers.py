@@ -290,7 +290,9 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", ["rules", pytest.param("references", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chain", [pytest.param(chain, marks=[pytest.mark.slow] * (chain != "rules")) for chain in CHAINS]
+)
 def test_long_chains_of_rules_do_not_crash(chain):
     """The test runs in a separate process, because a stack overflow would end the process."""
     code = f"""

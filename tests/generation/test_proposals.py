@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from parallelformers_ng import parallelize
-from parallelformers_ng.generation.prompt_lookup import LatestMatch
+from parallelformers_ng.generation.proposals import LatestMatch
 
 
 def proposals(ids: list[int], **settings: Any) -> list[int]:
