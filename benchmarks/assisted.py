@@ -21,6 +21,12 @@ from benchmarks import measure
 from benchmarks.callers import RANKS, whole
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
+from parallelformers_ng.sharding.cache_names import CACHE
+
+QUANTIZE: dict[str, dict[str, Any]] = {
+    "int8": {"scheme": "int8", "embeddings": True},
+    "int8, head in bf16": {"scheme": "int8"},
+}
 
 
 class Masked(LlamaForCausalLM):
@@ -34,12 +40,12 @@ class Masked(LlamaForCausalLM):
     right: list[int]
     share: float
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().generate(*args, **kwargs)
-        first = kwargs["input_ids"].shape[1]
-        for place in range(first, output.sequences.shape[1]):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        place = output[CACHE].get_seq_length()
+        if place < len(self.right):
             is_wrong = random.Random(place).random() >= self.share
-            output.sequences[0, place] = (self.right[place] + is_wrong) % self.config.vocab_size
+            output.logits[0, -1, (self.right[place] + is_wrong) % self.config.vocab_size] = torch.inf
         return output
 
 
@@ -60,7 +66,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--right", type=float, default=0.7, help="share of the proposals that are right")
     parser.add_argument("--proposals", type=int, nargs="+", default=[2, 3, 4], help="proposals of a round")
-    parser.add_argument("--quantize", choices=("int8",), help="scheme of the assistant's weights")
+    parser.add_argument("--quantize", choices=QUANTIZE, help="scheme of the assistant's weights")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for the figures")
@@ -78,7 +84,7 @@ def main() -> None:
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
     if options.quantize:
-        assistant = parallelize(assistant, RANKS, workers=workers, quantize=options.quantize, progress=False)
+        assistant = parallelize(assistant, RANKS, workers=workers, quantize=QUANTIZE[options.quantize], progress=False)
     contestants = {"plain": partial(seconds, model, ids, options.tokens)}
     for count in options.proposals:
         contestants[f"{count} proposals"] = partial(seconds, model, ids, options.tokens, assistant, count)

@@ -34,7 +34,7 @@ def write(path: str, kind: str, shape: dict[str, int]) -> None:
     writer.add_rope_dimension_count(width)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(words)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>".encode() for number in range(words)])
     writer.add_token_scores([0.0] * words)
@@ -72,7 +72,7 @@ def main() -> None:
     path = str(Path(sys.argv[1]) / "model.gguf")
     write(path, sys.argv[2], {name: int(value) for name, value in (word.split("=") for word in sys.argv[3:])})
     # Prompts run token by token, too: with several tokens at once, version 0.3.36 crashes on processors with AMX.
-    model: Any = Llama(path, n_ctx=512, n_batch=1, n_ubatch=1, n_threads=2, n_threads_batch=2, verbose=False)
+    model: Any = Llama(path, n_ctx=2048, n_batch=1, n_ubatch=1, n_threads=2, n_threads_batch=2, verbose=False)
     print("ready", flush=True)
     for line in sys.stdin:
         prompt, tokens = map(int, line.split())

@@ -1,9 +1,10 @@
-"""Measures decode with weights in int8 and int4, compared with bf16, on two CPU ranks.
+"""Measures decode with weights in fp32, int8 and int4, compared with bf16, on two CPU ranks.
 
 The random model has Qwen3-0.6B's shape; contestants take turns. If you name an interpreter with `llama_cpp` and `gguf`,
 llama.cpp with two threads is measured, too.
 
-    python -m benchmarks.quantized [--rounds 5] [--size 600M] [--only bf16 int8] [--llama-cpp PYTHON] [--peer Q8_0]
+    python -m benchmarks.quantized [--rounds 5] [--size 600M] [--only bf16 int8] [--context 32]
+                                   [--llama-cpp PYTHON] [--peer Q8_0]
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 
 QUANTIZE: dict[str, dict[str, Any] | None] = {
+    "fp32": None,
     "bf16": None,
     "int8, head in bf16": {"scheme": "int8"},
     "int8": {"scheme": "int8", "embeddings": True},
     "int4": {"scheme": "int4", "embeddings": True},
 }
-PROMPT, TOKENS = 32, 48
+TOKENS = 48
 _PEER = str(Path(__file__).with_name("llama_peer.py"))
 
 
-def whole(size: str) -> LlamaForCausalLM:
-    """Return a random model of the size's shape in bf16, with a fixed seed."""
+def whole(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Return a random model of the size's shape, with a fixed seed."""
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(dtype)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     with torch.no_grad():
@@ -50,9 +52,9 @@ def whole(size: str) -> LlamaForCausalLM:
     return model.eval()
 
 
-def tokens_per_second(model: Any) -> float:
-    """Return the tokens per second after the first token."""
-    ids = torch.arange(100, 100 + PROMPT)[None]
+def tokens_per_second(model: Any, context: int) -> float:
+    """Return the tokens per second after the first token, for a prompt of `context` tokens."""
+    ids = torch.arange(100, 100 + context)[None]
     first, all_of_them = (
         measure.seconds(lambda count=count: model.generate(ids, max_new_tokens=count, do_sample=False))  # type: ignore[misc]
         for count in (1, TOKENS + 1)
@@ -61,7 +63,7 @@ def tokens_per_second(model: Any) -> float:
 
 
 @contextlib.contextmanager
-def peer(python: str, kind: str, size: str) -> Iterator[Callable[[], float]]:
+def peer(python: str, kind: str, size: str, context: int) -> Iterator[Callable[[], float]]:
     """Start llama.cpp in another interpreter. Yields a function that returns its tokens per second."""
     shape = SHAPES[size]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +75,7 @@ def peer(python: str, kind: str, size: str) -> Iterator[Callable[[], float]]:
                 raise RuntimeError(f"{' '.join(command)} did not start")
 
             def ask() -> float:
-                print(PROMPT, TOKENS, file=process.stdin, flush=True)
+                print(context, TOKENS, file=process.stdin, flush=True)
                 return float(process.stdout.readline())  # type: ignore[union-attr]
 
             yield ask
@@ -84,9 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", default="600M", choices=SHAPES)
-    parser.add_argument("--only", nargs="+", choices=QUANTIZE, default=list(QUANTIZE), metavar="WEIGHTS")
+    parser.add_argument("--only", nargs="+", choices=QUANTIZE, default=list(QUANTIZE)[1:], metavar="WEIGHTS")
+    parser.add_argument("--context", type=int, default=32, help="tokens of the prompt")
     parser.add_argument("--llama-cpp", metavar="PYTHON")
-    parser.add_argument("--peer", choices=("Q8_0", "BF16"), default="Q8_0", help="GGUF type of llama.cpp's weights")
+    parser.add_argument("--peer", choices=("Q8_0", "BF16", "F32"), default="Q8_0", help="its GGUF type")
     parser.add_argument("--json")
     options = parser.parse_args()
     print(measure.machine())
@@ -95,7 +98,7 @@ def main() -> None:
         for name in options.only:
             print(f"making {name}", file=sys.stderr)
             model = parallelize(
-                whole(options.size),
+                whole(options.size, torch.float32 if name == "fp32" else torch.bfloat16),
                 2,
                 workers={"device": "cpu"},
                 quantize=QUANTIZE[name],
@@ -104,11 +107,13 @@ def main() -> None:
             )
             stack.enter_context(model)
             print(f"{name}: {model.memory_allocated()} bytes")
-            tokens_per_second(model)
-            contestants[name] = partial(tokens_per_second, model)
+            contestants[name] = partial(tokens_per_second, model, options.context)
+            contestants[name]()
         if options.llama_cpp is not None:
             other = f"llama.cpp {options.peer}"
-            contestants[other] = stack.enter_context(peer(options.llama_cpp, options.peer, options.size))
+            contestants[other] = stack.enter_context(
+                peer(options.llama_cpp, options.peer, options.size, options.context)
+            )
             contestants[other]()
         figures = measure.interleave(contestants, options.rounds)
         for against in {options.only[0]: None, list(figures)[-1]: None}:

@@ -6,14 +6,20 @@ transformers instead copies all keys and values of a layer into a longer tensor 
 from __future__ import annotations
 
 import functools
+import operator
+import struct
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 LEAST_SPARE_TOKENS = 128
+MOST_JOINT_BYTES = 64 << 20
+"""Most bytes of a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and are slow to read
+anyway."""
 
 
 class _Room(NamedTuple):
@@ -46,6 +52,112 @@ class _Room(NamedTuple):
         return mine and end <= self.room
 
 
+class JointRoom:
+    """Memory for the keys and values of all layers of a cache with one sequence, `[2 · layers, 1, heads, room, width]`.
+
+    One call of torch makes the next keys and values of all layers (`unbind`). After a step the layers' Python objects
+    are in no cache of the processor, so a call for each layer would take longer than the kernels of a small model.
+
+    The rules of `_Room` hold here, too.
+
+    Args:
+        layers: layers of the cache, without tokens or with tokens alike in shape and data type; changed.
+        like: keys of a layer, `[1, heads, …, width]`.
+        end: number of tokens that the room must have, for `lengthen`.
+
+    Attributes:
+        addresses: for each layer the addresses of keys and values, and their strides in elements between sequences,
+            heads and tokens: eight 64-bit numbers.
+    """
+
+    def __init__(self, layers: Sequence[Any], like: Tensor, end: int) -> None:
+        self._views: list[weakref.ref[Tensor]] = []
+        _, heads, _, width = like.shape
+        self._room = end + max(end // 4, LEAST_SPARE_TOKENS)
+        memory = like.new_empty(2 * len(layers), 1, heads, self._room, width)
+        self._shape, self._strides = memory.shape, memory.stride()
+        tokens = layers[0].get_seq_length()
+        for place, states in enumerate(_newest(layers) if tokens else ()):
+            memory[place, :, :, :tokens] = states
+        of_one = self._strides[1:4]
+        addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, self._strides[0] * memory.itemsize)
+        numbers = [(*addresses[place : place + 2], *of_one, *of_one) for place in range(0, len(addresses), 2)]
+        self.addresses = b"".join(struct.pack("=8Q", *of_layer) for of_layer in numbers)
+        self._show(layers, memory, tokens)
+
+    @classmethod
+    def fits(cls, layers: Sequence[Any], like: Tensor, end: int) -> bool:
+        """Return whether a joint room may have `end` tokens of these layers; see the arguments of the class."""
+        bytes_of_token = 2 * len(layers) * like.shape[1] * like.shape[3] * like.itemsize
+        return like.shape[0] == 1 and end * bytes_of_token <= MOST_JOINT_BYTES
+
+    def holds(self, layers: Sequence[Any]) -> bool:
+        """Return whether the layers' keys and values are the newest tensors of this memory."""
+        newest = _newest(layers)
+        return len(newest) == len(self._views) and all(map(operator.is_, newest, [view() for view in self._views]))
+
+    def lengthen(self, layers: Sequence[Any], tokens: int) -> bool:
+        """Lengthen keys and values of all layers by `tokens` tokens, which the caller then writes; false for no room.
+
+        A negative number removes the last tokens. If other code holds tensors of this memory, the room is then given
+        up, because later tokens would overwrite the removed ones.
+        """
+        end = self._end + tokens
+        if not 0 < end <= self._room:
+            return False
+        if tokens:
+            self._show(layers, layers[0].keys.as_strided(self._shape, self._strides, 0), end)
+        if tokens < 0 and _views_of(layers[0].keys) != len(self._views):
+            self._views = []
+        return True
+
+    def _show(self, layers: Sequence[Any], memory: Tensor, end: int) -> None:
+        """Give all layers the first `end` tokens of the memory."""
+        self._end = end
+        views = memory.narrow(3, 0, end).unbind()
+        for layer, keys, values in zip(layers, views[::2], views[1::2], strict=True):
+            layer.keys, layer.values = keys, values
+        self._views = list(map(weakref.ref, views))
+
+
+_joint_rooms: weakref.WeakKeyDictionary[DynamicCache, JointRoom] = weakref.WeakKeyDictionary()
+
+
+def joint_room(cache: DynamicCache, layers: Sequence[Any]) -> JointRoom | None:
+    """Return the joint room that has the newest keys and values of all these layers of a cache; None for no room."""
+    room = _joint_rooms.get(cache)
+    return room if room is not None and room.holds(layers) else None
+
+
+def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, like: Tensor) -> bytes | None:
+    """Lengthen all layers of a cache by `tokens` tokens, which the caller then writes. In inference mode only.
+
+    Args:
+        cache: cache of the layers.
+        layers: `DynamicLayer`s of transformers with equally many tokens; changed.
+        tokens: number of tokens to add.
+        like: tensor `[sequences, heads, …, width]` that gives shape and data type of keys and values.
+
+    Returns:
+        See `JointRoom.addresses`; None if the layers cannot have a joint room and are unchanged.
+    """
+    room = joint_room(cache, layers)
+    if room is None or not room.lengthen(layers, tokens):
+        end = layers[0].get_seq_length() + tokens
+        if not JointRoom.fits(layers, like, end):
+            return None
+        for layer in layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+        room = _joint_rooms[cache] = JointRoom(layers, like, end)
+        room.lengthen(layers, tokens)
+    return room.addresses
+
+
+def _newest(layers: Sequence[Any]) -> list[Tensor]:
+    return [states for layer in layers for states in (layer.keys, layer.values)]
+
+
 def append_in_place() -> None:
     """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent.
 
@@ -55,6 +167,7 @@ def append_in_place() -> None:
     if not hasattr(DynamicLayer.update, "__wrapped__"):
         DynamicLayer.update = _in_place(DynamicLayer.update)
         DynamicLayer.crop = _keeping_room(DynamicLayer.crop)
+        DynamicCache.crop = _keeping_joint_room(DynamicCache.crop)
 
 
 def _keeping_room(crop: Any) -> Any:
@@ -71,10 +184,25 @@ def _keeping_room(crop: Any) -> Any:
     return cropped
 
 
+def _keeping_joint_room(crop: Any) -> Any:
+    @functools.wraps(crop)
+    def cropped(cache: Any, tokens_to_remove: int) -> None:
+        room = _joint_rooms.get(cache) if tokens_to_remove <= 0 else None
+        if room is None or not room.holds(cache.layers) or not room.lengthen(cache.layers, tokens_to_remove):
+            crop(cache, tokens_to_remove)
+
+    return cropped
+
+
 def _has_sole_view(tensor: Tensor) -> bool:
     """Return whether no other tensor refers to the memory of a tensor."""
+    return _views_of(tensor) == 1
+
+
+def _views_of(tensor: Tensor) -> int:
+    """Return the number of tensors that refer to the memory of a tensor."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses == 2  # the tensor, and the storage object of this call
+    return uses - 1  # without the storage object of this call
 
 
 def _in_place(concatenate: Any) -> Any:

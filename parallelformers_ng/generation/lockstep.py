@@ -64,6 +64,9 @@ class AgreedCriteria(StoppingCriteriaList):
             if cancelled:
                 raise cancellation_error()
             return ended
+        self._length = input_ids.shape[-1]
+        if input_ids.device.type == "cpu" and not self._sends:
+            return self._agree_now(ended, input_ids, cancelled)
         rows = len(ended)
         mine = torch.empty(2 + rows * (1 + self._sends), dtype=torch.long, device=input_ids.device)
         mine[:1] = cancelled  # assignment to a slice fills on the device; assignment to an element copies from the host
@@ -72,14 +75,19 @@ class AgreedCriteria(StoppingCriteriaList):
         if self._sends:
             mine[2 + rows :] = input_ids[:, -1]
         self._seen = self._communicator.all_gather(mine).view(-1, len(mine))
-        self._length = input_ids.shape[-1]
         if self._sends:
             input_ids[:, -1].copy_(self._seen[0, 2 + rows :])
-        if mine.device.type == "cpu":
-            self.check()
-            return self._seen[0, 2 : 2 + rows].bool()
         amiss = (self._seen[:, 0] | (self._seen[:, 1] ^ self._seen[0, 1])).any()
         return self._seen[0, 2 : 2 + rows].bool() | amiss
+
+    def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, cancelled: bool) -> torch.Tensor:
+        """Return what `__call__` returns. Python computes the values: on CPU each operator of torch takes longer."""
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            self._fingerprint = (31 * self._fingerprint + (row + 1) * 1000003 * token) % (1 << 63)
+        mine = [int(cancelled), self._fingerprint, *ended.tolist()]
+        seen = self._communicator.all_gather(torch.tensor(mine)).view(-1, len(mine)).tolist()
+        self._compare(seen)
+        return ended if seen[0] == mine else torch.tensor(seen[0][2:], dtype=torch.bool)
 
     def check(self) -> None:
         """Raise an error if the request was cancelled, or if the ranks chose different tokens.
@@ -88,12 +96,14 @@ class AgreedCriteria(StoppingCriteriaList):
             RequestCancelledError: the caller cancelled the request.
             DivergedError: the ranks chose different tokens.
         """
-        if self._seen is None:
-            return
-        seen = self._seen[:, :2].tolist()
-        if any(cancelled for cancelled, _ in seen):
+        if self._seen is not None:
+            self._compare(self._seen.tolist())
+
+    def _compare(self, seen: list[list[int]]) -> None:
+        """Raise the errors of `check` for the values that the ranks sent."""
+        if any(cancelled for cancelled, *_ in seen):
             raise cancellation_error()
-        if any(fingerprint != seen[0][1] for _, fingerprint in seen):
+        if any(fingerprint != seen[0][1] for _, fingerprint, *_ in seen):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:

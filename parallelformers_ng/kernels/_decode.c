@@ -62,19 +62,16 @@ DEFINE_FUNCTION(attention_half, AttentionHalf, 4)
 DEFINE_FUNCTION(feed_half, FeedHalf, 1)
 
 /* Runs decoder layers for one or more steps. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a
- * bytes object of `Layer` structs; the address of x; the fields of each `Step`; then, step by step, the fields of `Cached` for
- * each layer. Returns a status of `Kernel.all_reduce`. */
+ * bytes object of `Layer` structs; the address of x; for each step a bytes object of `Cached` structs, one a layer; then the
+ * fields of each `Step`. Returns a status of `Kernel.all_reduce`. */
 static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { FIRST = 4, STEP_SIZES = sizeof(Step) / sizeof(size_t), CACHED = sizeof(Cached) / sizeof(size_t) };
+    enum { FIRST = 4, STEP_SIZES = sizeof(Step) / sizeof(size_t), OF_STEP = STEP_SIZES + 1 };
     if (nargs < FIRST || !PyBytes_Check(args[2]) || PyBytes_GET_SIZE(args[2]) % sizeof(Layer) || !PyBytes_GET_SIZE(args[2]))
         return PyErr_Format(PyExc_TypeError, "decoder_layers: expected a kernel, a kind, layers and an address");
-    size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), of_step = STEP_SIZES + count * CACHED;
-    size_t numbers = (size_t)nargs - FIRST, steps = numbers / of_step;
-    if (numbers % of_step || !steps || steps > MOST_STEPS)
-        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zu numbers do not fit %zu layers and 1 to %d steps", numbers,
-                            count, MOST_STEPS);
-    numbers = steps * count * CACHED;
+    size_t count = (size_t)PyBytes_GET_SIZE(args[2]) / sizeof(Layer), steps = (size_t)(nargs - FIRST) / OF_STEP;
+    if ((nargs - FIRST) % OF_STEP || !steps || steps > MOST_STEPS)
+        return PyErr_Format(PyExc_TypeError, "decoder_layers: %zd arguments do not fit 1 to %d steps", nargs, MOST_STEPS);
     Stack stack = {.layers = (const Layer *)PyBytes_AS_STRING(args[2]), .count = count, .steps = steps};
     if (args[0] != Py_None) {
         stack.kernel = args[0];
@@ -87,17 +84,16 @@ static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const 
             return PyErr_Format(PyExc_ValueError, "decoder_layers: layer %zu needs a kernel for sums over the ranks", i);
     if (PyErr_Occurred()) return NULL;
     if (read_numbers(args + FIRST - 1, 1, &stack.x) < 0) return NULL;
-    for (size_t i = 0; i < steps; i++)
-        if (read_struct("decoder_layers", args + FIRST + i * STEP_SIZES, STEP_SIZES, &stack.step[i]) < 0) return NULL;
-    Cached *caches = malloc(numbers * sizeof(size_t));
-    float *work = new_work(stack_work_bytes(&stack));
-    PyObject *result = NULL;
-    if (!caches || !work) PyErr_NoMemory();
-    else if (read_numbers(args + FIRST + steps * STEP_SIZES, numbers, caches) == 0) {
-        stack.caches = caches;
-        result = run_stack(&stack, work);
+    for (size_t i = 0; i < steps; i++) {
+        PyObject *const *step = args + FIRST + i * OF_STEP;
+        if (!PyBytes_Check(step[0]) || (size_t)PyBytes_GET_SIZE(step[0]) != count * sizeof(Cached))
+            return PyErr_Format(PyExc_TypeError, "decoder_layers: step %zu needs the bytes of %zu caches", i, count);
+        stack.caches[i] = (const Cached *)PyBytes_AS_STRING(step[0]);
+        if (read_struct("decoder_layers", step + 1, STEP_SIZES, &stack.step[i]) < 0) return NULL;
     }
-    free(caches), free(work);
+    float *work = new_work(stack_work_bytes(&stack));
+    PyObject *result = work ? run_stack(&stack, work) : PyErr_NoMemory();
+    free(work);
     return result;
 }
 
@@ -111,6 +107,52 @@ static PyObject *py_spans(PyObject *Py_UNUSED(module), PyObject *const *args, Py
     if (!seen.queries || seen.queries > seen.tokens)
         return PyErr_Format(PyExc_ValueError, "spans: %zu queries, but 1 to %zu are possible", seen.queries, seen.tokens);
     return PyBool_FromLong(are_spans(&seen));
+}
+
+/* Dictionaries of modules are in no cache after a step, so these are fetched ahead, first the object and then its keys. */
+enum { DICTIONARIES_AHEAD = 16 };
+
+INLINE void fetch_dictionaries(PyObject *list, Py_ssize_t i)
+{
+    const Py_ssize_t far = i + DICTIONARIES_AHEAD, near = i + DICTIONARIES_AHEAD / 2, count = PyList_GET_SIZE(list);
+    if (far < count) __builtin_prefetch(PyList_GET_ITEM(list, far));
+    if (near < count && PyDict_Check(PyList_GET_ITEM(list, near)))
+        __builtin_prefetch(((PyDictObject *)PyList_GET_ITEM(list, near))->ma_keys);
+}
+
+static int are_lists(const char *who, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t expected)
+{
+    int fits = nargs == expected;
+    for (Py_ssize_t i = 0; fits && i < nargs; i++)
+        fits = PyList_Check(args[i]) && PyList_GET_SIZE(args[i]) == PyList_GET_SIZE(args[0]);
+    if (!fits) PyErr_Format(PyExc_TypeError, "%s: expected lists of equal lengths, %zd in all", who, expected);
+    return fits;
+}
+
+/* Returns whether dictionaries[i].get(keys[i]) is values[i] for all i. Arguments: the three lists. */
+static PyObject *py_still_contain(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!are_lists("still_contain", args, nargs, 3)) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
+        fetch_dictionaries(args[0], i);
+        PyObject *value = PyDict_GetItemWithError(PyList_GET_ITEM(args[0], i), PyList_GET_ITEM(args[1], i));
+        if (!value && PyErr_Occurred()) return NULL;
+        if ((value ? value : Py_None) != PyList_GET_ITEM(args[2], i)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+/* Returns whether any dictionary of a list has an item. */
+static PyObject *py_any_has_items(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!are_lists("any_has_items", args, nargs, 1)) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
+        fetch_dictionaries(args[0], i);
+        Py_ssize_t size = PyDict_Size(PyList_GET_ITEM(args[0], i));
+        if (size < 0) return NULL;
+        if (size) Py_RETURN_TRUE;
+    }
+    Py_RETURN_FALSE;
 }
 
 static PyObject *py_use_threads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
@@ -132,8 +174,10 @@ static PyMethodDef methods[] = {
     FUNCTION(attention, "*Attention, scale"),
     FUNCTION(attention_half, "*AttentionHalf, epsilon, q_epsilon, k_epsilon, scale"),
     FUNCTION(feed_half, "*FeedHalf, epsilon"),
-    FUNCTION(decoder_layers, "kernel, sum_kind, layers, x, *steps, *caches"),
+    FUNCTION(decoder_layers, "kernel, sum_kind, layers, x, *(caches, *Step)"),
     FUNCTION(spans, "*Seen"),
+    FUNCTION(still_contain, "dictionaries, keys, values"),
+    FUNCTION(any_has_items, "dictionaries"),
     FUNCTION(use_threads, "threads"),
     {NULL, NULL, 0, NULL},
 };

@@ -34,7 +34,7 @@ typedef struct {
     size_t count, sum_kind, steps; /* numbers of layers, and of steps that run together */
     void *x;                       /* input of the first layer; becomes the output of the last layer */
     Step step[MOST_STEPS];         /* the rows of x are the rows of all steps, in order */
-    const Cached *caches;          /* for each step, one for each layer */
+    const Cached *caches[MOST_STEPS]; /* of each step, one for each layer */
     PyObject *kernel;
     const KernelAPI *sums; /* NULL if no outputs are summed over the ranks */
 } Stack;
@@ -81,7 +81,7 @@ static int run_layers(const Stack *s, float *work)
 
         AttentionHalf halves[MOST_STEPS];
         for (size_t j = 0; j < s->steps; j++)
-            halves[j] = (AttentionHalf){layer->attention, s->caches[j * s->count + i], x, a, s->step[j]};
+            halves[j] = (AttentionHalf){layer->attention, s->caches[j][i], x, a, s->step[j]};
 
         attention_halves((AttentionHalves){halves, s->steps}, layer->floats, work);
         if (layer->attention_is_partial) status = sum(s, a, count, &layer->feed.gate, layer->feed.inner);

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from parallelformers_ng.collectives.shared_memory import KINDS as SUM_KINDS
 from parallelformers_ng.collectives.shared_memory import SharedMemoryCommunicator
+from parallelformers_ng.generation.in_place_cache import extended_jointly, joint_room
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
@@ -141,6 +142,8 @@ class _StackInC:
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
         self._first = self._attentions[0]
+        self._places = [attention.layer_idx for attention in self._attentions]
+        self._shares_room = len({attention.kv_heads for attention in self._attentions}) == 1
         self._most_rows = min(half.most_rows for pair in halves for half in pair)
         self.guard = Guard.together([half.guard for pair in halves for half in pair] + [Guard((), layers)])
         self._sum_kind = SUM_KINDS[self._first.dtype]
@@ -174,26 +177,40 @@ class _StackInC:
         """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
         step = None if self.guard.has_hooks() else self._first.step_for(hidden, **kwargs)
         cache: Any = kwargs.get(CACHE)
-        if step is None or not all(attention.may_extend(cache, step) for attention in self._attentions):
+        if step is None or joint_room(cache, self._cached(cache)) is not None:
+            return step  # the first layer stands for all
+        if not all(attention.may_extend(cache, step) for attention in self._attentions):
             return None
         return step if len({attention.tokens_in(cache) for attention in self._attentions}) == 1 else None
+
+    def _cached(self, cache: DynamicCache) -> list[Any]:
+        """Return the layers' keys and values in a cache that has them; otherwise nothing."""
+        return [cache.layers[place] for place in self._places] if max(self._places) < len(cache.layers) else []
+
+    def _lengthened(self, cache: DynamicCache, step: Step) -> bytes:
+        """Make room for new tokens in the cache, and return the addresses and strides of keys and values: a struct
+        `Cached` of `_queries.h` for each layer."""
+        if self._shares_room:
+            layers = self._cached(cache)
+            has_tokens = layers[0].is_initialized and layers[0].keys.numel()
+            like = layers[0].keys if has_tokens else self._first.empty_like(step)
+            addresses = extended_jointly(cache, layers, step.queries, like)
+            if addresses is not None:
+                return addresses
+        return b"".join(struct.pack("=8Q", *attention.lengthen(cache, step)) for attention in self._attentions)
 
     def run(self, *steps: StepInC) -> list[Tensor]:
         """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
         hidden]`."""
         is_alone = len(steps) == 1
         out = steps[0].hidden.clone() if is_alone else torch.cat([each.hidden.flatten(0, 1) for each in steps])
-        of_caches = [
-            number
-            for each in steps
-            for attention in self._attentions
-            for number in attention.lengthen(each.cache, each.step)
-        ]
-        of_steps = chain.from_iterable(
-            (*each.step.arguments, self._first.tokens_in(each.cache), self._first.kind) for each in steps
+        of_steps = [(self._lengthened(each.cache, each.step), *each.step.arguments) for each in steps]
+        arguments = chain.from_iterable(
+            (*numbers, self._first.tokens_in(each.cache), self._first.kind)
+            for numbers, each in zip(of_steps, steps, strict=True)
         )
         kernel = None if self._communicator is None else self._communicator.kernel
-        status = _decode.decoder_layers(kernel, self._sum_kind, self._layers, out.data_ptr(), *of_steps, *of_caches)
+        status = _decode.decoder_layers(kernel, self._sum_kind, self._layers, out.data_ptr(), *arguments)
         if status:
             self._communicator.check(status, "all_reduce")
         if is_alone:

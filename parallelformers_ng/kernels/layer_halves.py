@@ -113,7 +113,7 @@ class AttentionHalf(Half):
         layer_idx: index of the layer in the cache.
         config: configuration of the attention module.
         width: width of a head.
-        heads: number of this rank's query heads.
+        heads, kv_heads: numbers of this rank's heads of queries, and of keys and values.
         scaling: factor of the scores.
         is_causal: whether a token sees only itself and earlier tokens.
     """
@@ -123,8 +123,8 @@ class AttentionHalf(Half):
         self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
-        self.heads, self._kv_heads = (shape_of(linear)[0] // self.width for linear in linears[:2])
-        self.static += (self.hidden, self.heads, self._kv_heads, self.width)
+        self.heads, self.kv_heads = (shape_of(linear)[0] // self.width for linear in linears[:2])
+        self.static += (self.hidden, self.heads, self.kv_heads, self.width)
         self.scaling = attention.scaling
         self.is_causal = getattr(attention, "is_causal", True) is True
 
@@ -175,7 +175,7 @@ class AttentionHalf(Half):
         batch, heads, tokens, width = shape = keys.shape
         return (
             values.shape == shape
-            and (batch, heads, width) == (step.sequences, self._kv_heads, self.width)
+            and (batch, heads, width) == (step.sequences, self.kv_heads, self.width)
             and step.tokens in (None, tokens + step.queries)
         )
 
@@ -197,6 +197,10 @@ class AttentionHalf(Half):
         )  # fmt: skip
         return self.summed(out)
 
+    def empty_like(self, step: Step) -> Tensor:
+        """Return a tensor with the shape and data type of the step's new keys: `[sequences, heads, queries, width]`."""
+        return torch.empty(1, dtype=self.dtype).expand(step.sequences, self.kv_heads, step.queries, self.width)
+
     def lengthen(self, cache: DynamicCache, step: Step) -> tuple[int, ...]:
         """Make room for new tokens in this layer's keys and values of the cache.
 
@@ -211,7 +215,7 @@ class AttentionHalf(Half):
         layer: Any = cache.layers[self.layer_idx]
         like = None
         if not layer.is_initialized:
-            like = torch.empty(1, dtype=self.dtype).expand(step.sequences, self._kv_heads, step.queries, self.width)
+            like = self.empty_like(step)
             layer.lazy_initialization(like, like)
         keys, values = extended(layer, step.queries, like, like)
         return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -39,6 +39,11 @@ MOST_ROWS = {
 multiplies bfloat16, the kernel is as fast as torch, and the limit bounds its memory."""
 MOST_ROWS_OF_INTEGERS = {torch.float32: 16, torch.bfloat16: 32}
 """Largest number of rows for quantized weights. With more rows, the weight is dequantized once for all rows."""
+# In C because the dictionaries of all modules of a model are in no cache after a step; C fetches them ahead.
+_still_contain: Callable[..., bool] = getattr(
+    _decode, "still_contain", lambda *lists: all(map(operator.is_, map(dict.get, *lists[:2]), lists[2]))
+)
+_any_has_items: Callable[..., bool] = getattr(_decode, "any_has_items", any)
 _code_is_stock = True
 _NO_MASK, _BOOL_MASK, _ADDED_MASK = range(3)
 
@@ -295,13 +300,13 @@ class Guard:
 
         `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
         """
-        same = all(map(operator.is_, map(dict.get, self._parameters, self._names), self._tensors))
+        same = _still_contain(self._parameters, self._names, self._tensors)
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:
         """Return whether a hook on the modules must run. After a request for hidden states or attentions, hooks of
         transformers stay on the modules; these hooks must run only in another such request."""
-        if not any(self._hooks):
+        if not _any_has_items(self._hooks):
             return False
         sources = {getattr(hook, "__module__", "") for hooks in self._hooks for hook in hooks.values()}
         return sources != {output_capturing.__name__} or bool(output_capturing._active_collector.get())

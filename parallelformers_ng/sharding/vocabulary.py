@@ -42,9 +42,14 @@ class VocabularyParallelEmbedding(ParallelLayer):
     gathered_sizes: Sequence[int]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        input = self._in_range(input)
+        input, low, high = self._in_range(input)
+        own_end = self.first_row + self.row_count
         if self.row_count == 0:
             vectors = self.weight.new_zeros(*input.shape, self.weight.shape[1])
+        elif high < self.first_row or low >= own_end:
+            vectors = self._look_up(torch.zeros_like(input)).zero_()  # a read of `weight` may decode all of it
+        elif low >= self.first_row and high < own_end:
+            vectors = self._look_up(input - self.first_row)
         else:
             local = input - self.first_row
             elsewhere = (local < 0) | (local >= self.row_count)
@@ -54,19 +59,24 @@ class VocabularyParallelEmbedding(ParallelLayer):
     def _look_up(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows)
 
-    def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
+    def _in_range(self, ids: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         """Check ids, because an id outside the vocabulary would give zeros on every rank. On CPU and in compiled code
-        such an id is an error; on other devices it is clamped and recorded."""
+        such an id is an error; on other devices it is clamped and recorded.
+
+        Returns:
+            The ids, and bounds of them: their minimum and maximum on CPU, otherwise those of the vocabulary.
+        """
         size = sum(self.gathered_sizes)
         if is_compiling():
             torch._assert_async(((ids >= 0) & (ids < size)).all())
         elif ids.device.type != "cpu":
-            return in_range(ids, size)
+            return in_range(ids, size), 0, size - 1
         elif ids.numel():
-            low, high = (int(bound) for bound in torch.aminmax(ids))
+            low, high = [int(ids)] * 2 if ids.numel() == 1 else [int(bound) for bound in torch.aminmax(ids)]
             if low < 0 or high >= size:
                 raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {size}")
-        return ids
+            return ids, low, high
+        return ids, 0, size - 1
 
 
 class QuantizedEmbeddingParallel(VocabularyParallelEmbedding):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place, spread
 
-CONCATENATE, CROP = DynamicLayer.update, DynamicLayer.crop
+CONCATENATE, CROP, CROP_ALL = DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def grow() -> Iterator[Callable[..., object]]:
     append_in_place()
     assert DynamicLayer.update.__wrapped__ is CONCATENATE
     yield DynamicLayer.update
-    DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
+    DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = CONCATENATE, CROP, CROP_ALL
 
 
 class Pair:
@@ -157,4 +157,4 @@ def test_more_sequences_need_no_copy() -> None:
         spread(layer, 7, 10)
         assert layer.keys.data_ptr() != memory, "the memory has room for six sequences"
     finally:
-        DynamicLayer.update, DynamicLayer.crop = CONCATENATE, CROP
+        DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop = CONCATENATE, CROP, CROP_ALL

@@ -313,3 +313,34 @@ def test_integer_weights_run_in_the_same_call(family: str, dtype: torch.dtype, g
         alike = tokens[:, -12] == wanted_tokens[:, -12]  # 16-bit rounding may change the best token
         assert alike.any()
         assert distance(scores[1][alike], wanted[1][alike]) < 6e-2
+
+
+def test_comparison_of_parameters_in_c() -> None:
+    values = [object() for _ in range(40)]
+    dictionaries = [{"a": value} for value in values]
+    names = ["a"] * 40
+    assert operators._decode.still_contain(dictionaries, names, values)
+    assert operators._decode.still_contain([*dictionaries, {}], [*names, "a"], [*values, None]), "None: no entry"
+    dictionaries[39]["a"] = object()
+    assert not operators._decode.still_contain(dictionaries, names, values)
+    with pytest.raises(TypeError, match="equal lengths"):
+        operators._decode.still_contain(dictionaries, names, values[:3])
+    with pytest.raises(SystemError):
+        operators._decode.still_contain([1], ["a"], [None])
+
+
+def test_search_for_items_in_c() -> None:
+    dictionaries: list[dict[str, int]] = [{} for _ in range(40)]
+    assert not operators._decode.any_has_items(dictionaries)
+    dictionaries[39]["a"] = 1
+    assert operators._decode.any_has_items(dictionaries)
+    with pytest.raises(TypeError, match="lists"):
+        operators._decode.any_has_items({})
+
+
+def test_caches_of_the_wrong_size_are_refused(calls: Counter[str]) -> None:
+    _, fused = models("qwen3", torch.float32, as_one=True)
+    generate(fused)
+    stack: DecoderStack = fused.model.layers
+    with pytest.raises(TypeError, match=f"{LAYERS} caches"):
+        operators._decode.decoder_layers(None, 0, stack.view()._layers, 0, b"", *range(16))

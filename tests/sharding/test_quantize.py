@@ -17,9 +17,11 @@ from parallelformers_ng.checkpoint import encoded, nodes
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.reading import read_shard
+from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.saving import shard
 from parallelformers_ng.sharding.encoding import Encoding
+from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from tests.helpers.apart import find_packages
 from tests.helpers.patience import await_incarnation, kill
@@ -135,6 +137,25 @@ def test_tied_embeddings_stay_or_are_quantized_once(groups) -> None:
     assert largest_difference(model(**text_inputs()).logits, expected(**text_inputs()).logits) <= 1e-4
     model.deparallelize()
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_look_ups_decode_no_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    table = model.model.embed_tokens.weight
+    recorded: list[int] = []
+    usual = Encoding._decoded
+
+    def decoded(self: Encoding, numbers: torch.Tensor, *args: Any) -> torch.Tensor:
+        recorded.append(numbers.shape[-2])
+        return usual(self, numbers, *args)
+
+    of_two = plan(model, 2, quantize={"scheme": "int8", "embeddings": True})
+    for ids in ([[1]], [[1, 2]], [[1, len(table) - 1]]):
+        recorded.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Encoding, "_decoded", decoded)
+            run_ranks(2, lambda c, ids=ids: cut(model, of_two, c.rank, c).model.embed_tokens(torch.tensor(ids)))
+        assert recorded == [len(ids[0])] * 2
 
 
 def test_skipped_layers_stay_in_high_precision() -> None:
