@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.generation.in_place_cache import spread
@@ -65,6 +65,12 @@ def keeps_all(cache: Any) -> bool:
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
+def keeps_windows(cache: Any) -> bool:
+    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return is_of_tokens_alone(cache) and all(type(layer) in kinds for layer in layers_of(cache))
+
+
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     """Remove all rows except `rows`, and all columns except the last `columns`.
 
@@ -79,7 +85,7 @@ def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
-    _note_columns(cache, columns)
+    note_columns(cache, columns)
 
 
 def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int) -> None:
@@ -109,7 +115,7 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
         else:
             old[rows, : old.shape[1] - new.shape[1]] = 0
             old[rows, old.shape[1] - new.shape[1] :] = new
-    _note_columns(cache, columns)
+    note_columns(cache, columns)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
@@ -138,7 +144,8 @@ def layers_of(cache: Any) -> list[Any]:
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
 
 
-def _note_columns(cache: Any, columns: int) -> None:
+def note_columns(cache: Any, columns: int) -> None:
+    """Set the number of columns that layers with a sliding window count."""
     for layer in layers_of(cache):
         if hasattr(layer, "cumulative_length"):  # all columns so far, also those outside the sliding window
             layer.cumulative_length = columns

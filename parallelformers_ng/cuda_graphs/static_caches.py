@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 LENGTH_STEP = 128
@@ -154,6 +155,16 @@ def unsupported_layer(cache: Cache) -> str:
     return next((name for name in names if name != _EMPTY), "")
 
 
+def cache_without_windows(config: PreTrainedConfig, length: int) -> StaticCache:
+    """Return a static cache whose layers all have room for `length` tokens, also layers with a sliding window.
+
+    The attention mask hides the tokens outside of the window.
+    """
+    cache = StaticCache(config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
 class ReusableCache:
     """A static cache of transformers whose memory is used by one call after another.
 
@@ -199,12 +210,14 @@ class ReusableCache:
             layer.renew()
         return self.cache
 
-    def fill(self, growing: Cache, rows: int) -> None:
+    def fill(self, growing: Cache, rows: int, columns: int) -> None:
         """Copy the keys and values of a growing cache to the first rows and columns, and clear the rest.
 
         Args:
-            growing: cache with layers like those of this cache, and at most `rows` rows and `length` tokens.
+            growing: cache with as many layers as this cache, and at most `rows` rows. A layer with a sliding window may
+                lack the first columns.
             rows: number of rows of this cache, a power of two.
+            columns: number of columns of the growing cache, at most `length`.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for the rows.
@@ -212,9 +225,9 @@ class ReusableCache:
         for layer, source in zip(self.layers, growing.layers, strict=True):
             layer.renew()
             layer.lazy_initialization(*(each[:1].expand(rows, -1, -1, -1) for each in (source.keys, source.values)))
-            count, _, columns, _ = source.keys.shape
+            count, _, kept, _ = source.keys.shape
             for target, states in zip(layer.whole, (source.keys, source.values), strict=True):
-                target[:count, :, :columns].copy_(states)
+                target[:count, :, columns - kept : columns].copy_(states)
             layer.cumulative_length.fill_(columns)
 
     @property
