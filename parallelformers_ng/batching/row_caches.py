@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from parallelformers_ng.cuda_graphs.static_caches import EMPTY
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.generation.in_place_cache import spread
 from parallelformers_ng.sharding.cache_names import CACHES
@@ -66,9 +67,13 @@ def keeps_all(cache: Any) -> bool:
 
 
 def keeps_windows(cache: Any) -> bool:
-    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states."""
+    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states.
+
+    Layers that read the keys and values of other layers may keep nothing.
+    """
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    return is_of_tokens_alone(cache) and all(type(layer) in kinds for layer in layers_of(cache))
+    layers = layers_of(cache)
+    return is_of_tokens_alone(cache) and all(type(each) in kinds or type(each).__name__ == EMPTY for each in layers)
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
@@ -142,6 +147,11 @@ def layers_of(cache: Any) -> list[Any]:
     """Return the layers of a cache; an empty list for a cache of states."""
     layers = getattr(cache, "layers", ())
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
+
+
+def layers_with_keys(cache: Any) -> list[Any]:
+    """Return the layers of a cache that keep keys and values."""
+    return [layer for layer in layers_of(cache) if type(layer).__name__ != EMPTY]
 
 
 def note_columns(cache: Any, columns: int) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row_caches import keeps_windows, note_columns
+from parallelformers_ng.batching.row_caches import keeps_windows, layers_with_keys, note_columns
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS
 from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, cache_without_windows
@@ -51,7 +51,7 @@ class Slots:
     ) -> None:
         rows, self.columns = growing.mask.shape
         self._model, self.steps, self._static, self._growing = model, steps, static, growing
-        static.fill(growing.cache, slots, self.columns)
+        static.fill(layers_with_keys(growing.cache), slots, self.columns)
         self._memory = [layer.whole for layer in static.layers]
         self.lend()  # frees the memory of the growing cache
         self._mask = growing.mask.new_zeros((slots, static.length), dtype=torch.long)
@@ -69,7 +69,7 @@ class Slots:
             later_steps: number of last steps whose columns the views do not have.
         """
         cache, columns = self._growing.cache, self.columns - later_steps
-        for layer, (keys, values) in zip(cache.layers, self._memory, strict=True):
+        for layer, (keys, values) in zip(layers_with_keys(cache), self._memory, strict=True):
             layer.keys, layer.values = keys[:, :, :columns], values[:, :, :columns]
         return cache
 
@@ -96,7 +96,7 @@ class Slots:
             places: free slot of each new row.
         """
         index = torch.tensor(places, device=mask.device)
-        for memory, layer in zip(self._memory, cache.layers, strict=True):
+        for memory, layer in zip(self._memory, layers_with_keys(cache), strict=True):
             for slots, states in zip(memory, (layer.keys, layer.values), strict=True):
                 slots.index_fill_(0, index, 0)  # an earlier row may have left infinities
                 slots[:, :, self.columns - states.shape[2] : self.columns].index_copy_(0, index, states)
@@ -144,7 +144,7 @@ class Slots:
         """
         index = torch.tensor(places, device=self._mask.device)
         kept = slice(self.columns - columns, self.columns)
-        for layer, memory in zip(self._growing.cache.layers, self._memory, strict=True):
+        for layer, memory in zip(layers_with_keys(self._growing.cache), self._memory, strict=True):
             window = getattr(layer, "sliding_window", columns + 1)
             first = self.columns - min(columns, window - 1)  # the step after it adds the last token of a window
             layer.keys, layer.values = (states[:, :, first : self.columns].index_select(0, index) for states in memory)

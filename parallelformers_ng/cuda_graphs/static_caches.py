@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ def _tokens_are_placed_alike() -> bool:
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-_EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
+EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
@@ -152,7 +152,7 @@ def unsupported_layer(cache: Cache) -> str:
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
-    return next((name for name in names if name != _EMPTY), "")
+    return next((name for name in names if name != EMPTY), "")
 
 
 def cache_without_windows(config: PreTrainedConfig, length: int) -> StaticCache:
@@ -210,19 +210,19 @@ class ReusableCache:
             layer.renew()
         return self.cache
 
-    def fill(self, growing: Cache, rows: int, columns: int) -> None:
+    def fill(self, growing: Sequence[Any], rows: int, columns: int) -> None:
         """Copy the keys and values of a growing cache to the first rows and columns, and clear the rest.
 
         Args:
-            growing: cache with as many layers as this cache, and at most `rows` rows. A layer with a sliding window may
-                lack the first columns.
+            growing: one layer for each of `layers`, with at most `rows` rows. A layer with a sliding window may lack
+                the first columns.
             rows: number of rows of this cache, a power of two.
             columns: number of columns of the growing cache, at most `length`.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for the rows.
         """
-        for layer, source in zip(self.layers, growing.layers, strict=True):
+        for layer, source in zip(self.layers, growing, strict=True):
             layer.renew()
             layer.lazy_initialization(*(each[:1].expand(rows, -1, -1, -1) for each in (source.keys, source.values)))
             count, _, kept, _ = source.keys.shape
