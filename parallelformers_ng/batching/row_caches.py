@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from parallelformers_ng.cuda_graphs.static_caches import EMPTY
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.generation.in_place_cache import spread
 from parallelformers_ng.sharding.cache_names import CACHES
@@ -65,6 +66,16 @@ def keeps_all(cache: Any) -> bool:
     return is_of_tokens_alone(cache) and all(type(layer) is DynamicLayer for layer in layers_of(cache))
 
 
+def keeps_windows(cache: Any) -> bool:
+    """Return whether a cache keeps the keys and values of all tokens or of a sliding window, and no states.
+
+    Layers that read the keys and values of other layers may keep nothing.
+    """
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    layers = layers_of(cache)
+    return is_of_tokens_alone(cache) and all(type(each) in kinds or type(each).__name__ == EMPTY for each in layers)
+
+
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     """Remove all rows except `rows`, and all columns except the last `columns`.
 
@@ -79,7 +90,7 @@ def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
     for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
-    _note_columns(cache, columns)
+    note_columns(cache, columns)
 
 
 def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int) -> None:
@@ -109,7 +120,7 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
         else:
             old[rows, : old.shape[1] - new.shape[1]] = 0
             old[rows, old.shape[1] - new.shape[1] :] = new
-    _note_columns(cache, columns)
+    note_columns(cache, columns)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
@@ -138,7 +149,13 @@ def layers_of(cache: Any) -> list[Any]:
     return [part for layer in layers for part in getattr(layer, "parts", (layer,))]  # an int8 layer has two parts
 
 
-def _note_columns(cache: Any, columns: int) -> None:
+def layers_with_keys(cache: Any) -> list[Any]:
+    """Return the layers of a cache that keep keys and values."""
+    return [layer for layer in layers_of(cache) if type(layer).__name__ != EMPTY]
+
+
+def note_columns(cache: Any, columns: int) -> None:
+    """Set the number of columns that layers with a sliding window count."""
     for layer in layers_of(cache):
         if hasattr(layer, "cumulative_length"):  # all columns so far, also those outside the sliding window
             layer.cumulative_length = columns

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import StaticCache
 
 from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.prepared import inputs_of
-from parallelformers_ng.batching.row_caches import keeps_all
+from parallelformers_ng.batching.row_caches import keeps_windows, layers_with_keys, note_columns
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS
-from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of
+from parallelformers_ng.cuda_graphs.static_caches import LENGTH_STEP, ReusableCache, bucket_of, cache_without_windows
 
 _SPARE = 4
 """A new static cache has room for a quarter more columns than its rows have. Then few steps copy the cache."""
@@ -30,6 +29,10 @@ class Slots:
 
     A new row writes the keys and values of its own prompt, and copies no other row. A step writes to the next column of
     all slots. In a free slot, only the newest column is visible.
+
+    A layer with a sliding window also keeps all columns, and the mask hides those before the window. transformers'
+    static layer would copy the whole window in each step, and the Triton kernels do not know it. The limit of a batch's
+    tokens counts these columns (`Rows.token_bytes`).
 
     Args:
         model: model of the rank.
@@ -48,7 +51,7 @@ class Slots:
     ) -> None:
         rows, self.columns = growing.mask.shape
         self._model, self.steps, self._static, self._growing = model, steps, static, growing
-        static.fill(growing.cache, slots)
+        static.fill(layers_with_keys(growing.cache), slots, self.columns)
         self._memory = [layer.whole for layer in static.layers]
         self.lend()  # frees the memory of the growing cache
         self._mask = growing.mask.new_zeros((slots, static.length), dtype=torch.long)
@@ -66,7 +69,7 @@ class Slots:
             later_steps: number of last steps whose columns the views do not have.
         """
         cache, columns = self._growing.cache, self.columns - later_steps
-        for layer, (keys, values) in zip(cache.layers, self._memory, strict=True):
+        for layer, (keys, values) in zip(layers_with_keys(cache), self._memory, strict=True):
             layer.keys, layer.values = keys[:, :, :columns], values[:, :, :columns]
         return cache
 
@@ -93,13 +96,12 @@ class Slots:
             places: free slot of each new row.
         """
         index = torch.tensor(places, device=mask.device)
-        first = self.columns - mask.shape[1]
-        for memory, layer in zip(self._memory, cache.layers, strict=True):
+        for memory, layer in zip(self._memory, layers_with_keys(cache), strict=True):
             for slots, states in zip(memory, (layer.keys, layer.values), strict=True):
                 slots.index_fill_(0, index, 0)  # an earlier row may have left infinities
-                slots[:, :, first : self.columns].index_copy_(0, index, states)
+                slots[:, :, self.columns - states.shape[2] : self.columns].index_copy_(0, index, states)
         self._mask.index_fill_(0, index, 0)
-        self._mask[:, first : self.columns].index_copy_(0, index, mask.to(self._mask.dtype))
+        self._mask[:, self.columns - mask.shape[1] : self.columns].index_copy_(0, index, mask.to(self._mask.dtype))
         self._pattern[:, 0].index_fill_(0, index, 1)
 
     def leave(self, places: Iterable[int]) -> None:
@@ -142,8 +144,11 @@ class Slots:
         """
         index = torch.tensor(places, device=self._mask.device)
         kept = slice(self.columns - columns, self.columns)
-        for layer, (keys, values) in zip(self._growing.cache.layers, self._memory, strict=True):
-            layer.keys, layer.values = (states[:, :, kept].index_select(0, index) for states in (keys, values))
+        for layer, memory in zip(layers_with_keys(self._growing.cache), self._memory, strict=True):
+            window = getattr(layer, "sliding_window", columns + 1)
+            first = self.columns - min(columns, window - 1)  # the step after it adds the last token of a window
+            layer.keys, layer.values = (states[:, :, first : self.columns].index_select(0, index) for states in memory)
+        note_columns(self._growing.cache, columns)
         self._growing.mask = self._mask[:, kept].index_select(0, index)
         return self._growing
 
@@ -185,7 +190,7 @@ class CapturedRows:
         if isinstance(steps, str):
             self.reason = steps
             return None
-        if not keeps_all(growing.cache):
+        if not keeps_windows(growing.cache):
             self.reason = f"rows of this model's {type(growing.cache).__name__} cannot be copied to a static cache"
             return None
         slots = max(bucket_of(rows), min(bucket_of(most_rows), MOST_POSITIONS // length))
@@ -193,7 +198,7 @@ class CapturedRows:
             slots = held
         else:
             steps.forget()  # batches keep one cache; earlier caches would take the memory of rows
-        static = steps.cache(slots, needed, length, lambda: StaticCache(self._model.config, max_cache_len=length))
+        static = steps.cache(slots, needed, length, lambda: cache_without_windows(self._model.config, length))
         if static is None:
             self.reason = steps.reason
             return None

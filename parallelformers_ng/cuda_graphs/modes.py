@@ -10,12 +10,14 @@ step.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from transformers import CompileConfig, PreTrainedModel
+from transformers.masking_utils import create_chunked_causal_mask
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.sharding.cache_names import CACHES
@@ -163,6 +165,13 @@ def _positions(arguments: Mapping[str, Any], setting: Callable[[str], Any]) -> i
     return int(rows * tokens * max(setting("num_beams") or 1, setting("num_return_sequences") or 1))
 
 
+def _lacks_masks(model: PreTrainedModel) -> bool:
+    """Return whether `generate` raises an error over a static cache because of chunked attention: transformers 5.17
+    passes an argument that the function does not have."""
+    is_chunked = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
+    return is_chunked and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters
+
+
 def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSteps) -> str:
     """Return the reason why decode steps of a call cannot be compiled or captured, as text; "" without a reason."""
     generation_config = arguments.get("generation_config") or model.generation_config
@@ -192,6 +201,7 @@ def _obstacle(model: PreTrainedModel, arguments: dict[str, Any], steps: StaticSt
         "assisted decoding crops its cache": any(setting(name) is not None for name in _ASSISTED),
         # Over a static cache, transformers makes a mask of four dimensions.
         "Falcon's alibi needs a mask of two dimensions": model.config.model_type == "falcon" and model.config.alibi,
+        "this release of transformers makes no masks for chunked attention over a static cache": _lacks_masks(model),
         "an encoder-decoder model has two caches": model.config.is_encoder_decoder and steps.captured,
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 LENGTH_STEP = 128
@@ -142,7 +143,7 @@ def _tokens_are_placed_alike() -> bool:
 
 
 _REUSABLE: dict[type, type[ReusableLayer]] = {StaticLayer: ReusableLayer, StaticSlidingWindowLayer: ReusableWindowLayer}
-_EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
+EMPTY = "DummyLayer"  # a layer without tensors; some versions of transformers do not have the class
 _PLAIN = dict(zip(_REUSABLE.values(), _REUSABLE, strict=True))
 
 
@@ -151,7 +152,17 @@ def unsupported_layer(cache: Cache) -> str:
     if type(cache) is not StaticCache:
         return type(cache).__name__
     names = (type(layer).__name__ for layer in cache.layers if type(layer) not in _REUSABLE)
-    return next((name for name in names if name != _EMPTY), "")
+    return next((name for name in names if name != EMPTY), "")
+
+
+def cache_without_windows(config: PreTrainedConfig, length: int) -> StaticCache:
+    """Return a static cache whose layers all have room for `length` tokens, also layers with a sliding window.
+
+    The attention mask hides the tokens outside of the window.
+    """
+    cache = StaticCache(config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
 
 
 class ReusableCache:
@@ -199,22 +210,24 @@ class ReusableCache:
             layer.renew()
         return self.cache
 
-    def fill(self, growing: Cache, rows: int) -> None:
+    def fill(self, growing: Sequence[Any], rows: int, columns: int) -> None:
         """Copy the keys and values of a growing cache to the first rows and columns, and clear the rest.
 
         Args:
-            growing: cache with layers like those of this cache, and at most `rows` rows and `length` tokens.
+            growing: one layer for each of `layers`, with at most `rows` rows. A layer with a sliding window may lack
+                the first columns.
             rows: number of rows of this cache, a power of two.
+            columns: number of columns of the growing cache, at most `length`.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for the rows.
         """
-        for layer, source in zip(self.layers, growing.layers, strict=True):
+        for layer, source in zip(self.layers, growing, strict=True):
             layer.renew()
             layer.lazy_initialization(*(each[:1].expand(rows, -1, -1, -1) for each in (source.keys, source.values)))
-            count, _, columns, _ = source.keys.shape
+            count, _, kept, _ = source.keys.shape
             for target, states in zip(layer.whole, (source.keys, source.values), strict=True):
-                target[:count, :, :columns].copy_(states)
+                target[:count, :, columns - kept : columns].copy_(states)
             layer.cumulative_length.fill_(columns)
 
     @property

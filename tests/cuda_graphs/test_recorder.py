@@ -30,6 +30,7 @@ from parallelformers_ng.worker.runner import ModelRunner
 from tests.helpers.operator_recorder import OperatorRecorder
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder
+from tests.zoo.recent import LLAMA4
 from tests.zoo.seq2seq import t5
 
 HOW: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -55,6 +56,12 @@ def test_arguments() -> None:
     assert "two caches" in static_generation(t5(), {}, CAPTURED)[1]
     changed, reason = static_generation(decoder("Llama"), {"disable_compile": False}, CAPTURED)
     assert (changed, reason) == ({"cache_implementation": "static", "disable_compile": True}, "")
+
+
+def test_chunked_attention_is_captured_if_masks_exist() -> None:
+    """transformers 5.17 raises an error for a static cache, so calls have none there."""
+    model, arguments = decoder("Llama4Text", width=40, **LLAMA4), {**text_inputs(), **HOW}
+    assert torch.equal(model.generate(**static_generation(model, arguments, CAPTURED)[0]), model.generate(**arguments))
 
 
 def test_long_caches_are_made_on_explicit_request() -> None:

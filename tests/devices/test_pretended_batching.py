@@ -45,21 +45,34 @@ def together(model: Any, specs: list[dict[str, Any]]) -> list[torch.Tensor]:
         return list(pool.map(lambda call: model.generate(**call), specs))
 
 
+def with_window() -> Any:
+    """Return a decoder with one layer, whose window is shorter than most prompts."""
+    return decoder("Mistral", layers=1, sliding_window=4)
+
+
+def with_states() -> Any:
+    """Return a decoder with a layer of convolutions."""
+    return decoder("Lfm2", layer_types=["conv", "full_attention"], block_ff_dim=74)
+
+
 def test_shared_calls_get_solo_tokens(monkeypatch: pytest.MonkeyPatch, pretended: WorkerGroup) -> None:
     use_short_pieces(monkeypatch, 4)
-    for make in (small, gpt2):
+    for make in (small, gpt2, with_window):
         want = [make().generate(**call) for call in calls()]
         with parallelize(make(), workers=pretended, batching={"rows": 3}) as model:
+            pretended.call("graphs")
             got = together(model, calls())
+            assert pretended.call("graphs")[1] > 0
             assert not remote_of(model).calls.shared[0].trial.why_alone(type(model), model.config)
             assert all(map(torch.equal, got, want))
 
 
-def test_sampled_calls_draw_from_own_streams(pretended: WorkerGroup) -> None:
+@pytest.mark.parametrize("make", [small, with_window])
+def test_sampled_calls_draw_from_own_streams(make: Any, pretended: WorkerGroup) -> None:
     specs = [{**call, "do_sample": True, "seed": number} for number, call in enumerate(calls())]
-    with parallelize(small(), workers=pretended, batching=False) as model:
+    with parallelize(make(), workers=pretended, batching=False) as model:
         want = [model.generate(**call) for call in specs]
-    with parallelize(small(), workers=pretended, batching=True) as model:
+    with parallelize(make(), workers=pretended, batching=True) as model:
         assert all(map(torch.equal, together(model, specs), want))
 
 
@@ -194,15 +207,15 @@ def test_batching_is_the_default_if_steps_are_captured(pretended_one: WorkerGrou
             assert all(map(torch.equal, together(model, specs), want))
 
 
-@pytest.mark.parametrize("fault", ["windows", "eager"])
+@pytest.mark.parametrize("fault", ["states", "eager"])
 def test_batching_is_off_by_default_without_captured_steps(fault: str, pretended_one: WorkerGroup) -> None:
-    """The cache of a model with windows has another kind of layer; the first batch shows it."""
-    make = (lambda: decoder("Mistral", sliding_window=4)) if fault == "windows" else small
+    """A cache with states of convolutions cannot be static; the first batch shows it."""
+    make = with_states if fault == "states" else small
     specs = long_calls(30)[:2]
     want = [make().generate(**call) for call in specs]
     with parallelize(make(), workers=pretended_one, decode="eager" if fault == "eager" else "auto") as model:
         shared = remote_of(model).calls.shared
-        assert bool(shared) == (fault == "windows")
+        assert bool(shared) == (fault == "states")
         end = time.monotonic() + 60
         while shared and shared[0].generate(model, specs[0], None, 60, None, None) != ALONE:
             assert time.monotonic() < end

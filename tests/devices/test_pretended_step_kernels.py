@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from parallelformers_ng import parallelize
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.worker.preload import IMPORTS
-from tests.devices.test_pretended_batching import calls, together
+from tests.devices.test_pretended_batching import calls, together, with_window
 from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
 from tests.zoo.build import build, largest_difference
 from tests.zoo.case import VOCABULARY, text_inputs
@@ -157,12 +157,13 @@ def test_other_models_keep_their_operators(interpreting: WorkerGroup) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_use_the_kernels(interpreting: WorkerGroup) -> None:
-    want = [decoder("Llama").generate(**call) for call in calls()]
-    with parallelize(decoder("Llama"), workers=interpreting, batching={"rows": 3}) as model:
+@pytest.mark.parametrize("make", [functools.partial(decoder, "Llama"), with_window], ids=["Llama", "window"])
+def test_rows_of_a_batch_use_the_kernels(make: Any, interpreting: WorkerGroup) -> None:
+    want = [make().generate(**call) for call in calls()]
+    with parallelize(make(), workers=interpreting, batching={"rows": 3}) as model:
         assert all(map(torch.equal, together(model, calls()), want))
         assert interpreting.call("said_of_kernels") == [SERVED]
-        assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * 2
+        assert interpreting.call("launched")["parallelformers_ng.attend.default"] == 2 * len(make().model.layers)
 
 
 @pytest.fixture(scope="module")
