@@ -41,10 +41,13 @@ def _with_generator(operator: Any) -> Any:
     """Return the overload of a random operator that takes a generator; None if there is none."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return None
-    packet = operator.overloadpacket
-    names = _arguments(operator) | {"generator"}
-    return next((each for n in packet.overloads() if _arguments(each := getattr(packet, n)) == names), None)
+    types = _types(operator)
+    if "generator" in types:
+        return operator
+    overloads = [getattr(operator.overloadpacket, name) for name in operator.overloadpacket.overloads()]
+    return next((each for each in overloads if _types(each) == types | {"generator": "Optional[Generator]"}), None)
 
 
-def _arguments(operator: Any) -> set[str]:
-    return {argument.name for argument in operator._schema.arguments}
+def _types(operator: Any) -> dict[str, str]:
+    """Return name → type of an operator's arguments."""
+    return {argument.name: str(argument.type) for argument in operator._schema.arguments}
