@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.proposal import Proposal, policies_of
 from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, length_options, run, sharing_copy
 from parallelformers_ng.collectives.communicator import Communicator
@@ -114,11 +115,12 @@ class Trials:
             return None
         probe = self.twin.probes[0]
         inputs = {name: value for name, value in probe.inputs.items() if not name.startswith("decoder_")}
-        before = torch.get_rng_state()
         try:
-            outputs = _generate(sharing_copy(self.twin.model), inputs)
-            if not torch.equal(torch.get_rng_state(), before):  # ranks that are threads share the generator
-                again = _generate(sharing_copy(self.twin.model), inputs)
+            with OwnDraws(0) as draws:
+                outputs = _generate(sharing_copy(self.twin.model), inputs)
+            if draws.has_drawn:  # ranks that are threads share a generator
+                with OwnDraws(1):
+                    again = _generate(sharing_copy(self.twin.model), inputs)
                 if not equal(again, outputs, self.twin.tolerance):
                     self.failure = "its greedy tokens are random"
                     return None

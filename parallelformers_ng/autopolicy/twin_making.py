@@ -18,6 +18,7 @@ from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
 from parallelformers_ng.autopolicy.config_numbers import long_tables, shapes_of
 from parallelformers_ng.autopolicy.layer_kinds import absent_kinds
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
+from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.shrink import Shrinking, shrink
 from parallelformers_ng.autopolicy.shrink_trial import shrink_by_trial
 from parallelformers_ng.autopolicy.twin import Twin, in_short
@@ -222,7 +223,7 @@ def build_tiny(
 ) -> PreTrainedModel | None:
     """Return a random model in evaluation mode; None if the model would have more than `largest` parameters.
 
-    The caller's random state stays unchanged. The function passes on exceptions of modelling code that refuses the
+    The caller's random streams stay unchanged. The function passes on exceptions of modelling code that refuses the
     configuration.
 
     Args:
@@ -242,9 +243,8 @@ def build_tiny(
             skeleton = cls._from_config(copy.deepcopy(config))
     if sum(p.numel() for p in skeleton.parameters()) > largest:
         return None
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with OwnDraws(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
         model = cls._from_config(copy.deepcopy(config), **options)
     randomise(model, seed)
     return model.eval()

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.autopolicy.candidate_inputs import candidate_inputs
+from parallelformers_ng.autopolicy.own_draws import OwnDraws
 from parallelformers_ng.autopolicy.single_layers import single_layers
 from parallelformers_ng.autopolicy.twin import Twin, TwinProbe, equal, in_short, run, sharing_copy
 from parallelformers_ng.sharding.structure import dotted, traced_calls
@@ -104,10 +105,9 @@ class _Observer:
     def run(self, part: nn.Module, path: str, inputs: dict[str, Any]) -> str:
         """Run one part on the inputs, and add a probe of the part. Return "", or the reason why no probe was added."""
         try:
-            with torch.random.fork_rng(devices=[]), traced_calls(part) as traced:
-                torch.manual_seed(0)
+            with OwnDraws(0), traced_calls(part) as traced:
                 outputs = run(part, inputs)
-            with torch.no_grad():
+            with OwnDraws(1), torch.no_grad():
                 again = run(part, inputs)
         except Exception as error:  # modelling code may raise any exception on inputs that it refuses
             return in_short(error)

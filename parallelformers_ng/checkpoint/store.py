@@ -225,7 +225,9 @@ def _part(tensor: TensorPlan, rank: int, mapping: Mapping | mmap.mmap | None, of
     return torch.frombuffer(mapping, dtype=tensor.dtype, count=math.prod(shape), offset=offset).view(shape)
 
 
-def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None) -> None:
+def hand_over(
+    model: nn.Module, store: ShardStore, which: Iterable[str], progress: Progress | None = None, copy: bool = False
+) -> None:
     """Move tensors of a model to a store, one at a time, so that memory never holds two copies of the model.
 
     Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan. If
@@ -234,6 +236,7 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
     Args:
         which: names of the tensors to move.
         progress: function that is called with the number of bytes since its last call; None for no reports.
+        copy: whether the model keeps its tensors.
 
     Raises:
         OSError: not enough memory or disk space.
@@ -249,8 +252,9 @@ def hand_over(model: nn.Module, store: ShardStore, which: Iterable[str], progres
             for plan in plans:
                 if plan.storage == plan.name:
                     store.write(plan, node)
-            place(model, names, store.plan, torch.empty(whole.shape, dtype=plans[0].dtype, device="meta"))
-            moved_names += names
+            if not copy:
+                place(model, names, store.plan, torch.empty(whole.shape, dtype=plans[0].dtype, device="meta"))
+                moved_names += names
             del whole, node
             pending += plans[0].bytes_whole
             if pending >= TRIM_EVERY:

@@ -119,11 +119,13 @@ INLINE size_t head_work(const Attention *is)
                 memcpy(y + h * is->value_width + i, &sum[h], n * sizeof(float));                              \
         }                                                                                                     \
     }                                                                                                         \
-    /* Computes the next queries of the group, up to QUERIES. For three queries, a fourth of zeros is computed too. */ \
-    CLONES static void attend_##NAME(const Group *g, float *work, size_t queries)                             \
+    /* Computes the next queries of the group, up to QUERIES out of `left`. Returns how many were computed. For three \
+     * queries, a fourth of zeros is computed too. */                                                         \
+    CLONES static size_t attend_##NAME(const Group *g, float *work, size_t left)                              \
     {                                                                                                         \
         const Attention *is = g->is;                                                                          \
-        const size_t tokens = seen_by(g, queries - 1), room = (tokens + LANES - 1) / LANES * LANES;           \
+        const size_t queries = left < QUERIES ? left : QUERIES, tokens = seen_by(g, queries - 1);             \
+        const size_t room = (tokens + LANES - 1) / LANES * LANES;                                             \
         const size_t most = most_queries(is), width = is->width, value_width = is->value_width;               \
         float *wide = work, *s = wide + most * width, *sums = s + most * room, total[QUERIES];                \
         memset(wide, 0, most * width * sizeof *wide);                                                         \
@@ -134,12 +136,12 @@ INLINE size_t head_work(const Attention *is)
         }                                                                                                     \
         for (size_t t = 0; t < tokens; t += TOKENS)                                                           \
             for (size_t h = 0; h < queries; h += HEADS) {                                                     \
-                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, left = queries - h;           \
+                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, here = queries - h;           \
                 const TYPE *k = (const TYPE *)g->keys + t * is->cached.k_token;                               \
                 const float *q = wide + h * width;                                                            \
                 float *to = s + h * room + t;                                                                 \
-                if (left > 2) scores_##NAME(is, q, k, to, room, count, HEADS);                                \
-                else if (left == 2) scores_##NAME(is, q, k, to, room, count, 2);                              \
+                if (here > 2) scores_##NAME(is, q, k, to, room, count, HEADS);                                \
+                else if (here == 2) scores_##NAME(is, q, k, to, room, count, 2);                              \
                 else scores_##NAME(is, q, k, to, room, count, 1);                                             \
             }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
@@ -148,12 +150,12 @@ INLINE size_t head_work(const Attention *is)
         }                                                                                                     \
         for (size_t t = 0; t < tokens; t += TOKENS)                                                           \
             for (size_t h = 0; h < queries; h += HEADS) {                                                     \
-                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, left = queries - h;           \
+                const size_t count = tokens - t < TOKENS ? tokens - t : TOKENS, here = queries - h;           \
                 const TYPE *v = (const TYPE *)g->values + t * is->cached.v_token;                             \
                 const float *p = s + h * room + t;                                                            \
                 float *to = sums + h * value_width;                                                           \
-                if (left > 2) weigh_##NAME(is, p, v, to, room, count, HEADS);                                 \
-                else if (left == 2) weigh_##NAME(is, p, v, to, room, count, 2);                               \
+                if (here > 2) weigh_##NAME(is, p, v, to, room, count, HEADS);                                 \
+                else if (here == 2) weigh_##NAME(is, p, v, to, room, count, 2);                               \
                 else weigh_##NAME(is, p, v, to, room, count, 1);                                              \
             }                                                                                                 \
         for (size_t h = 0; h < queries; h++) {                                                                \
@@ -161,11 +163,6 @@ INLINE size_t head_work(const Attention *is)
             for (size_t i = 0; i < value_width; i++, sums++)                                                  \
                 y[i] = store_##NAME(total[h] == 0 ? 0.0f : *sums / total[h]);                                 \
         }                                                                                                     \
-    }                                                                                                         \
-    INLINE size_t attend_some_##NAME(const Group *g, float *work, size_t left)                                \
-    {                                                                                                         \
-        const size_t queries = left < QUERIES ? left : QUERIES;                                               \
-        attend_##NAME(g, work, queries);                                                                      \
         return queries;                                                                                       \
     }                                                                                                         \
     /* Computes the key/value heads from `first` to `end`; the numbers run through all spans. */              \
@@ -187,7 +184,7 @@ INLINE size_t head_work(const Attention *is)
             for (size_t left = span.count * shared_by(is), done; left; left -= done, group.first += done) {   \
                 if (in_tiles) done = attend_tiles(&group, work, left);                                        \
                 else if (in_pairs) done = attend_pairs(&group, work, left);                                   \
-                else done = attend_some_##NAME(&group, work, left);                                           \
+                else done = attend_##NAME(&group, work, left);                                                \
             }                                                                                                 \
         }                                                                                                     \
     }                                                                                                         \

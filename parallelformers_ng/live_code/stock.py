@@ -139,12 +139,12 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
                 program_functions[name] = value
-        elif callable(value) and not isinstance(value, type) and _is_programs(module, value):
+        elif callable(value) and not isinstance(value, type) and _is_function_of_program(module, value):
             program_functions[name] = value
     return program_functions
 
 
-def _is_programs(module: nn.Module, function: Any) -> bool:
+def _is_function_of_program(module: nn.Module, function: Any) -> bool:
     """Return whether a function in an attribute is the program's, or a function of torch that the program put there."""
     return not all(map(_is_of_library, functions_in(function))) or is_torch_function_put_there(module, function)
 

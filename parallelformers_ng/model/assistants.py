@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import make_plan
 from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.nodes import leaf_of
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.skeleton import Skeleton
-from parallelformers_ng.checkpoint.store import ShardStore
+from parallelformers_ng.checkpoint.store import ShardStore, hand_over
 from parallelformers_ng.errors import GroupError, NotPortableError, ParallelError
 from parallelformers_ng.hooks.registry import hooks_of
 from parallelformers_ng.model.caller_state import Edits
@@ -33,7 +32,6 @@ from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.runtime.deadline import turn
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.call import Assistance
 
 _OF_THE_MODEL = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
@@ -184,10 +182,7 @@ def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant
         skeleton = Skeleton.of(assistant, plan, code.by_value)
         store = ShardStore(plan)
         with progress_bar(f"sending {name}", plan.bytes_whole, show_progress) as advance:
-            for tensor in plan.tensors.values():
-                if tensor.storage == tensor.name:
-                    store.write(tensor, leaf_of(get_tensor(assistant, tensor.name, tensor.is_buffer)))
-                    advance(tensor.bytes_whole)
+            hand_over(assistant, store, plan.tensors, advance, copy=True)
     except (ParallelError, OSError) as error:
         if isinstance(error, GroupError) and not isinstance(error, NotPortableError):
             raise

@@ -174,7 +174,7 @@ class Calls:
         if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
-        draw_seed = self._stream.draw_seed if shared.busy or busy else None
+        draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
         sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
         if isinstance(sequence, str):
             log.debug("generate runs alone: %s", sequence)

@@ -38,6 +38,7 @@ class Deployment:
     Attributes:
         plan: plan of the model.
         replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
+        stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
         ended: whether the workers have ended.
         show_progress, code: the arguments of the same names.
 
@@ -83,7 +84,7 @@ class Deployment:
         self.ended = False
         self.code = code
         self._skeleton = Skeleton.of(model, plan, code.by_value)
-        self._store: ShardStore | None = None
+        self.stored: StoredModel | None = None
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Build the model on the ranks, then load the weights on the ranks.
@@ -114,13 +115,13 @@ class Deployment:
                 if replica is self.replicas[0]:
                     self._find_foreign_code(model, replica.group)
                 replica.group.call("build", self._skeleton)
-            store = self._store = ShardStore(self._checkpoint.in_memory(self.plan))
+            store = ShardStore(self._checkpoint.in_memory(self.plan))
+            stored = self.stored = StoredModel(self._skeleton, self.plan, store, self._checkpoint)
             handed = self._checkpoint.of_model(self.plan)
             self._checkpoint.copy(store)
             hand_over(model, store, handed, progress)
             try:
                 store.settle()
-                stored = StoredModel(self._skeleton, self.plan, store, self._checkpoint)
                 for replica in self.replicas:
                     stored.load(replica.group, progress)
                     progress = None  # only the first replica reports progress
@@ -159,11 +160,6 @@ class Deployment:
             f"the weights of {name} cannot be sent to the hosts {', '.join(hosts.names)}: {why}. Pass a path"
             " that all hosts can read, or the id of a model on the hub, and leave out fit={'max_memory': …}"
         )
-
-    @property
-    def stored(self) -> StoredModel | None:
-        """The model for the ranks of a further group; None if only this deployment's ranks have the weights."""
-        return StoredModel(self._skeleton, self.plan, self._store, self._checkpoint) if self._store else None
 
     @property
     def incarnation(self) -> int:
@@ -223,8 +219,8 @@ class Deployment:
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
-        if self._store is not None:
-            return self._store.node(tensor)
+        if self.stored is not None:
+            return self.stored.store.node(tensor)
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
@@ -258,7 +254,7 @@ class Deployment:
         """
         self.replicas[0].group.check_process()
         with self._lock:
-            if self._store is not None:
+            if self.stored is not None:
                 self._leave_groups()  # first, so that memory can be freed while it is read
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
@@ -297,8 +293,8 @@ class Deployment:
         """
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
-        if self._store is not None:
-            return self._store.read(tensor, release)
+        if self.stored is not None:
+            return self.stored.store.read(tensor, release)
         return read_copy(self.node(tensor.name), {})
 
     def _exported(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
@@ -308,9 +304,9 @@ class Deployment:
         return group.call_each("export", names_per_rank)[rank][0]
 
     def _release_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self.stored is not None:
+            self.stored.store.close()
+            self.stored = None
 
     def _leave_groups(self) -> None:
         for replica in self.replicas:

@@ -12,7 +12,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.hosts.launching import elsewhere
+from parallelformers_ng.hosts.launcher_choice import elsewhere
 from parallelformers_ng.option_checks import read_options
 from parallelformers_ng.options import OF_A_MODEL, FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus

@@ -191,7 +191,7 @@ class LiveCode:
 
     def _watch(self) -> None:
         edits = self.check.edits
-        places = {slot.place: State(slot.value) for slot in self._slots.values() if _is_programs(slot)}
+        places = {slot.place: State(slot.value) for slot in self._slots.values() if _is_watched(slot)}
         modules = {(path, name): (value, State(value)) for path, name, value in edits.objects()}
         functions = {f"{path}.{name}": State(value) for path, name, value in edits.functions_by_path()}
         self._of_places = {place: state for place, state in places.items() if state}
@@ -209,6 +209,6 @@ def _in_short(place: str) -> str:
     return name if "." in name or "[" in name else f"{module}.{name}"
 
 
-def _is_programs(slot: Slot) -> bool:
+def _is_watched(slot: Slot) -> bool:
     """Return whether a place may hold mutable objects of the program: the place or the value is not a library's."""
     return is_of_program(slot.place) or (callable(slot.value) and not is_stock(slot))

@@ -90,11 +90,6 @@ class SharedCalls:
         self._coming = set[int]()  # threads that prepare a call
         self.batch = Batch(options, trial, self._replica.group, self._graphs.give_up)
 
-    @property
-    def busy(self) -> bool:
-        """Whether any call is waiting or running."""
-        return self.batch.busy
-
     def generate(
         self,
         model: Any,

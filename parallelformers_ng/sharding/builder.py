@@ -92,10 +92,13 @@ def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
     return flexible
 
 
-def misfit(model: nn.Module, policy: type[Policy], world_size: int) -> str:
-    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits. Foreign code does not matter."""
+def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Sequence[type[Policy]] = ()) -> str:
+    """Return why a policy does not fit a model on `world_size` ranks; "" if it fits. Foreign code does not matter.
+
+    Blocks of `customs`, the policies of the caller, do not matter either.
+    """
     try:
-        _Builder(Draft(model, world_size, proven=True)).apply(policy)
+        _Builder(Draft(model, world_size, proven=True), customs).apply(policy)
     except PolicyError as error:
         return str(error)
     return ""
@@ -106,7 +109,8 @@ class _Builder:
 
     Args:
         draft: the draft.
-        customs: policies of the caller, whose rules apply even to foreign code.
+        customs: policies of the caller, whose rules apply even to foreign code. Other policies do not apply to their
+            blocks.
         lenient: whether a layer stays whole if an inferred policy does not fit it. The twin, on which the policy was
             found, may differ from the model. If False, as in a proof, a misfit raises PolicyError.
 
@@ -149,7 +153,14 @@ class _Builder:
                     self.whole_attentions[other] = reason
 
     def _blocks(self, policy: type[Policy]) -> list[tuple[str, nn.Module]]:
-        return [(path, module) for path, module in self.draft.modules.items() if is_block(module, policy)]
+        return [
+            (path, module)
+            for path, module in self.draft.modules.items()
+            if is_block(module, policy) and (policy in self.customs or not self._is_of_custom(module))
+        ]
+
+    def _is_of_custom(self, module: nn.Module) -> bool:
+        return any(is_block(module, custom) for custom in self.customs)
 
     def _not_stock(self, unit: CutUnit, block: str) -> str:
         """Return why the rules of a unit cannot be applied to a block; "" if the rules can be applied."""
@@ -172,6 +183,10 @@ class _Builder:
                 continue
             for unit in units_of(policy, heads):
                 unmatched -= self._apply_unit(policy, unit, path, heads)
+        if policy not in self.customs and any(
+            is_block(module, policy) and self._is_of_custom(module) for module in self.draft.modules.values()
+        ):
+            unmatched.clear()  # the rule may be for a block that has a policy of the caller
         for rule_path in sorted(unmatched):
             if not any(is_within(rule_path, path) for path in policy.optional):
                 raise PolicyError(_no_match(policy, rule_path, blocks))

@@ -29,7 +29,8 @@ def known_policies(
 ) -> tuple[Selection, list[str]]:
     """Return the caller's and the written policies for a model, and the reasons why other written policies do not fit.
 
-    A written policy is left out if a policy of the caller names one of its blocks. Reasons are also logged.
+    A written policy does not apply to blocks of the caller's policies, and is left out if no other blocks remain.
+    Reasons are also logged.
 
     Args:
         model: the model, on any device.
@@ -43,7 +44,8 @@ def known_policies(
         PolicyError: a policy of the caller has a mistake (see `check_custom`), or none of its blocks is in the model.
     """
     customs = check_custom(custom)
-    class_names = {name for module in model.modules() for name in block_names(module)}
+    names_of_modules = [block_names(module) for module in model.modules()]
+    class_names = set().union(*names_of_modules)
     for policy in customs:
         if not class_names & set(policy.blocks()):
             raise PolicyError(
@@ -51,8 +53,9 @@ def known_policies(
                 f" (its blocks: {', '.join(repeated_blocks(model)) or 'none repeat'})"
             )
     taken = {name for policy in customs for name in policy.blocks()}
-    written = [p for p in written_policies() if class_names & set(p.blocks()) and not taken & set(p.blocks())]
-    misfits = {} if world_size is None else {p: why for p in written if (why := misfit(model, p, world_size))}
+    remaining = set().union(*(names for names in names_of_modules if not names & taken))
+    written = [p for p in written_policies() if remaining & set(p.blocks())]
+    misfits = {} if world_size is None else {p: why for p in written if (why := misfit(model, p, world_size, customs))}
     for why in misfits.values():
         log.info("%s; its blocks are cut as the twin proof allows", why)
     written = [p for p in written if p not in misfits]

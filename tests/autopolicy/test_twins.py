@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -315,3 +316,25 @@ def test_inputs_of_the_same_shapes_are_tried_once(cls: type, kind: type, name: s
     observe(model, seed=0)
     assert len([shapes for shapes in tried if name in shapes]) > 2
     assert all(tried.count(shapes) == 1 for shapes in tried)
+
+
+class Drawing(tf.GPT2LMHeadModel):
+    """A model that draws random numbers, and keeps the states of torch's default generator meanwhile."""
+
+    states: list[torch.Tensor] = []
+
+    def __init__(self, config: tf.GPT2Config) -> None:
+        super().__init__(config)
+        self.states.append(torch.get_rng_state())
+
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        torch.rand(3)
+        self.states.append(torch.get_rng_state())
+        return super().forward(input_ids, **kwargs)
+
+
+def test_twins_leave_the_callers_random_stream() -> None:
+    before = torch.get_rng_state()
+    twin = make_twin(Drawing, tf.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, eos_token_id=1))
+    assert Trials(twin, Selection((), "none"), 2).prompt()
+    assert all(torch.equal(state, before) for state in Drawing.states)  # other threads may draw at these moments

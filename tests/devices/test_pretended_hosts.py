@@ -21,7 +21,7 @@ from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import CollectiveAbortedError, PlacementError, StartupError, WorkerDiedError
 from parallelformers_ng.hosts import agent
 from parallelformers_ng.hosts.hosts import Hosts
-from parallelformers_ng.hosts.launching import Elsewhere
+from parallelformers_ng.hosts.launcher_choice import Elsewhere
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.runtime.group import WorkerGroup
 from tests.helpers.patience import await_incarnation, kill

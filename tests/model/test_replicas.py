@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,10 +19,10 @@ from parallelformers_ng.errors import GroupError, ParallelError, PlacementError,
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
-from parallelformers_ng.model.replica import CallOptions
+from parallelformers_ng.model.replica import CallOptions, Replica
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
-from tests.helpers.patience import await_end, await_incarnation, kill
+from tests.helpers.patience import PROMPTLY, await_end, await_incarnation, kill
 from tests.zoo.case import text_inputs
 from tests.zoo.decoders import gpt2
 
@@ -53,6 +56,15 @@ def model() -> Any:
 
 def generate(model: Any, **more: Any) -> torch.Tensor:
     return model.generate(IDS, **{"max_new_tokens": 5, "do_sample": False, **more})
+
+
+def await_busy(replicas: Sequence[Replica]) -> Replica:
+    """Wait until a replica has a request, and return the replica."""
+    end = time.monotonic() + PROMPTLY
+    while not (busy := [replica for replica in replicas if replica.group.busy]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return busy[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -129,16 +141,17 @@ def test_calls_that_sample_side_by_side_draw_apart(model: Any) -> None:
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "tensor"), (2, "pipeline")])
 def test_replicas_survive_the_death_of_one(ranks: int, strategy: str) -> None:
     with replicated(ranks, fit={"strategy": strategy}) as model:
-        want, first = generate(model), Slow()
-        replicas = deployment_of(model).replicas
+        want, replicas = generate(model), deployment_of(model).replicas
         cache = model(IDS, use_cache=True).past_key_values
         holder = cache.check()
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(generate, model, streamer=first)
-            assert first.begun.wait(60)
-            busy = next(replica for replica in replicas if replica.group.busy)
+            for pid in deployment_of(model).pids:  # so that the call cannot end before the death
+                os.kill(pid, signal.SIGSTOP)
+            waiting = pool.submit(generate, model)
+            busy = await_busy(replicas)
+            for pid in set(deployment_of(model).pids) - {busy.group.pids[-1]}:
+                os.kill(pid, signal.SIGCONT)
             kill(busy.group.pids[-1])
-            first.may_end.set()
             with pytest.raises(GroupError, match="died"):
                 waiting.result(60)
         assert torch.equal(generate(model), want)

@@ -136,6 +136,7 @@ def test_mangled_frames_end_the_group_alone():
     ],
 )
 def test_a_worker_that_cannot_start_says_why(target, pattern):
+    WorkerGroup(1, target=TARGET, threads=1).close()  # starts the fork server, whose descriptor stays open
     me = psutil.Process()
     before, children = me.num_fds(), set(me.children())
     with pytest.raises(StartupError, match=pattern):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from parallelformers_ng.cli.commands import main
 from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.policy_check import check_policy
-from parallelformers_ng.sharding.policy_registry import written_policies
+from parallelformers_ng.sharding.policy_registry import known_policies, written_policies
 from tests.zoo.build import build, largest_difference
+from tests.zoo.composites import fsmt
 
 HEADS = Heads("num_heads", scaled=("embed_dim", "split_size"))
 RIGHT = {
@@ -109,6 +112,18 @@ class Doubled(Mine):
     """A policy that sums a result twice."""
 
     plan = {**RIGHT, "attn.c_proj": Row(reduce=False), "mlp.c_fc": Column()}
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_other_blocks_keep_their_written_policy(side: str) -> None:
+    model, other = fsmt(), {"encoder": "decoder", "decoder": "encoder"}[side]
+    mine = policy(block=f"fsmt.{side.capitalize()}Layer", plan={"fc1": Column(), "fc2": Row()})
+    selection, misfits = known_policies(model, mine, 2)
+    shard_plan = build_plan(model, 2, replace(selection, leftovers=False))
+    cut = {name for name, tensor in shard_plan.tensors.items() if not tensor.is_replicated}
+    assert not misfits
+    assert {f"model.{side}.layers.0.fc1.weight", f"model.{other}.layers.0.self_attn.q_proj.weight"} <= cut
+    assert f"model.{side}.layers.0.self_attn.q_proj.weight" not in cut
 
 
 @pytest.mark.parametrize("wrong", [Forgotten, Doubled])

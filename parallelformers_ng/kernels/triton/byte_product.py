@@ -55,6 +55,23 @@ def _fp8_as_float32(bits):
     return placed * 1.329227995784916e36  # 2 ** 120
 
 
+@triton.jit
+def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS: tl.constexpr):
+    """Return the weight of this program: q, s, b, its outputs, the outputs of the weights before it, and its tile.
+
+    A tile is OUTPUTS outputs of one weight; each weight counts its tiles from 0.
+    """
+    tile = tl.program_id(0)
+    q, s, b, outputs, left = q0, s0, b0, outputs0, 0
+    if tile >= tl.cdiv(outputs0, OUTPUTS):
+        tile -= tl.cdiv(outputs0, OUTPUTS)
+        q, s, b, outputs, left = q1, s1, b1, outputs1, outputs0
+        if tile >= tl.cdiv(outputs1, OUTPUTS):
+            tile -= tl.cdiv(outputs1, OUTPUTS)
+            q, s, b, outputs, left = q2, s2, b2, outputs2, outputs0 + outputs1
+    return q, s, b, outputs, left, tile
+
+
 @triton.jit(do_not_specialize=["rows"])  # a recording has more rows than the step before it
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
@@ -66,14 +83,10 @@ def byte_product_kernel(
     `byte_product_launch` describes the arguments; y is the partial results, `[splits, rows, outputs]`. `x_row`
     and `y_row` are distances between rows, in elements.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    q, s, b, outputs, left = q0, s0, b0, outputs0, 0
-    if tile >= tl.cdiv(outputs0, OUTPUTS):
-        tile -= tl.cdiv(outputs0, OUTPUTS)
-        q, s, b, outputs, left = q1, s1, b1, outputs1, outputs0
-        if tile >= tl.cdiv(outputs1, OUTPUTS):
-            tile -= tl.cdiv(outputs1, OUTPUTS)
-            q, s, b, outputs, left = q2, s2, b2, outputs2, outputs0 + outputs1
+    split = tl.program_id(1)
+    q, s, b, outputs, left, tile = weight_and_tile(
+        q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS
+    )
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     is_output, is_row = output < outputs, row < rows

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launch
+from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launch, weight_and_tile
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
 
 GROUP = 32
@@ -100,14 +100,10 @@ def nibble_product_kernel(
     `x_row` count pairs of inputs. A row of scales has GROUP_STEP · `group_steps` scales:
     the compiler knows that scales begin at a multiple of GROUP_STEP, and loads them early, several at once.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    q, s, b, outputs, left = q0, s0, b0, outputs0, 0
-    if tile >= tl.cdiv(outputs0, OUTPUTS):
-        tile -= tl.cdiv(outputs0, OUTPUTS)
-        q, s, b, outputs, left = q1, s1, b1, outputs1, outputs0
-        if tile >= tl.cdiv(outputs1, OUTPUTS):
-            tile -= tl.cdiv(outputs1, OUTPUTS)
-            q, s, b, outputs, left = q2, s2, b2, outputs2, outputs0 + outputs1
+    split = tl.program_id(1)
+    q, s, b, outputs, left, tile = weight_and_tile(
+        q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outputs2, OUTPUTS
+    )
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
     is_output, is_row = output < outputs, row < rows
