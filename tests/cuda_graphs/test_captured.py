@@ -354,7 +354,7 @@ def test_rows_without_static_cache_run_unrecorded(group: WorkerGroup, caplog: py
         parallelize(with_states(), workers=group, decode="cuda_graphs", batching=True) as model,
     ):
         assert all(map(torch.equal, together(model), want))
-    own = [record.message.partition(":")[0] for record in caplog.records if record.name.startswith("parallelformers_ng")]
+    own = [each.message.partition(":")[0] for each in caplog.records if each.name.startswith("parallelformers_ng")]
     assert own == ["calls that are decoded together run without CUDA graphs"]
 
 
