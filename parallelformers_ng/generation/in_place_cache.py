@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 LEAST_SPARE_TOKENS = 128
 MOST_JOINT_BYTES = 64 << 20
-"""Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and are
-slow to read anyway."""
+"""Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and
+are slow to read anyway."""
 
 
 class _Room(NamedTuple):
