@@ -20,13 +20,9 @@ from transformers import LlamaForCausalLM
 from benchmarks import measure
 from benchmarks.callers import RANKS, whole
 from benchmarks.decode import SHAPES
+from benchmarks.quantized import QUANTIZE
 from parallelformers_ng import parallelize
 from parallelformers_ng.sharding.cache_names import CACHE
-
-QUANTIZE: dict[str, dict[str, Any]] = {
-    "int8": {"scheme": "int8", "embeddings": True},
-    "int8, head in bf16": {"scheme": "int8"},
-}
 
 
 class Masked(LlamaForCausalLM):
@@ -66,7 +62,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--right", type=float, default=0.7, help="share of the proposals that are right")
     parser.add_argument("--proposals", type=int, nargs="+", default=[2, 3, 4], help="proposals of a round")
-    parser.add_argument("--quantize", choices=QUANTIZE, help="scheme of the assistant's weights")
+    parser.add_argument("--quantize", choices=[name for name, scheme in QUANTIZE.items() if scheme])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for the figures")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import measure
+from benchmarks.callers import whole
 from benchmarks.decode import SHAPES
 from parallelformers_ng import parallelize
 
@@ -35,21 +35,6 @@ QUANTIZE: dict[str, dict[str, Any] | None] = {
 }
 TOKENS = 48
 _PEER = str(Path(__file__).with_name("llama_peer.py"))
-
-
-def whole(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Return a random model of the size's shape, with a fixed seed."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[size], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
-    model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 def tokens_per_second(model: Any, context: int) -> float:

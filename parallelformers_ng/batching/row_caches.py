@@ -72,8 +72,7 @@ def keeps_windows(cache: Any) -> bool:
     Layers that read the keys and values of other layers may keep nothing.
     """
     kinds = (DynamicLayer, DynamicSlidingWindowLayer)
-    layers = layers_of(cache)
-    return is_of_tokens_alone(cache) and all(type(each) in kinds or type(each).__name__ == EMPTY for each in layers)
+    return is_of_tokens_alone(cache) and all(type(layer) in kinds for layer in layers_with_keys(cache))
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:

@@ -66,23 +66,20 @@ class JointRoom:
         end: number of tokens that the room must have, for `lengthen`.
 
     Attributes:
-        addresses: for each layer the addresses of keys and values, and their strides in elements between sequences,
-            heads and tokens: eight 64-bit numbers.
+        addresses: `addresses_of` the keys and values of each layer, as 64-bit numbers.
     """
 
     def __init__(self, layers: Sequence[Any], like: Tensor, end: int) -> None:
         self._views: list[weakref.ref[Tensor]] = []
         _, heads, _, width = like.shape
-        self._room = end + max(end // 4, LEAST_SPARE_TOKENS)
+        self._room = _with_spare(end)
         memory = like.new_empty(2 * len(layers), 1, heads, self._room, width)
         self._shape, self._strides = memory.shape, memory.stride()
         tokens = layers[0].get_seq_length()
         for place, states in enumerate(_newest(layers) if tokens else ()):
             memory[place, :, :, :tokens] = states
-        of_one = self._strides[1:4]
-        addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, self._strides[0] * memory.itemsize)
-        numbers = [(*addresses[place : place + 2], *of_one, *of_one) for place in range(0, len(addresses), 2)]
-        self.addresses = b"".join(struct.pack("=8Q", *of_layer) for of_layer in numbers)
+        pairs = memory.unflatten(0, (-1, 2)).unbind()
+        self.addresses = b"".join(struct.pack("=8Q", *addresses_of(keys, values)) for keys, values in pairs)
         self._show(layers, memory, tokens)
 
     @classmethod
@@ -152,6 +149,17 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
         room = _joint_rooms[cache] = JointRoom(layers, like, end)
         room.lengthen(layers, tokens)
     return room.addresses
+
+
+def addresses_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """Return the addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of
+    keys and of values. The eight numbers are in the order of the kernels' arguments (`Cached` of `_queries.h`)."""
+    return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
+
+
+def _with_spare(tokens: int) -> int:
+    """Return the number of tokens that new memory for `tokens` tokens has room for."""
+    return tokens + max(tokens // 4, LEAST_SPARE_TOKENS)
 
 
 def _newest(layers: Sequence[Any]) -> list[Tensor]:
@@ -246,7 +254,7 @@ def extended(
     if own is not None and own.fits(layer, end):
         room, rows = own.room, own.rows
     else:
-        room = end + max(end // 4, LEAST_SPARE_TOKENS)
+        room = _with_spare(end)
         rows = own.rows if own is not None and own.fits(layer, 0) else key_like.shape[0]
         keys, values = _moved(keys, key_like, rows, room), _moved(values, value_like, rows, room)
     layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)

@@ -62,8 +62,8 @@ DEFINE_FUNCTION(attention_half, AttentionHalf, 4)
 DEFINE_FUNCTION(feed_half, FeedHalf, 1)
 
 /* Runs decoder layers for one or more steps. Arguments: a `Kernel` for sums over the ranks, or None; the kind of the sums; a
- * bytes object of `Layer` structs; the address of x; for each step a bytes object of `Cached` structs, one a layer; then the
- * fields of each `Step`. Returns a status of `Kernel.all_reduce`. */
+ * bytes object of `Layer` structs; the address of x; then, step by step, a bytes object of `Cached` structs, one a layer,
+ * and the fields of `Step`. Returns a status of `Kernel.all_reduce`. */
 static PyObject *py_decoder_layers(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     enum { FIRST = 4, STEP_SIZES = sizeof(Step) / sizeof(size_t), OF_STEP = STEP_SIZES + 1 };

@@ -1,4 +1,4 @@
-"""Calls the C functions of `_layer.h`, each of which computes one half of a decoder layer for new tokens.
+"""Calls the C functions of `_layer.h`. Each function computes one half of a decoder layer for new tokens.
 
 The halves are `x + attention(norm(x))` and `x + feed_forward(norm(x))`. For each half, the rank calls one C function,
 and sums over the ranks.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.generation.in_place_cache import extended
+from parallelformers_ng.generation.in_place_cache import addresses_of, extended
 from parallelformers_ng.kernels.operators import (
     KINDS,
     MOST_ROWS,
@@ -86,7 +86,7 @@ class Half:
         self.epsilons = tuple(0.0 if norm is None else norm.variance_epsilon for norm in norms)
 
     def unless_patched(self) -> Self | None:
-        """Return this half of the layer; None if a module object has its own forward, which the kernel would skip."""
+        """Return this half of the layer; None if a module object has its own forward. The kernel would skip it."""
         return None if self.guard.patched else self
 
     def may_stand_for_modules(self, hidden: Tensor) -> bool:
@@ -209,16 +209,14 @@ class AttentionHalf(Half):
             step: the step, with the numbers of sequences and of new tokens.
 
         Returns:
-            Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and
-            of values. The numbers are in the order of the kernel's arguments.
+            `addresses_of` the keys and values.
         """
         layer: Any = cache.layers[self.layer_idx]
         like = None
         if not layer.is_initialized:
             like = self.empty_like(step)
             layer.lazy_initialization(like, like)
-        keys, values = extended(layer, step.queries, like, like)
-        return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
+        return addresses_of(*extended(layer, step.queries, like, like))
 
     def tokens_in(self, cache: DynamicCache) -> int:
         """Return the number of tokens that the cache has for this layer."""

@@ -269,7 +269,7 @@ class Guard:
     Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
     Args:
-        places: pairs of a module and the name of a parameter, which may be None.
+        places: pairs of a module and the name of a parameter; the parameter may be None.
         modules: modules that the kernel replaces. The kernel must not replace the modules if one of them has a hook.
 
     Attributes:
