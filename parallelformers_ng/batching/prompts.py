@@ -17,11 +17,14 @@ from parallelformers_ng.batching.prepared import inputs_of
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
-from parallelformers_ng.kernels.joint_pass import JointPass
+from parallelformers_ng.generation.in_place_cache import expect
+from parallelformers_ng.kernels.joint_pass import JointPass, PromptStep
 
 _WORTH_A_PASS = 128
-"""Kept tokens of a prompt that save more time than a forward pass of the prompt's own costs. A prompt runs beside
-others if fewer of its kept tokens run again for it."""
+"""Tokens that take as much time as a forward pass of its own costs. Prompts run side by side if fewer tokens of padding
+or of kept prefixes run again for it."""
+_WORTH_A_STEP = 8
+"""Tokens that take as much time as the Python code of a further step in a joint pass."""
 _OF_ONE_PROMPT = ("attention_mask", "position_ids", "cache_position")
 _OF_THEIR_OWN = ("mems", "past_buckets_states")
 """XLNet and Reformer: their caches depend on the length of the sequence."""
@@ -45,6 +48,40 @@ class Ran:
     mask: torch.Tensor
 
 
+@dataclass(eq=False)
+class _Piece:
+    """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts.
+
+    Attributes:
+        rows: rows of the prompts.
+        begin, end: first column of the step, and the column after its last one. A shorter prompt has padding behind.
+    """
+
+    rows: list[BatchRow]
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return len(self.rows) * (self.end - self.begin)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each prompt."""
+        return [row.ids.shape[1] for row in self.rows]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no token of the prompts is left to run."""
+        return self.end == max(self.lengths)
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Mask of the prompt up to the last column of the step; None for several prompts."""
+        return self.rows[0].prompt_mask[:, : self.end] if len(self.rows) == 1 else None
+
+
 class Prompts:
     """The waiting prompts, in the order of their arrival.
 
@@ -53,9 +90,9 @@ class Prompts:
         prefixes: kept sequences, whose keys and values new prompts may reuse.
 
     Attributes:
-        latest: number of tokens in the latest forward pass, padding included.
-        latest_begin: first column of that pass.
-        ran_beside: whether the latest forward pass has run `beside`.
+        latest: number of tokens in the latest pass, padding included.
+        latest_begin: first column of the last prompt of that pass.
+        ran_beside: whether the latest pass has run `beside`.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
@@ -80,61 +117,80 @@ class Prompts:
             self._done = 0
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
 
-    def run(self, piece: int, beside: Callable[[], object] | None = None) -> Ran | None:
-        """Run one piece of the first prompt, or several whole prompts that fit in one piece with their padding.
+    def run(self, most: int, beside: Callable[[], object] | None = None) -> list[Ran]:
+        """Run the first tokens that wait, in one pass if C computes the layers. Otherwise, run a piece of the first
+        prompt, or several whole prompts side by side.
+
+        ::
+
+            passes of 6 tokens:   a a a a a a | a a b b b b | b b b c c d
 
         Tokens whose keys and values are kept from earlier sequences do not run again.
 
         Args:
-            piece: most tokens to run; 0 runs the whole first prompt.
+            most: most tokens to run, padding included; 0 runs the whole first prompt.
             beside: function that runs the model for other rows, and that runs in the same pass if possible; None for no
                 rows.
 
         Returns:
-            The results of the complete prompts; None if the first prompt has tokens left to run.
+            The results of the prompts that are complete now.
 
         Raises:
             BatchingError: the model keeps a cache that rows cannot be added to.
         """
-        rows, kept = self._side_by_side(piece)
-        if kept:
-            self._prefixes.fill(rows[0].cache, [row.ids for row in rows], kept)
-        if len(rows) > 1:
-            return self._run_together(rows, kept, beside)
-        row = rows[0]
-        length = row.ids.shape[1]
-        self._done = self._done or kept
-        begin, left = self._done, length - self._done
-        pieces = 1 if row.call.config.use_cache is False else math.ceil(left / (piece or left))
-        end = begin + math.ceil(left / pieces)  # equal pieces, because a short piece reads the same weights
-        mask = row.prompt_mask[:, :end]
-        logits = self._forward(row, row.ids[:, :end], mask, begin, [end - 1] if end == length else [], beside)
-        self._done = end
-        if end < length:
-            return None
-        self._waiting.popleft()
-        self._done = 0
-        cache = row.cache
-        if (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, row):
-            return Ran([row], logits, None, mask)
-        return Ran([row], logits, cache, mask)
+        joint = JointPass.of(self._model)
+        pieces = self._pieces(most, joint is not None and 0 < most <= joint.most_tokens)
+        self.latest, self.latest_begin = sum(piece.tokens for piece in pieces), pieces[-1].begin
+        steps = [self._step(piece) for piece in pieces]
+        is_joint = joint is not None and (beside is not None or len(steps) > 1)
+        logits = joint.run(steps, beside) if joint is not None and is_joint else []
+        self.ran_beside = bool(logits) and beside is not None
+        logits += map(self._run_alone, pieces[len(logits) :], steps[len(logits) :])
+        self._done = 0 if pieces[-1].is_last else pieces[-1].end
+        return [self._finish(*each) for each in zip(pieces, logits, strict=True) if each[0].is_last]
 
-    def _side_by_side(self, piece: int) -> tuple[list[BatchRow], int]:
-        """Return (rows, tokens): the rows of the first prompt and of next prompts that may run together with it.
+    def _pieces(self, most: int, is_joint: bool) -> list[_Piece]:
+        """Return the next steps; only the last one may leave tokens of its prompt to run.
+
+        Args:
+            most: see `run`.
+            is_joint: whether several steps may run in one pass.
+        """
+        pieces, waiting = list[_Piece](), [*self._waiting]
+        while waiting and (not pieces or (is_joint and pieces[-1].is_last and most >= _WORTH_A_STEP)):
+            pieces.append(self._piece(waiting, 0 if pieces else self._done, most, is_joint))
+            del waiting[: len(pieces[-1].rows)]
+            most -= pieces[-1].tokens
+        return pieces
+
+    def _piece(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Piece:
+        """Return the next step for the first of the waiting prompts, of which `done` tokens have run."""
+        rows, kept = ([waiting[0]], done) if done else self._side_by_side(waiting, most, is_joint)
+        if kept and not done:
+            self._prefixes.fill(rows[0].cache, [row.ids for row in rows], kept)
+        piece = _Piece(rows, kept, max(row.ids.shape[1] for row in rows))
+        if 0 < most < piece.tokens and rows[0].call.config.use_cache is not False:
+            # Equal pieces, because a short piece reads the same weights. The next prompt would fill the last piece.
+            fills = is_joint and len(self._waiting) > 1
+            expect(row_caches.layers_of(rows[0].cache), piece.end)
+            piece.end = kept + (most if fills else math.ceil(piece.tokens / math.ceil(piece.tokens / most)))
+        return piece
+
+    def _side_by_side(self, waiting: list[BatchRow], most: int, is_joint: bool) -> tuple[list[BatchRow], int]:
+        """Return (rows, tokens): the first of the waiting prompts, and next prompts that run in the same step.
 
         `tokens` is the number of kept tokens of each of these prompts. They need not run again.
         """
-        first = self._waiting[0]
-        if self._done:
-            return [first], 0
-        rows, known, longest, kept = list[BatchRow](), list[int](), 0, 0
-        for row in self._waiting:
-            length, tokens = max(longest, row.ids.shape[1]), self._kept(row)
-            common = min([*known, tokens])
-            fits = _fits_beside(row, length) and max([*known, tokens]) - common < _WORTH_A_PASS
-            if rows and (not fits or (length - common) * (len(rows) + 1) > piece):
+        again = _WORTH_A_STEP if is_joint else _WORTH_A_PASS
+        rows, known, lengths, kept = list[BatchRow](), list[int](), list[int](), 0
+        for row in waiting:
+            length, tokens = row.ids.shape[1], self._kept(row)
+            longest, common = max([*lengths, length]), min([*known, tokens])
+            fits = _fits_beside(row, longest) and max([*known, tokens]) - common < again
+            fits_padded = not is_joint or longest - min([*lengths, length]) < again
+            if rows and (not (fits and fits_padded) or (longest - common) * (len(rows) + 1) > most):
                 break
-            rows, known, longest, kept = [*rows, row], [*known, tokens], length, common
+            rows, known, lengths, kept = [*rows, row], [*known, tokens], [*lengths, length], common
             if not fits:
                 break
         return rows, kept
@@ -144,74 +200,56 @@ class Prompts:
         reuses = row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
         return self._prefixes.length(row.ids) if reuses else 0
 
-    def _run_together(self, rows: list[BatchRow], begin: int, beside: Callable[[], object] | None) -> Ran:
-        """Run prompts from column `begin` on, with padding after the shorter prompts; no token attends to the
-        padding."""
-        for _ in rows:
-            self._waiting.popleft()
-        lengths = [row.ids.shape[1] for row in rows]
-        longest = max(lengths)
-        empty = [longest - length for length in lengths]
-        ids = torch.cat([pad(row.ids, (0, behind)) for row, behind in zip(rows, empty, strict=True)])
-        cache = rows[0].cache
-        logits = self._forward(rows[0], ids, None, begin, [length - 1 for length in lengths], beside)
-        row_caches.align_ends(cache, empty)
-        mask = torch.ones_like(ids)
-        for index, columns in enumerate(empty):
-            mask[index, :columns] = 0
-        return Ran(rows, logits, cache, mask)
-
-    def _forward(
-        self,
-        row: BatchRow,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        begin: int,
-        last: list[int],
-        beside: Callable[[], object] | None,
-    ) -> torch.Tensor:
-        """Run prompts from column `begin` on with the cache of `row`.
-
-        Args:
-            row: row whose arguments the model gets.
-            ids: the prompts, `[rows, columns]`.
-            mask: mask of the prompts; None for no padding.
-            begin: first column to run.
-            last: column of each prompt's last token; empty if the first prompt has tokens left to run.
-            beside: see `run`.
-
-        Returns:
-            Logits of the last tokens, `[rows, vocabulary]`; any tensor if `last` is empty.
-        """
-        whole = torch.ones_like(ids[:1]) if mask is None else mask
-        self.latest, self.latest_begin, self.ran_beside = ids[:, begin:].numel(), begin, False
-        positions = (whole.cumsum(-1) - 1).clamp(min=0)
+    def _step(self, piece: _Piece) -> PromptStep:
+        """Return the arguments of the model for a piece. The arguments of several prompts are those of the first."""
+        row, begin, end, mask = piece.rows[0], piece.begin, piece.end, piece.mask
+        ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in piece.rows])
+        positions = ((torch.ones_like(ids[:1]) if mask is None else mask).cumsum(-1) - 1).clamp(min=0)
         arguments = {name: value for name, value in row.call.model_kwargs.items() if name not in _OF_ONE_PROMPT}
-        columns = list(range(begin, ids.shape[1]))
+        last = [length - 1 - begin for length in piece.lengths] if piece.is_last else []
         if "logits_to_keep" in arguments and len(ids) > 1:
-            columns = sorted(set(last))
-            arguments["logits_to_keep"] = ids.new_tensor(columns) - begin
+            arguments["logits_to_keep"] = ids.new_tensor(sorted(set(last)))
         inputs = inputs_of(
             self._model,
             ids,
             positions[:, begin:].expand(len(ids), -1),
-            next_sequence_length=ids.shape[1] - begin,
+            next_sequence_length=end - begin,
             attention_mask=mask,
             is_first_iteration=begin == 0,
             **arguments,
         )
-        joint = None if beside is None else JointPass.of(self._model, [column - begin for column in last])
-        if joint is None or beside is None:
-            output = self._model(**inputs, return_dict=True)
-        elif (output := joint.run(inputs, beside)) is None:
-            self.ran_beside = True
-            return joint.logits
+        return PromptStep(inputs, last)
+
+    def _run_alone(self, piece: _Piece, step: PromptStep) -> torch.Tensor:
+        """Run a step. Return the logits of the prompts' last tokens, `[rows, vocabulary]`; any tensor if tokens are
+        left to run."""
+        row = piece.rows[0]
+        output = self._model(**step.inputs, return_dict=True)
         if row.cache is None and (name := row_caches.name_in(output)):
             row.call.model_kwargs[name] = output[name]  # the model makes its own cache
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
             raise BatchingError(f"rows cannot be added to the cache {name} of this model")
         logits: torch.Tensor = output.logits
-        return logits[range(len(ids)), [columns.index(column) for column in last]] if len(ids) > 1 else logits[:, -1]
+        if len(piece.rows) == 1:
+            return logits[:, -1]
+        columns = sorted(set(step.last)) if logits.shape[1] < piece.end - piece.begin else range(logits.shape[1])
+        return logits[range(len(logits)), [columns.index(column) for column in step.last]]
+
+    def _finish(self, piece: _Piece, logits: torch.Tensor) -> Ran:
+        """Return the results of prompts whose tokens have all run. They wait no longer."""
+        for _ in piece.rows:
+            self._waiting.popleft()
+        rows, cache = piece.rows, piece.rows[0].cache
+        if len(rows) == 1 and (cache is None or not row_caches.holds_any(cache)) and runs_whole(self._model, rows[0]):
+            cache = None
+        if piece.mask is not None:
+            return Ran(rows, logits, cache, piece.mask)
+        empty = [piece.end - length for length in piece.lengths]
+        row_caches.align_ends(cache, empty)
+        mask = torch.ones((len(rows), piece.end), dtype=torch.long, device=logits.device)
+        for index, columns in enumerate(empty):
+            mask[index, :columns] = 0
+        return Ran(rows, logits, cache, mask)
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:

@@ -102,13 +102,13 @@ class RankBatch:
         self._communicator = communicator
         self._captured = CapturedRows(model, steps)
         self._batch = -1
-        self._late: Ran | None = None  # prompts that join in the next round
+        self._late: list[Ran] = []  # prompts that join in the next round
 
     def forget_prefixes(self) -> None:
         """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
-            for row in (*self._rows, *self._prompts, *(self._late.rows if self._late else ())):
+            for row in (*self._rows, *self._prompts, *_rows_of(self._late)):
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
@@ -127,12 +127,12 @@ class RankBatch:
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)
             self._rows = Rows(self._model, self._communicator, self._prefixes, self._captured)
-            self._prompts, self._late = Prompts(self._model, self._prefixes), None
+            self._prompts, self._late = Prompts(self._model, self._prefixes), []
         news, changed_rows = News(), set[BatchRow]()
-        began, late, self._late = time.monotonic(), self._late, None
-        if late is not None:
+        began, late, self._late = time.monotonic(), self._late, []
+        if late:
             self._rows.join(late)
-            changed_rows.update(late.rows)
+            changed_rows.update(_rows_of(late))
             news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
@@ -154,16 +154,16 @@ class RankBatch:
             changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
 
         ran_beside = False
-        if len(self._prompts) and late is None:
+        if len(self._prompts) and not late:
             began = time.monotonic()
-            ran = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
+            results = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
             news.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
-            if ran is not None and len(self._rows) and 0 < order.widest <= ran.mask.numel():
-                self._late = ran
-            elif ran is not None:
-                self._rows.join(ran)
-                changed_rows.update(ran.rows)
+            if len(self._rows) and 0 < order.widest <= sum(ran.mask.numel() for ran in results):
+                self._late = results
+            elif results:
+                self._rows.join(results)
+                changed_rows.update(_rows_of(results))
         # While prompts wait, few rows would share a step.
         steps = (1 if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
@@ -182,3 +182,7 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = parcel(changes)
         return news
+
+
+def _rows_of(results: list[Ran]) -> list[BatchRow]:
+    return [row for ran in results for row in ran.rows]

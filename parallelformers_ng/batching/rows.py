@@ -78,17 +78,25 @@ class Rows:
     def __iter__(self) -> Iterator[BatchRow]:
         return (row for row in self._places if row is not None)
 
-    def join(self, ran: Ran) -> None:
+    def join(self, results: list[Ran]) -> None:
         """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
 
         Raises:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
-        for index, row in enumerate(ran.rows):
-            if row.may_be_kept and ran.cache is not None:
-                self._prefixes.keep(row.ids, ran.cache, index)
-        self._choose(ran.rows, ran.logits, [*range(len(ran.rows))])
+        rows = [row for ran in results for row in ran.rows]
+        for ran in results:
+            for index, row in enumerate(ran.rows):
+                if row.may_be_kept and ran.cache is not None:
+                    self._prefixes.keep(row.ids, ran.cache, index)
+        self._choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
+        for ran in results:
+            self._place(ran)
+        self._newest = None
+        self.leave([row.number for row in rows if row.outcome != GOES_ON])
+
+    def _place(self, ran: Ran) -> None:
         if ran.cache is None:
             self._places = [*self, *ran.rows]
         elif self._store is None:
@@ -96,11 +104,9 @@ class Rows:
             self._places, self._store = [*ran.rows], GrowingRows(self._model, name, ran.cache, ran.mask)
             self.token_bytes = row_caches.token_bytes(ran.cache)
         else:
-            self._place(self._store, ran)
-        self._newest = None
-        self.leave([row.number for row in ran.rows if row.outcome != GOES_ON])
+            self._put(self._store, ran)
 
-    def _place(self, store: GrowingRows | Slots, ran: Ran) -> None:
+    def _put(self, store: GrowingRows | Slots, ran: Ran) -> None:
         """Put new rows into empty places, and then after the last place."""
         if isinstance(store, Slots) and not store.may_put(ran.mask.shape[1], len(self) + len(ran.rows)):
             store = self._pack(store)

@@ -140,7 +140,7 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
     """
     room = joint_room(cache, layers)
     if room is None or not room.lengthen(layers, tokens):
-        end = layers[0].get_seq_length() + tokens
+        end = _expected(layers[0], layers[0].get_seq_length() + tokens)
         if not JointRoom.fits(layers, like, end):
             return None
         for layer in layers:
@@ -149,6 +149,20 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
         room = _joint_rooms[cache] = JointRoom(layers, like, end)
         room.lengthen(layers, tokens)
     return room.addresses
+
+
+def expect(layers: Sequence[Any], tokens: int) -> None:
+    """Make the next new memory of layers large enough for `tokens` tokens.
+
+    A long prompt runs in pieces. With its length known, earlier keys and values are not copied to larger memory again.
+    """
+    for layer in layers:
+        layer._expected_tokens = tokens
+
+
+def _expected(layer: Any, end: int) -> int:
+    """Return the number of tokens that new memory of a layer must have, at least `end`."""
+    return max(end, getattr(layer, "_expected_tokens", 0))
 
 
 def addresses_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
@@ -254,7 +268,7 @@ def extended(
     if own is not None and own.fits(layer, end):
         room, rows = own.room, own.rows
     else:
-        room = _with_spare(end)
+        room = _with_spare(_expected(layer, end))
         rows = own.rows if own is not None and own.fits(layer, 0) else key_like.shape[0]
         keys, values = _moved(keys, key_like, rows, room), _moved(values, value_like, rows, room)
     layer.keys, layer.values = _reaching(keys, key_like, end), _reaching(values, value_like, end)

@@ -2,6 +2,7 @@ from typing import Any
 
 HAS_TILES: int
 HAS_PAIRS: int
+MOST_STEPS: int
 
 def linear(
     x: int,

@@ -27,7 +27,7 @@ typedef struct {
     float feed_epsilon, unused;
 } Layer;
 
-enum { MOST_STEPS = 2 };
+enum { MOST_STEPS = 16 };
 
 typedef struct {
     const Layer *layers;

@@ -22,6 +22,9 @@ from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
+MOST_STEPS: int = getattr(_decode, "MOST_STEPS", 1)
+"""Largest number of steps that one call of C computes."""
+
 
 class LayersAsOne(nn.ModuleList):
     """A list of decoder layers. While `as_one` is true, the slice of all layers contains a single function, `run`.
@@ -94,6 +97,12 @@ class DecoderStack(LayersAsOne):
                 hidden = layer.give(step._replace(hidden=hidden).run)
         return hidden
 
+    @property
+    def most_rows(self) -> int:
+        """Largest number of tokens that one call of C computes; 0 if C cannot compute the layers."""
+        view: _StackInC | None = self.view() if may_serve() else None
+        return 0 if view is None else view.most_rows
+
     def step_in_c(self, hidden: Tensor, **kwargs: Any) -> StepInC | None:
         """Return the arguments of one call of C that computes all layers of this rank; None if C cannot compute the
         layers.
@@ -137,14 +146,19 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
 
 
 class _StackInC:
-    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer."""
+    """The kernel's arguments for decoder layers; the kernel computes both halves of every layer.
+
+    Attributes:
+        guard: guard of all layers.
+        most_rows: largest number of rows that the kernel multiplies.
+    """
 
     def __init__(self, layers: Iterable[nn.Module], halves: list[tuple[AttentionHalf, FeedHalf]]) -> None:
         self._attentions = [attention for attention, _ in halves]
         self._first = self._attentions[0]
         self._places = [attention.layer_idx for attention in self._attentions]
         self._shares_room = len({attention.kv_heads for attention in self._attentions}) == 1
-        self._most_rows = min(half.most_rows for pair in halves for half in pair)
+        self.most_rows = min(half.most_rows for pair in halves for half in pair)
         self.guard = Guard.together([half.guard for pair in halves for half in pair] + [Guard((), layers)])
         self._sum_kind = SUM_KINDS[self._first.dtype]
         communicators = {half.communicator for pair in halves for half in pair if _is_partial(half)}
@@ -168,10 +182,6 @@ class _StackInC:
         summed = all(isinstance(half.communicator, SharedMemoryCommunicator) for half in flat if _is_partial(half))
         stack = cls(layers, known) if alike and summed else None
         return None if stack is None or stack.guard.patched else stack
-
-    def fits(self, rows: int) -> bool:
-        """Return whether the kernel multiplies that many rows at once."""
-        return rows <= self._most_rows
 
     def step_for(self, hidden: Tensor, **kwargs: Any) -> Step | None:
         """Return the step for `run`, made from the layers' arguments; None if the kernel cannot compute the step."""
@@ -220,7 +230,7 @@ class _StackInC:
 
 
 class StepInC(NamedTuple):
-    """A step of decoder layers that one call of C computes, alone or beside another step over another cache.
+    """A step of decoder layers that one call of C computes, alone or beside steps over other caches.
 
     Attributes:
         stack: the layers.
@@ -236,16 +246,18 @@ class StepInC(NamedTuple):
 
     def run(self) -> Tensor:
         """Return the last layer's output, `[batch, tokens, hidden]`."""
-        return self.stack.run(self)[0]
+        return run_together([self])[0]
 
-    def fits_beside(self, other: StepInC) -> bool:
-        """Return whether one call of C can compute both steps."""
-        rows = sum(each.hidden.shape[:2].numel() for each in (self, other))
-        return self.stack is other.stack and self.cache is not other.cache and self.stack.fits(rows)
+    def fits_beside(self, others: Sequence[StepInC]) -> bool:
+        """Return whether one call of C can compute the step and other steps."""
+        rows = sum(each.hidden.shape[:2].numel() for each in (self, *others))
+        differ = all(self.stack is other.stack and self.cache is not other.cache for other in others)
+        return differ and len(others) < MOST_STEPS and rows <= self.stack.most_rows
 
-    def run_beside(self, other: StepInC) -> list[Tensor]:
-        """Return the last layer's outputs for both steps, which read the weights once."""
-        return self.stack.run(self, other)
+
+def run_together(steps: Sequence[StepInC]) -> list[Tensor]:
+    """Return the last layer's outputs for steps that fit beside each other, which read the weights once."""
+    return steps[0].stack.run(*steps)
 
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:

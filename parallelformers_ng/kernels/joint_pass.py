@@ -1,43 +1,57 @@
-"""Runs two steps of a model through the layers in one call of C, which reads the weights once."""
+"""Runs several steps of a model through the layers in one call of C, which reads the weights once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC
+from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC, run_together
 from parallelformers_ng.sharding.placed import Placed
 
 
+class PromptStep(NamedTuple):
+    """A step of a model for one or more prompts.
+
+    Attributes:
+        inputs: arguments of the model.
+        last: index of each prompt's last token among the step's tokens; empty if no logits are wanted.
+    """
+
+    inputs: dict[str, Any]
+    last: list[int]
+
+
 class JointPass:
-    """A step of a model, for example for prompts, that runs together with the model's next step.
+    """Steps of a model for prompts, each over its own cache, that run together with the model's next step.
 
     ::
 
-        embedding of the prompts ─┐                          ┌─ last tokens of the prompts ─┐
-                                  ├─ all layers, in one call ┤                              ├─ head
-        embedding of the rows ────┘                          └─ rows ───────────────────────┘
+        embedding of prompts ───────┐                          ┌─ last tokens of the prompts ─┐
+        embedding of other prompts ─┼─ all layers, in one call ┤                              ├─ head
+        embedding of the rows ──────┘                          └─ rows ───────────────────────┘
 
     Args:
         model: model of the rank.
         stack: the only stack of layers of the model.
-        columns: index of the token of each prompt whose logits are wanted; empty for no logits.
 
     Attributes:
-        logits: logits of these tokens, `[prompts, vocabulary]`, after `run`; empty for no logits.
+        most_tokens: largest number of tokens of all steps together; 0 if C cannot compute the layers.
     """
 
-    def __init__(self, model: Any, stack: DecoderStack, columns: list[int]) -> None:
-        self.logits = torch.empty(0)
-        self._model, self._stack, self._columns = model, stack, columns
-        self._prompts: StepInC | None = None  # the first step, until its layers run
-        self._rows = 0
+    def __init__(self, model: Any, stack: DecoderStack) -> None:
+        self.most_tokens = stack.most_rows
+        self._model, self._stack = model, stack
+        self._waiting: list[StepInC] = []  # first steps, until their layers run
+        self._last: list[list[int]] = []  # `PromptStep.last` of these steps
+        self._rows = 0  # rows of the joint step, until its head has run
+        self._logits = torch.empty(0)
 
     @classmethod
-    def of(cls, model: nn.Module, columns: list[int]) -> JointPass | None:
+    def of(cls, model: nn.Module) -> JointPass | None:
         """Return a pass of a model; None if other ranks have layers, if the model has no stack of layers, or if a hook
         would run twice."""
         stacks, modules = list[DecoderStack](), [model]
@@ -50,62 +64,70 @@ class JointPass:
             else:
                 modules.extend(module.children())
         is_whole = len(stacks) == 1 and not isinstance(stacks[0][-1], Placed)
-        return cls(model, stacks[0], columns) if is_whole else None
+        return cls(model, stacks[0]) if is_whole else None
 
-    def run(self, inputs: dict[str, Any], beside: Callable[[], object]) -> Any:
-        """Run a step of the model, and `beside`, whose step runs together with the first step.
+    def run(self, steps: Sequence[PromptStep], beside: Callable[[], object] | None) -> list[Tensor]:
+        """Run as many of the first steps as one call of C can compute, and `beside`, whose step runs with them.
 
         Args:
-            inputs: arguments of the model for the first step.
-            beside: function that runs the next step of the model.
+            steps: steps for prompts.
+            beside: function that runs the next step of the model; None for no such step. The function does not run if C
+                cannot compute the first of `steps`.
 
         Returns:
-            None, after both steps. If C cannot compute the first step: the model's output, and `beside` has not run.
+            For each step that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
         """
         try:
-            self._stack.instead = self._keep
-            return self._model(**inputs, return_dict=True)
-        except _LayersWait:
-            self._stack.instead = self._join
-            with self._model.register_forward_hook(self._separate):
-                beside()
-            self._run_alone(inputs)
-            return None
+            self._stack.instead = self._wait
+            for step in steps:
+                with contextlib.suppress(_LayersWait):
+                    self._model(**step.inputs, return_dict=True)
+                if len(self._waiting) == len(self._last):
+                    break
+                self._last.append(step.last)
+            if self._waiting and beside is not None:
+                self._stack.instead = self._join
+                with self._model.register_forward_hook(self._separate):
+                    beside()
+            if self._waiting:
+                self._run_alone()
+            return [*self._logits.split([len(last) for last in self._last])] if self._last else []
         finally:
             self._stack.instead = None
 
-    def _keep(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        self._prompts = self._stack.step_in_c(hidden, **kwargs)
-        if self._prompts is None:
-            return self._stack.run_alone(hidden, **kwargs)
+    def _wait(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        step = self._stack.step_in_c(hidden, **kwargs)
+        if step is not None and step.fits_beside(self._waiting):
+            self._waiting.append(step)
         raise _LayersWait
 
     def _join(self, hidden: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layers for both steps. The last tokens of the prompts go to the head as further rows."""
-        part = self._stack.step_in_c(hidden, **kwargs)
-        if self._prompts is None or part is None or part.hidden.shape[1] > 1 or not self._prompts.fits_beside(part):
+        """Run the layers for all steps. The last tokens of the prompts go to the head as further rows."""
+        step = self._stack.step_in_c(hidden, **kwargs)
+        if step is None or hidden.shape[1] > 1 or not self._waiting or not step.fits_beside(self._waiting):
             return self._stack.run_alone(hidden, **kwargs)
-        of_prompts, of_rows = self._prompts.run_beside(part)
-        self._prompts, self._rows = None, len(of_rows)
-        return torch.cat((of_rows, self._last_of(of_prompts))) if self._columns else of_rows
+        of_rows, *of_prompts = run_together([step, *self._waiting])
+        self._waiting, self._rows = [], len(of_rows)
+        return torch.cat((of_rows, *self._last_tokens(of_prompts)))
 
-    def _run_alone(self, inputs: dict[str, Any]) -> None:
-        """Run the first step's layers if the next step could not run beside them, and then the head."""
-        if self._prompts is None:
-            return
-        hidden = self._last_of(self._prompts.run())
-        self._stack.instead = lambda *_, **__: hidden
-        if self._columns:
-            ids = inputs["input_ids"][:, :1]  # any tokens: the layers' output is known
-            self.logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
+    def _run_alone(self) -> None:
+        """Run the layers for the waiting steps, and then the head."""
+        outputs, self._waiting = run_together(self._waiting), []
+        if last_tokens := self._last_tokens(outputs):
+            hidden = torch.cat(last_tokens)
+            self._stack.instead = lambda *_, **__: hidden
+            ids = torch.zeros((len(hidden), 1), dtype=torch.long)  # any tokens: the layers' output is known
+            self._logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, -1]
 
-    def _last_of(self, output: Tensor) -> Tensor:
-        return output[range(len(self._columns)), self._columns, None]
+    def _last_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return the layers' output for the last tokens of each step's prompts, `[prompts, 1, hidden]`."""
+        return [output[range(len(last)), last, None] for output, last in zip(outputs, self._last, strict=True) if last]
 
     def _separate(self, _model: nn.Module, _inputs: Any, output: Any) -> Any:
         """Take the logits of the prompts out of the model's output for the rows."""
-        if self._columns and self._prompts is None:
-            output.logits, self.logits = output.logits[: self._rows], output.logits[self._rows :, -1]
+        if 0 < self._rows < len(output.logits):
+            output.logits, self._logits = output.logits[: self._rows], output.logits[self._rows :, -1]
+        self._rows = 0
         return output
 
 

@@ -423,9 +423,7 @@ def test_common_prefix_runs_once(monkeypatch):
         prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
         row = BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}))
         prompts.add(row)
-        ran = prompts.run(64)
-        assert ran is not None
-        rows.join(ran)
+        rows.join(prompts.run(64))
         while len(rows):
             rows.run(1)
         assert torch.equal(row.ids, whole)
@@ -454,18 +452,15 @@ def test_kept_prefix_serves_prompts_together(worth, forwards, monkeypatch):
         want = [model.generate(ids, max_new_tokens=6, do_sample=False) for ids in requests]
         earlier, prompts = Prompts(model, prefixes), Prompts(model, prefixes)
         earlier.add(BatchRow(9, prepare(model, {"input_ids": base, "max_new_tokens": 2, "do_sample": False})))
-        ran = earlier.run(64)
-        assert ran is not None
-        Rows(model, None, prefixes).join(ran)
+        Rows(model, None, prefixes).join(earlier.run(64))
         for number, ids in enumerate(requests):
             prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 6, "do_sample": False})))
         rows, seen = Rows(model, None, prefixes), list[tuple[int, int]]()
         everyone = [*prompts]
         while len(prompts):
-            ran = prompts.run(64)
-            assert ran is not None
+            [ran] = prompts.run(64)
             seen.append((len(ran.rows), prompts.latest // len(ran.rows)))
-            rows.join(ran)
+            rows.join([ran])
         while len(rows):
             rows.run(1)
         assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
@@ -500,9 +495,9 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
 @torch.inference_mode()
 def test_prompts_run_beside_decoding_rows():
-    """Three prompts join one after another, the longest in equal pieces, while earlier rows go on."""
+    """The end of one prompt and the beginning of the next share a pass with earlier rows; the last pieces are equal."""
     model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
-    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 20, 5)]
+    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 20, 30)]
     want = [model.generate(ids, max_new_tokens=9, do_sample=False) for ids in requests]
     install(model)
     prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
@@ -510,13 +505,36 @@ def test_prompts_run_beside_decoding_rows():
         prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
     everyone, pieces = [*prompts], list[tuple[int, bool]]()
     while len(prompts):
-        ran = prompts.run(12, (lambda: rows.run(1)) if len(rows) else None)
+        ran = prompts.run(16, (lambda: rows.run(1)) if len(rows) else None)
         pieces.append((prompts.latest, prompts.ran_beside))
-        if ran is not None:
+        if ran:
             rows.join(ran)
     while len(rows):
         rows.run(1)
-    assert pieces == [(9, False), (10, True), (10, True), (5, True)]
+    assert pieces == [(9, False), (16, True), (16, True), (9, True), (9, True)]
+    assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
+
+
+@pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
+@torch.inference_mode()
+def test_prompts_run_together_without_padding(monkeypatch):
+    """Four prompts fill a pass of 16 tokens, because only the last two, of one length, share a step."""
+    monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_STEP", 4)
+    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
+    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (2, 8, 3, 3)]
+    want = [model.generate(ids, max_new_tokens=9, do_sample=False) for ids in requests]
+    install(model)
+    prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
+    for number, ids in enumerate(requests):
+        prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
+    everyone, together = [*prompts], list[list[int]]()
+    while len(prompts):
+        results = prompts.run(16)
+        together.append([prompts.latest, *(len(ran.rows) for ran in results)])
+        rows.join(results)
+    while len(rows):
+        rows.run(1)
+    assert together == [[16, 1, 1, 2]]
     assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place, spread
+from parallelformers_ng.generation.in_place_cache import LEAST_SPARE_TOKENS, append_in_place, expect, spread
 
 CONCATENATE, CROP, CROP_ALL = DynamicLayer.update, DynamicLayer.crop, DynamicCache.crop
 
@@ -64,6 +64,16 @@ def test_in_place_cache_equals_concatenation(grow: Callable[..., object]) -> Non
     for layer in pair.layers:
         layer.batch_select_indices(torch.tensor([2, 0]))
     pair.append(1)
+
+
+@torch.inference_mode()
+def test_expected_tokens_have_room(grow: Callable[..., object]) -> None:
+    pair, places = Pair(grow), set()
+    expect(pair.layers, 5 * LEAST_SPARE_TOKENS)
+    for _ in range(5):
+        pair.append(LEAST_SPARE_TOKENS)
+        places.add(pair.layers[0].keys.data_ptr())
+    assert len(places) == 1
 
 
 @torch.inference_mode()

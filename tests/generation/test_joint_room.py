@@ -13,6 +13,7 @@ from parallelformers_ng.generation import in_place_cache
 from parallelformers_ng.generation.in_place_cache import (
     LEAST_SPARE_TOKENS,
     append_in_place,
+    expect,
     extended_jointly,
     joint_room,
 )
@@ -72,6 +73,14 @@ def test_joint_room_grows_and_crops() -> None:
     assert pair.append(LEAST_SPARE_TOKENS) not in addresses
     pair.append(1)
     assert pair.cache.get_seq_length() == 9 + LEAST_SPARE_TOKENS
+
+
+def test_expected_tokens_need_no_larger_room() -> None:
+    pair = Pair()
+    expect(pair.cache.layers, 5 * LEAST_SPARE_TOKENS)
+    addresses = {pair.append(LEAST_SPARE_TOKENS) for _ in range(5)}
+    assert len(addresses) == 1
+    assert pair.append(3 * LEAST_SPARE_TOKENS) not in addresses
 
 
 def test_addresses_are_those_of_the_layers() -> None:

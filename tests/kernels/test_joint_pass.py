@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from parallelformers_ng.kernels import operators
-from parallelformers_ng.kernels.joint_pass import JointPass
+from parallelformers_ng.kernels.joint_pass import JointPass, PromptStep
 from parallelformers_ng.sharding.cache_names import CACHE
 from tests.helpers.step_models import FAMILIES, distance, models, prompt
 
@@ -32,6 +32,10 @@ def first_step(cache: DynamicCache) -> dict[str, Any]:
     return {"input_ids": torch.arange(14).view(2, 7), CACHE: cache, "use_cache": True}
 
 
+def other_step(cache: DynamicCache) -> dict[str, Any]:
+    return {"input_ids": torch.arange(20, 25)[None], CACHE: cache, "use_cache": True}
+
+
 def next_step(model: Any, cache: DynamicCache) -> Tensor:
     mask = torch.nn.functional.pad(prompt(3)["attention_mask"], (0, 1), value=1)
     logits: Tensor = model(torch.tensor([[5], [9], [2]]), attention_mask=mask, **{CACHE: cache}).logits
@@ -42,13 +46,14 @@ def keys_of(*of_caches: DynamicCache) -> list[Tensor]:
     return [states for cache in of_caches for layer in cache.layers for states in (layer.keys, layer.values)]
 
 
-def run_jointly(model: Any, columns: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run_jointly(model: Any, last: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the logits of the prompts' last tokens, those of the rows, and all keys and values."""
     empty, filled = caches(model)
-    joint, rows = JointPass.of(model, columns), list[Tensor]()
+    joint, rows = JointPass.of(model), list[Tensor]()
     assert joint is not None
-    assert joint.run(first_step(empty), lambda: rows.append(next_step(model, filled))) is None
-    return joint.logits, rows[0], keys_of(empty, filled)
+    step = PromptStep(first_step(empty), last)
+    [logits] = joint.run([step], lambda: rows.append(next_step(model, filled)))
+    return logits, rows[0], keys_of(empty, filled)
 
 
 def run_in_turn(model: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -79,7 +84,7 @@ def test_two_steps_run_in_one_call(family: str, dtype: torch.dtype, calls: Count
 
 
 def too_many_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.model.layers.view(), "_most_rows", 16)  # 14 and 3 are more
+    monkeypatch.setattr(model.model.layers.view(), "most_rows", 16)  # 14 and 3 are more
 
 
 def without_kernel(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +111,44 @@ def test_steps_that_do_not_fit_run_in_turn(
     assert fused.model.layers.instead is None
 
 
+@pytest.mark.parametrize("has_rows", [True, False])
+@torch.inference_mode()
+def test_several_prompts_run_in_one_call(has_rows: bool, calls: Counter[str]) -> None:
+    """A prompt with tokens left to run is between two complete ones."""
+    stock, fused = models("llama", as_one=True)
+    new_caches, filled = [DynamicCache(config=fused.config) for _ in range(3)], caches(fused)[1]
+    steps = [PromptStep(first_step(new_caches[0]), LAST), PromptStep(other_step(new_caches[1]), [])]
+    steps.append(PromptStep(other_step(new_caches[2]), [4]))
+    joint, rows = JointPass.of(fused), list[Tensor]()
+    assert joint is not None
+    calls.clear()
+    got = joint.run(steps, (lambda: rows.append(next_step(fused, filled))) if has_rows else None)
+    assert calls["decoder_layers"] == 1
+    assert [len(each) for each in got] == [2, 0, 1]
+    for model, most in ((fused, 0.0), (stock, 1e-5)):
+        empty, before = caches(model)
+        assert distance(got[0], model(**first_step(empty)).logits[[0, 1], LAST]) <= most
+        other = DynamicCache(config=model.config)
+        assert distance(got[2], model(**other_step(other)).logits[:, -1]) <= most
+        assert all(
+            distance(*each) <= most for each in zip(keys_of(*new_caches), keys_of(empty, other, other), strict=True)
+        )
+        assert not has_rows or distance(rows[0], next_step(model, before)) <= most
+
+
+@torch.inference_mode()
+def test_steps_beyond_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused = models("llama", as_one=True)
+    new_caches = [DynamicCache(config=fused.config) for _ in range(3)]
+    monkeypatch.setattr(fused.model.layers.view(), "most_rows", 14)  # two steps have 10 tokens, three have 15
+    joint = JointPass.of(fused)
+    assert joint is not None
+    assert joint.most_tokens == 14
+    got = joint.run([PromptStep(other_step(cache), [4]) for cache in new_caches], None)
+    assert torch.equal(*got)
+    assert [cache.get_seq_length() for cache in new_caches] == [5, 5, 0]
+
+
 @torch.inference_mode()
 def test_unfinished_prompts_need_no_head() -> None:
     _, fused = models("llama", as_one=True)
@@ -117,31 +160,31 @@ def test_unfinished_prompts_need_no_head() -> None:
 
 
 @torch.inference_mode()
-def test_modules_compute_what_kernels_cannot() -> None:
+def test_steps_that_kernels_cannot_compute_do_not_run() -> None:
     _, fused = models("llama", as_one=True)
     hook = fused.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    joint = JointPass.of(fused, LAST)
+    joint = JointPass.of(fused)
     assert joint is not None
-    output = joint.run(first_step(caches(fused)[0]), pytest.fail)
+    assert joint.run([PromptStep(first_step(caches(fused)[0]), LAST)], pytest.fail) == []
     hook.remove()
-    assert distance(output.logits[[0, 1], LAST], run_in_turn(fused)[0]) < 1e-5
+    assert fused.model.layers.instead is None
 
 
 @torch.inference_mode()
 def test_failed_step_leaves_no_trace() -> None:
     _, fused = models("llama", as_one=True)
     wanted = run_in_turn(fused)
-    joint = JointPass.of(fused, LAST)
+    joint = JointPass.of(fused)
     assert joint is not None
     with pytest.raises(ZeroDivisionError):
-        joint.run(first_step(caches(fused)[0]), lambda: 1 // 0)
+        joint.run([PromptStep(first_step(caches(fused)[0]), LAST)], lambda: 1 // 0)
     assert torch.equal(run_in_turn(fused)[1], wanted[1])
 
 
 def test_hooks_and_other_models_run_in_turn() -> None:
     stock, fused = models("llama", as_one=True)
-    assert JointPass.of(stock, LAST) is None
+    assert JointPass.of(stock) is None
     hook = fused.lm_head.register_forward_pre_hook(lambda *_: None)
-    assert JointPass.of(fused, LAST) is None, "the hook would run with one half of the rows"
+    assert JointPass.of(fused) is None, "the hook would run with one half of the rows"
     hook.remove()
-    assert JointPass.of(fused, LAST) is not None
+    assert JointPass.of(fused) is not None
