@@ -13,6 +13,7 @@ from collections.abc import Callable, Sized
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
+from parallelformers_ng.batching.pace import Pace
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory
@@ -23,17 +24,7 @@ from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
 
-_ROUND_SECONDS = 0.02
-"""Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
-_MOST_STEPS = 8
 _LONGEST_PAUSE = 0.005
-_LEAST_PIECE, _FIRST_PIECE = 8, 128
-"""Prompt tokens in a round: the minimum, and the number before the speed is known."""
-_SHARE_OF_PATIENCE = 0.8
-"""Share of `prefill_patience` that the prompt tokens of a round should take: a round may be slower than expected."""
-_WIDEST_PIECE = {"cpu": 1024, "cuda": 4096}
-"""Most prompt tokens in a round, for each kind of device. A round in which no row waits for its next token uses this
-maximum, which bounds the memory of the forward pass."""
 
 
 class Batch:
@@ -69,12 +60,9 @@ class Batch:
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
-        self._steps, self._has_graphs = 1, True
+        self._has_graphs = True
         self._most_rows, self._is_gathering = 0, False
-        self._step_seconds = 0.0
-        self._widest = _WIDEST_PIECE[group.device]
-        self._latest_speed = math.inf  # prompt tokens per second in the latest pass
-        self._prefill_speed = 0.0  # prompt tokens per second on rank 0; 0 if not measured yet
+        self._pace = Pace(options.prefill_patience / 1000, group.device)
         self.is_due = threading.Lock()
 
     @property
@@ -105,7 +93,7 @@ class Batch:
         for a quarter of a decode step, at most 5 ms."""
         was_shared, self._most_rows = self._most_rows > 1, 0
         end = time.monotonic() + self._options.prefill_patience / 2000
-        pause, arrived = min(self._step_seconds / 4, _LONGEST_PAUSE), 0
+        pause, arrived = min(self._pace.step_seconds / 4, _LONGEST_PAUSE), 0
         try:
             self._is_gathering = True
             time.sleep(0)  # other threads may run, and announce their calls
@@ -137,28 +125,14 @@ class Batch:
         self._most_rows = max(self._most_rows, len(self._running))
         if not self._running and not leaves:
             return None
-        limits = (self._piece(), self._widest, self._options.prefix_tokens)
+        limits = (self._pace.piece, self._pace.widest, self._options.prefix_tokens)
         limits = limits if self._trial.in_pieces else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
         if positions and self.room is not math.inf:
             positions = max(positions, int(self.room))  # without a recording, a step copies the whole cache
         rows = self._options.rows
-        return Round(self._batch, calls, leaves, *limits, self._steps, self._adapters, positions, rows)
-
-    def _piece(self) -> int:
-        """Return the number of prompt tokens of a round that, with a step of the rows, ends within `prefill_patience`
-        and the time of one step.
-
-        The number is a multiple of a quarter of a power of two, so that small changes of the speed do not change the
-        pieces of a prompt.
-        """
-        if not self._prefill_speed:
-            return _FIRST_PIECE
-        seconds = _SHARE_OF_PATIENCE * self._options.prefill_patience / 1000 + self._step_seconds
-        tokens = max(_LEAST_PIECE, min(int(self._prefill_speed * seconds), self._widest))
-        least = 1 << tokens.bit_length() - 3
-        return tokens // least * least
+        return Round(self._batch, calls, leaves, *limits, self._pace.steps, self._adapters, positions, rows)
 
     def _admitted(self) -> dict[int, Ticket]:
         """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
@@ -201,17 +175,7 @@ class Batch:
         for ticket in self._running.values():
             ticket.given_up = ticket.given_up or ticket.ended
         self._measure(news)
-        typical = order.piece // 2 if self._prefill_speed else 0  # fewer tokens take almost as long
-        if news[0].prompt_tokens >= max(_LEAST_PIECE, typical):
-            speed = news[0].prompt_tokens / news[0].prompt_seconds
-            # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
-            trend = min(1.0, speed / self._latest_speed) if news[0].prompt_begin else 1.0
-            self._prefill_speed = _careful(self._prefill_speed, speed * trend, 1 / 2)  # slower at once, for the rows
-            self._latest_speed = speed
-        elif not news[0].prompt_tokens:
-            step = (seconds - news[0].prompt_seconds) / order.steps
-            self._step_seconds = _careful(self._step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces
-            self._steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
+        self._pace.measure(order, news[0], seconds)
         if news[0].uncaptured and order.positions:
             self._without_graphs(news[0].uncaptured)
         self._go_on(changed)
@@ -261,13 +225,11 @@ class Batch:
     def _use_less_memory(self, error: torch.OutOfMemoryError, order: Round) -> bool:
         """Shorten the pieces of prompts, or, if they are short already, stop recording steps. Return whether a repeated
         round needs less memory than `order`."""
-        if self._widest > _WIDEST_PIECE["cpu"]:
-            self._widest = _WIDEST_PIECE["cpu"]
-        elif order.positions > 0:
+        if self._pace.use_less_memory():
+            return True
+        if order.positions > 0:
             self._without_graphs(str(error).partition("\n")[0])
-        else:
-            return False
-        return True
+        return order.positions > 0
 
     def _without_graphs(self, why: str) -> None:
         self._no_graphs(why)
@@ -295,11 +257,6 @@ class Batch:
                 ticket.end(others)
         for ticket in (*running, *waiting):
             ticket.ring()
-
-
-def _careful(known: float, measured: float, weight: float) -> float:
-    """Return a new estimate: a smaller measurement itself, or an average with a larger one; `known` is 0 at first."""
-    return min(known * (1 - weight) + measured * weight, measured) if known else measured
 
 
 class _RoundRequest(Request):

@@ -105,8 +105,12 @@ class BatchRow:
 
     @property
     def cache(self) -> Any:
-        """The row's cache during its prefill; None if the model makes the cache itself or uses no cache."""
+        """The row's cache until it joins; None if the model makes the cache itself or uses no cache."""
         return self.call.model_kwargs.get(name_in(self.call.model_kwargs))
+
+    def forget_cache(self) -> None:
+        """Drop the cache of the prompt, because the batch has its keys and values. They would exist twice."""
+        self.call.model_kwargs.pop(name_in(self.call.model_kwargs), None)
 
     @property
     def prompt_mask(self) -> torch.Tensor:

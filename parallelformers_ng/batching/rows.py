@@ -105,6 +105,8 @@ class Rows:
             self.token_bytes = row_caches.token_bytes(ran.cache)
         else:
             self._put(self._store, ran)
+        for row in ran.rows:
+            row.forget_cache()
 
     def _put(self, store: GrowingRows | Slots, ran: Ran) -> None:
         """Put new rows into empty places, and then after the last place."""

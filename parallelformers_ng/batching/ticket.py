@@ -160,7 +160,8 @@ class Ticket:
             if ended:
                 if self.error is None:
                     return ids
-                raise rebuild(*self.error) if isinstance(self.error, tuple) else self.error
+                # Several callers may raise one error of the group. Each traceback starts anew.
+                raise rebuild(*self.error) if isinstance(self.error, tuple) else self.error.with_traceback(None)
             if self.lost:
                 return None
             try:

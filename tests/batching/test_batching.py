@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -515,6 +517,19 @@ def test_prompts_run_beside_decoding_rows():
     assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
 
 
+@torch.inference_mode()
+def test_rows_that_joined_hold_no_second_cache():
+    model, prefixes = decoder("Llama"), Prefixes(0)
+    prompts, rows, caches = Prompts(model, prefixes), Rows(model, None, prefixes), list[Any]()
+    for number in range(2):
+        call = {"input_ids": torch.arange(5, 12)[None], "max_new_tokens": 9, "do_sample": False}
+        prompts.add(BatchRow(number, prepare(model, call)))
+        caches += [weakref.ref(row.cache) for row in prompts]
+        rows.join(prompts.run(16))
+    gc.collect()
+    assert [cache() is None for cache in caches] == [False, True], "the rows share the first cache"
+
+
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
 @torch.inference_mode()
 def test_prompts_run_together_without_padding(monkeypatch):
@@ -625,17 +640,13 @@ def test_bad_options_are_named(groups):
         parallelize(gpt2(), workers=groups(2), batching=True, decode="compile")
 
 
-def test_pieces_fit_the_patience_of_decoding_rows(groups: Any) -> None:
+def test_ranks_measure_their_prompts(groups: Any) -> None:
     with parallelize(gpt2(), workers=groups(2), batching={"prefill_patience": 50}) as model:
         batch = remote_of(model).calls.shared[0].batch
-        for speed, tokens in ((0.0, 128), (1.0, 8), (1000.0, 40), (20_000.0, 768), (1e9, 1024)):
-            batch._prefill_speed = speed
-            assert batch._piece() == tokens
-        batch._prefill_speed = 0.0
         ids = torch.arange(3, 33)[None]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))
-        assert batch._prefill_speed > 0, "no rank measured its prompts"
+        assert batch._pace._speed > 0, "no rank measured its prompts"
 
 
 def test_call_during_the_end_is_lost() -> None:

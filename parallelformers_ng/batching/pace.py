@@ -1,0 +1,87 @@
+"""Chooses how many prompt tokens and steps a round has, from the durations of earlier rounds."""
+
+from __future__ import annotations
+
+import math
+
+from parallelformers_ng.batching.rounds import News, Round
+
+_ROUND_SECONDS = 0.02
+"""Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
+_MOST_STEPS = 8
+_LEAST_PIECE, _FIRST_PIECE = 8, 128
+"""Prompt tokens in a round: the minimum, and the number before the speed is known."""
+_SHARE_OF_PATIENCE = 0.75
+"""Share of the patience that the prompt tokens of a round should take: a round may be slower than expected."""
+_FIXED_SHARE = 0.5
+"""Share of a step's time that a pass takes beyond its time for each prompt token. Both read all weights, but a pass
+computes meanwhile. Measured on two CPU ranks (600M, bf16, step of 60 ms): 0.3 to 0.75, for 64 to 256 tokens."""
+_WIDEST_PIECE = {"cpu": 1024, "cuda": 4096}
+"""Most prompt tokens in a round, for each kind of device. A round in which no row waits for its next token uses this
+maximum, which bounds the memory of the forward pass."""
+
+
+class Pace:
+    """The sizes of the next round.
+
+    Args:
+        patience: longest time that rows may wait for a pass of prompts, beside the time of a step, in seconds.
+        device: kind of device that computes.
+
+    Attributes:
+        step_seconds: duration of a step of the rows; 0 if not measured yet.
+        steps: number of steps while no prompt waits.
+        widest: most prompt tokens in a round if no row waits for its next token.
+    """
+
+    def __init__(self, patience: float, device: str) -> None:
+        self.step_seconds, self.steps, self.widest = 0.0, 1, _WIDEST_PIECE[device]
+        self._patience = patience
+        self._latest_speed = math.inf  # of the latest pass
+        self._speed = 0.0  # prompt tokens per second on rank 0, without the fixed time of a pass; 0 if not measured yet
+
+    @property
+    def piece(self) -> int:
+        """Number of prompt tokens of a round that, with a step of the rows, ends within the patience and the time of
+        one step.
+
+        The number is a multiple of a quarter of a power of two, so that small changes of the speed do not change the
+        pieces of a prompt.
+        """
+        if not self._speed:
+            return _FIRST_PIECE
+        seconds = _SHARE_OF_PATIENCE * self._patience + (1 - _FIXED_SHARE) * self.step_seconds
+        tokens = max(_LEAST_PIECE, min(int(self._speed * seconds), self.widest))
+        least = 1 << tokens.bit_length() - 3
+        return tokens // least * least
+
+    def measure(self, order: Round, news: News, seconds: float) -> None:
+        """Adjust the next rounds to the duration of a round.
+
+        Args:
+            order: the round.
+            news: report of rank 0.
+            seconds: duration of the round.
+        """
+        typical = order.piece // 2 if self._speed else 0  # fewer tokens take almost as long
+        if news.prompt_tokens >= max(_LEAST_PIECE, typical):
+            fixed = min(_FIXED_SHARE * self.step_seconds, news.prompt_seconds / 4)
+            speed = news.prompt_tokens / (news.prompt_seconds - fixed)
+            # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
+            trend = min(1.0, speed / self._latest_speed) if news.prompt_begin else 1.0
+            self._speed = _careful(self._speed, speed * trend, 1 / 2)  # slower at once, for the rows
+            self._latest_speed = speed
+        elif not news.prompt_tokens:
+            step = (seconds - news.prompt_seconds) / order.steps
+            self.step_seconds = _careful(self.step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces
+            self.steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
+
+    def use_less_memory(self) -> bool:
+        """Shorten the passes. Return whether they get shorter."""
+        before, self.widest = self.widest, min(self.widest, _WIDEST_PIECE["cpu"])
+        return self.widest < before
+
+
+def _careful(known: float, measured: float, weight: float) -> float:
+    """Return a new estimate: a smaller measurement itself, or an average with a larger one; `known` is 0 at first."""
+    return min(known * (1 - weight) + measured * weight, measured) if known else measured
