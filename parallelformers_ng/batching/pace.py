@@ -11,7 +11,7 @@ _ROUND_SECONDS = 0.02
 _MOST_STEPS = 8
 _LEAST_PIECE, _FIRST_PIECE = 8, 128
 """Prompt tokens in a round: the minimum, and the number before the speed is known."""
-_SHARE_OF_PATIENCE = 0.75
+_SHARE_OF_PATIENCE = 0.8
 """Share of the patience that the prompt tokens of a round should take: a round may be slower than expected."""
 _FIXED_SHARE = 0.5
 """Share of a step's time that a pass takes beyond its time for each prompt token. Both read all weights, but a pass

@@ -69,7 +69,7 @@ class Prefixes:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
 
-    def keep(self, ids: torch.Tensor, cache: Cache, row: int) -> None:
+    def keep(self, ids: torch.Tensor, cache: Cache, row: int, copies: bool = True) -> None:
         """Keep a sequence; drop kept sequences that are prefixes of the new sequence.
 
         A sequence with fewer than `least` or more than `limit` tokens is not kept. A sequence is also not kept if an
@@ -80,6 +80,7 @@ class Prefixes:
             ids: token ids of the sequence, int64 `[1, tokens]`.
             cache: cache with the keys and values of the sequence, in the last columns of a row.
             row: index of the row in the cache.
+            copies: whether keys and values are copied. Without a copy, the caller must not change the cache later.
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache):
@@ -88,11 +89,11 @@ class Prefixes:
         if self._best(ids)[0] == tokens - 1:
             return
         layers = [
-            tuple(
-                states[row : row + 1, :, states.shape[-2] - tokens :].clone() for states in (layer.keys, layer.values)
-            )
+            tuple(states[row : row + 1, :, states.shape[-2] - tokens :] for states in (layer.keys, layer.values))
             for layer in layers_of(cache)
         ]
+        if copies:
+            layers = [(keys.clone(), values.clone()) for keys, values in layers]
         known = {earlier for earlier in self._alike(ids[0]) if _common(earlier.ids, ids[0]) == len(earlier.ids)}
         self._sequences = [earlier for earlier in self._sequences if earlier not in known]
         self._sequences.append(_Sequence(ids[0].clone(), self._start(ids[0]), layers))

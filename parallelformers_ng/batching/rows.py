@@ -89,7 +89,9 @@ class Rows:
         for ran in results:
             for index, row in enumerate(ran.rows):
                 if row.may_be_kept and ran.cache is not None:
-                    self._prefixes.keep(row.ids, ran.cache, index)
+                    # The batch copies the cache, unless it has no row, and then nothing changes the cache any more.
+                    is_first = ran is results[0] and self._store is None
+                    self._prefixes.keep(row.ids, ran.cache, index, copies=is_first or len(ran.rows) > 1)
         self._choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
         for ran in results:
             self._place(ran)
