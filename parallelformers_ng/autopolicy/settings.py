@@ -39,8 +39,8 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def counts_heads(name: str) -> bool:
-    """Return whether an attribute counts heads, by the end of its name."""
-    return name.endswith(("heads", "n_head"))
+    """Return whether an attribute counts heads of attention, not of an indexer, by its name."""
+    return name.endswith(("heads", "n_head")) and not name.startswith("index")
 
 
 def is_id(name: str) -> bool:

@@ -26,7 +26,11 @@ _NOT_WIDTH = re.compile(
     r"vocab|image|patch|window|kernel|stride|chunk|position|crop|frame|mel|grid|tubelet|num_channels|codebook_size|cache"
     r"|block_size|pool|merge|depth_|base_channels|input_size|num_input|^in_chan|ngram_size"
 )
-_WINDOW = re.compile(r"^(sliding_window|attention_window|window_size|(attention_|mamba_)?chunk_size|block_size)$")
+_WINDOW = re.compile(
+    r"^((sliding_|attention_)?window_size|(sliding|attention)_window|(attention_|mamba_)?chunk_size|(index_)?block_size"
+    r"|keep_window_size|local_attention(_window_len)?|index_topk(_blocks)?|indexer_budget)$"
+)
+"""Settings that limit or divide the tokens that a token attends to."""
 _BESIDE_EXPERTS = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_topk": 2, "zero_expert_num": 4}
 """Setting of a mixture of experts → its largest value with 8 experts."""
 _MAIN = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim")

@@ -9,6 +9,7 @@ from itertools import chain, starmap
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.twin import difference
@@ -140,7 +141,10 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
     try:
         with torch.inference_mode():
             alone, scores = zip(*(_watched(call) for call in calls), strict=True)
-            ids = [model.generate(**call) for call in alone]
+            with _Choices() as choices:
+                ids = [model.generate(**call) for call in alone]
+            if choices.between_equals:
+                return "it chooses between tokens with equal scores by their places, which padding changes"
             shared, batch_scores = zip(*(_watched(call) for call in calls), strict=True)
             together = _together(model, list(shared), in_pieces)
     except Exception as error:  # the model's own code may raise any exception
@@ -150,6 +154,26 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
         return f"{different} of {len(calls)} sequences have other tokens in a batch than alone"
     worst = max(starmap(difference, zip(chain(*batch_scores), chain(*scores), strict=True)), default=0.0)
     return f"scores differ in a batch and alone, by {worst:.0e} of the largest score" if worst > _TOLERANCE else ""
+
+
+class _Choices(TorchFunctionMode):
+    """Watches the choices of `topk`.
+
+    Attributes:
+        between_equals: whether a score that was left out equals one that was taken. An indexer whose few heads end in
+            ReLU gives many zeros. The different choice shows in few tokens of the proof, by chance in none.
+    """
+
+    between_equals = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.topk, torch.Tensor.topk) and (scores := args[0]).is_floating_point():
+            dim = (kwargs or {}).get("dim", -1)
+            least = result.values.amin(dim, keepdim=True)
+            equals = (scores == least).sum(dim) > (result.values == least).sum(dim)
+            self.between_equals |= bool((equals & (least > torch.finfo(scores.dtype).min / 2).squeeze(dim)).any())
+        return result
 
 
 def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:

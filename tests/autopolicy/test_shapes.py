@@ -88,8 +88,14 @@ def test_long_tables_are_shortened_where_there_are_any(
 def test_token_windows_are_shortened_patch_windows_stay() -> None:
     assert shrink(tf.GPTNeoConfig()).window_size == shrink(tf.MistralConfig()).sliding_window == 4
     assert shrink(tf.MistralConfig(patch_size=32)).sliding_window == 4  # images in a decoder of tokens
+    assert shrink(tf.DeepseekV32Config()).index_topk == shrink(tf.DogeConfig()).keep_window_size == 4
     vision = tf.models.qwen2_5_vl.Qwen2_5_VLConfig().vision_config
     assert shrink(vision).window_size == vision.window_size == 112
+
+
+def test_heads_of_indexers_stay() -> None:
+    small = shrink(tf.GlmMoeDsaConfig(), Shrinking(heads=3))
+    assert (small.num_attention_heads, small.index_n_heads) == (8, 32)
 
 
 def test_window_that_sizes_parameters_stays() -> None:

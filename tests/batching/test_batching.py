@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 import weakref
@@ -43,6 +44,7 @@ from parallelformers_ng.kernels.operators import _decode
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.options import BatchingOptions
+from parallelformers_ng.sharding.cache_names import CACHE
 from tests.helpers.patience import PROMPTLY, await_end, kill
 from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.zoo.decoders import bloom, decoder, gpt2
@@ -114,7 +116,9 @@ def test_the_proof_tells_which_models_may_share(case):
     model = case.make()
     if model.config.is_encoder_decoder or "input_ids" not in case.inputs():
         pytest.skip("decoders of text alone")
-    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == (case.name in ALONE)
+    # In some releases XLM has a cache, and drops the mask and the positions that rows of a batch need.
+    alone = case.name in ALONE or (case.name == "xlm-causal" and CACHE in inspect.signature(model.forward).parameters)
+    assert all(proof.why_alone(model, in_pieces) for in_pieces in (True, False)) == alone
 
 
 def test_cache_positions_are_those_of_the_rows(monkeypatch):

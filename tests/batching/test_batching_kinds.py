@@ -28,6 +28,7 @@ from parallelformers_ng.sharding.cache_names import CACHE
 from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.zoo.build import build
 from tests.zoo.decoders import decoder
+from tests.zoo.recent import latent
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -56,6 +57,12 @@ def minimax() -> Any:
     return build(tf.MiniMaxForCausalLM, config)
 
 
+def sparse(heads: int, family: str = "DeepseekV32") -> Any:
+    """Return a model whose tokens attend to 4 keys, which an indexer with `heads` heads chooses."""
+    experts = {"mlp_layer_types": ["dense", "sparse"]}
+    return latent(family, **experts, index_topk=4, index_head_dim=16, index_n_heads=heads)
+
+
 def twin(cls: Any, config: Any) -> Any:
     return make_twin(cls, config).model
 
@@ -72,6 +79,7 @@ KINDS: dict[str, Callable[[], Any]] = {
             indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=16, indexer_compress_ratio=2
         ),
     ),
+    "keys that an indexer chooses": lambda: twin(tf.GlmMoeDsaForCausalLM, tf.GlmMoeDsaConfig()),
     "chunks": lambda: twin(tf.Llama4ForCausalLM, tf.Llama4TextConfig()),
     "experts of odd widths": lambda: twin(tf.InklingForConditionalGeneration, tf.InklingConfig()),
     "layers that run several times": lambda: twin(tf.HrmTextForCausalLM, tf.HrmTextConfig()),
@@ -88,7 +96,7 @@ def test_kinds_that_share(kind: str) -> None:
     assert "" in [proof.why_alone(model, in_pieces) for in_pieces in (True, False)]
 
 
-@pytest.mark.parametrize("make", [openai_gpt, mpt, minimax])
+@pytest.mark.parametrize("make", [openai_gpt, mpt, minimax, lambda: sparse(heads=32)])
 def test_unusual_models_share_calls_on_ranks(
     monkeypatch: pytest.MonkeyPatch, groups: Any, make: Callable[[], Any]
 ) -> None:
@@ -116,6 +124,18 @@ def test_unusual_models_share_calls_on_ranks(
 def test_length_dependent_cache_is_refused() -> None:
     config = tf.ReformerConfig(is_decoder=True)
     assert "past_buckets_states" in proof.why_alone(twin(tf.ReformerModelWithLMHead, config), in_pieces=False)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
+def test_choice_between_equal_scores_is_refused(family: str) -> None:
+    """Few heads of an indexer give many keys the score 0. By chance, few tokens of the proof depend on the choice."""
+    model = sparse(3, family)
+    assert all("equal scores" in proof.why_alone(model, in_pieces) for in_pieces in (True, False))
+
+
+def test_limit_of_keys_counts_padding() -> None:
+    """Doge attends to the best 2,048 columns of its cache, padding included: in a batch, longer calls would differ."""
+    assert proof.prove(tf.DogeForCausalLM, tf.DogeConfig())[0]
 
 
 def test_layer_states_are_seen_by_the_proof() -> None:
