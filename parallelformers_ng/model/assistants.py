@@ -37,6 +37,8 @@ from parallelformers_ng.worker.call import Assistance
 _OF_THE_MODEL = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 """Beginnings of the names of classes whose models compute with the model's own keys, values and embeddings."""
 
+_PLAIN = (int, float, str, type(None))
+
 
 class Assistants:
     """The assistant of one group of workers.
@@ -98,20 +100,25 @@ class _Assistant:
     def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
         self._model = weakref.ref(model)
         self._edits = edits
-        self._weights = [(weakref.ref(weight), changes) for weight, changes in _weights(model)]
+        self._parts = [(weakref.ref(part), state) for part, state in _parts(model)]
         self.stored = stored
 
     def is_still(self, assistant: Any) -> bool:
-        """Return whether `assistant` is the same model with the same weights, configuration and code."""
-        known = [(id(weight()), changes) for weight, changes in self._weights]
-        present = [(id(weight), changes) for weight, changes in _weights(assistant)]
+        """Return whether `assistant` is the same model with the same weights, modules, configuration and code."""
+        known = [(id(part()), state) for part, state in self._parts]
+        present = [(id(part), state) for part, state in _parts(assistant)]
         return self._model() is assistant and known == present and not self._edits.has_changes()
 
 
-def _weights(model: Any) -> list[tuple[Any, int]]:
-    """Return all parameters and buffers of a model, each with the number of its changes in place, if torch counts."""
+def _parts(model: Any) -> list[tuple[Any, Any]]:
+    """Return all parameters and buffers of a model, each with the number of its changes in place, if torch counts; and
+    all modules, each with its attributes that are numbers, strings or None."""
     tensors = [*model.parameters(), *model.buffers()]
-    return [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    modules = [
+        (module, {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)})
+        for module in model.modules()
+    ]
+    return [*((tensor, 0 if tensor.is_inference() else tensor._version) for tensor in tensors), *modules]
 
 
 def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> None:

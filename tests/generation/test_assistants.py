@@ -124,7 +124,7 @@ def test_settings_go_and_come_back(groups: Groups, on_workers: None) -> None:
             assert abs(numbers[0] - numbers[1]) <= 1  # transformers proposes tokens in its first pass, too
 
 
-def test_weights_are_sent_only_if_they_changed(groups: Groups, on_workers: None, loads: list[str]) -> None:
+def test_assistant_is_sent_only_if_it_changed(groups: Groups, on_workers: None, loads: list[str]) -> None:
     whole, assistant, other = main_model(), assistant_like(0.3), assistant_like(3.0)
     want = tokens(whole, assistant)
     with parallelize(main_model(), workers=groups(2)) as model:
@@ -137,13 +137,15 @@ def test_weights_are_sent_only_if_they_changed(groups: Groups, on_workers: None,
             (lambda: setattr(assistant.model.norm, "weight", torch.nn.Parameter(assistant.model.norm.weight.data)), 3),
             (lambda: setattr(assistant.config, "rms_norm_eps", 1e-5), 4),
             (lambda: setattr(assistant.generation_config, "num_assistant_tokens", 2), 4),
+            (lambda: setattr(assistant.model.layers[0].self_attn, "scaling", 0.01), 5),
+            (lambda: setattr(assistant.model.layers[0].mlp, "act_fn", torch.nn.ReLU().eval()), 6),
         ):
             change()
             assert torch.equal(tokens(model, assistant), want)
             assert len(loads) == count
         assert torch.equal(tokens(model, other), want)
         assert torch.equal(tokens(model, assistant), want)
-        assert len(loads) == 6
+        assert len(loads) == 8
         assert sum(model.memory_allocated().values()) > 1.9 * before
         assert not any(weight.is_meta for weight in assistant.parameters())
 
