@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, truediv
 
 import torch
@@ -183,10 +183,10 @@ class _Builder:
                 continue
             for unit in units_of(policy, heads):
                 unmatched -= self._apply_unit(policy, unit, path, heads)
-        if policy not in self.customs and any(
-            is_block(module, policy) and self._is_of_custom(module) for module in self.draft.modules.values()
-        ):
-            unmatched.clear()  # the rule may be for a block that has a policy of the caller
+        if policy not in self.customs:  # a rule may be for a block that has a policy of the caller
+            for path, block in self.draft.modules.items():
+                if is_block(block, policy) and self._is_of_custom(block):
+                    unmatched -= self._matching(policy, path, unmatched)
         for rule_path in sorted(unmatched):
             if not any(is_within(rule_path, path) for path in policy.optional):
                 raise PolicyError(_no_match(policy, rule_path, blocks))
@@ -204,13 +204,7 @@ class _Builder:
             reason = self.whole_attentions.get(policy, "") if unit.is_attention else ""
             if reason := self._not_stock(unit, block) or reason:
                 self.uncut[dotted(block, unit.root)] = reason
-                return {
-                    path
-                    for path, layers in targets.items()
-                    if any(
-                        target in self.draft.modules or policy.plan[path].finds(self.draft, target) for target in layers
-                    )
-                }
+                return self._matching(policy, block, targets)
         before = dict(self.draft.cuts), dict(self.draft.layers)
         matched: set[str] = set()
         try:
@@ -231,6 +225,15 @@ class _Builder:
         if matched:
             self.units[dotted(block, unit.root)] = tuple(dotted(block, other) for other in unit.others)
         return matched
+
+    def _matching(self, policy: type[Policy], block: str, rules: Iterable[str]) -> set[str]:
+        """Return the paths of the rules, of the given paths, that match a layer or tensor of a block."""
+        return {
+            path
+            for path in rules
+            for target in self._targets(dotted(block, path))
+            if target in self.draft.modules or policy.plan[path].finds(self.draft, target)
+        }
 
     def _targets(self, path: str) -> list[str]:
         """Return the module paths that a rule's path names; a `*` matches any one name."""

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from parallelformers_ng import Column, Gather, HeadNorms, Heads, Part, Policy, Renewed, Row, Slice, parallelize, plan
 from parallelformers_ng.cli.commands import main
 from parallelformers_ng.cli.coverage import verify_model
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.sharding.builder import build_plan
+from parallelformers_ng.sharding.builder import build_plan, misfit
 from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.policy_registry import known_policies, written_policies
 from tests.zoo.build import build, largest_difference
@@ -124,6 +125,29 @@ def test_other_blocks_keep_their_written_policy(side: str) -> None:
     assert not misfits
     assert {f"model.{side}.layers.0.fc1.weight", f"model.{other}.layers.0.self_attn.q_proj.weight"} <= cut
     assert f"model.{side}.layers.0.self_attn.q_proj.weight" not in cut
+
+
+class OwnBlock(GPT2Block):
+    """A block of the program, with a policy of the program, beside the library's blocks."""
+
+
+def test_subclass_of_written_block_takes_custom_policy() -> None:
+    model = gpt2()
+    model.transformer.h[1].__class__ = OwnBlock
+    mine = policy(block="OwnBlock", plan={"mlp.c_fc": Column(), "mlp.c_proj": Row()})
+    selection, misfits = known_policies(model, mine, 2)
+    shard_plan = build_plan(model, 2, replace(selection, leftovers=False))
+    cut = {name for name, tensor in shard_plan.tensors.items() if not tensor.is_replicated}
+    assert not misfits
+    assert {"transformer.h.1.mlp.c_fc.weight", "transformer.h.0.attn.c_attn.weight"} <= cut
+    assert "transformer.h.1.attn.c_attn.weight" not in cut
+
+
+def test_rule_without_layer_is_found_beside_custom_blocks() -> None:
+    model = gpt2()
+    model.transformer.h[1].__class__ = OwnBlock
+    wrong = policy(**with_rule("mlp.nothing", Column()))
+    assert "'mlp.nothing' matches no layer" in misfit(model, wrong, 2, (policy(block="OwnBlock"),))
 
 
 @pytest.mark.parametrize("wrong", [Forgotten, Doubled])
