@@ -205,8 +205,9 @@ def test_families_get_solo_tokens_in_slots(case: Case) -> None:
     decoded.join(5, 15, new=9)
     while len(decoded.rows):
         decoded.step()
-    assert decoded.captured.reason in ("", "a tensor is made of Python numbers")  # one step of falcon waits
-    assert bool(decoded.recorder.replays) != bool(decoded.captured.reason)
+    reason = decoded.captured.reason  # one step of falcon waits; in transformers 5.17, BLOOM makes a number a tensor
+    assert reason in ("", "a tensor is made of Python numbers") or "lift_fresh" in reason
+    assert bool(decoded.recorder.replays) != bool(reason)
     decoded.check()
 
 
