@@ -169,7 +169,7 @@ class _Choices(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in (torch.topk, torch.Tensor.topk) and (scores := args[0]).is_floating_point():
-            dim = (kwargs or {}).get("dim", -1)
+            dim = args[2] if len(args) > 2 else (kwargs or {}).get("dim", -1)
             least = result.values.amin(dim, keepdim=True)
             equals = (scores == least).sum(dim) > (result.values == least).sum(dim)
             self.between_equals |= bool((equals & (least > torch.finfo(scores.dtype).min / 2).squeeze(dim)).any())

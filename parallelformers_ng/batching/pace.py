@@ -65,6 +65,7 @@ class Pace:
         """
         typical = order.piece // 2 if self._speed else 0  # fewer tokens take almost as long
         if news.prompt_tokens >= max(_LEAST_PIECE, typical):
+            # At most a quarter of the pass, because a step on a cold processor takes several times as long.
             fixed = min(_FIXED_SHARE * self.step_seconds, news.prompt_seconds / 4)
             speed = news.prompt_tokens / (news.prompt_seconds - fixed)
             # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.

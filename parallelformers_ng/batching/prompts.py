@@ -18,6 +18,7 @@ from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.whole_rows import runs_whole
 from parallelformers_ng.errors import BatchingError
 from parallelformers_ng.generation.in_place_cache import expect
+from parallelformers_ng.kernels.decoder_stack import MOST_STEPS
 from parallelformers_ng.kernels.joint_pass import JointPass, PromptStep
 
 _WORTH_A_PASS = 128
@@ -46,6 +47,11 @@ class Ran:
     logits: torch.Tensor
     cache: Any
     mask: torch.Tensor
+
+
+def rows_of(results: list[Ran]) -> list[BatchRow]:
+    """Return the rows of all results."""
+    return [row for ran in results for row in ran.rows]
 
 
 @dataclass(eq=False)
@@ -139,42 +145,55 @@ class Prompts:
             BatchingError: the model keeps a cache that rows cannot be added to.
         """
         joint = JointPass.of(self._model)
-        pieces = self._pieces(most, joint is not None and 0 < most <= joint.most_tokens)
+        fits = joint is not None and 0 < most <= joint.most_tokens
+        pieces = self._pieces(most, MOST_STEPS - (beside is not None) if fits else 1)
         self.latest, self.latest_begin = sum(piece.tokens for piece in pieces), pieces[-1].begin
         steps = [self._step(piece) for piece in pieces]
-        is_joint = joint is not None and (beside is not None or len(steps) > 1)
-        logits = joint.run(steps, beside) if joint is not None and is_joint else []
+        are_several = beside is not None or len(steps) > 1
+        logits = joint.run(steps, beside) if joint is not None and are_several else []
         self.ran_beside = bool(logits) and beside is not None
         logits += map(self._run_alone, pieces[len(logits) :], steps[len(logits) :])
         self._done = 0 if pieces[-1].is_last else pieces[-1].end
         return [self._finish(*each) for each in zip(pieces, logits, strict=True) if each[0].is_last]
 
-    def _pieces(self, most: int, is_joint: bool) -> list[_Piece]:
-        """Return the next steps; only the last one may leave tokens of its prompt to run.
+    def _pieces(self, most: int, most_steps: int) -> list[_Piece]:
+        """Return the steps of the next pass; only the last one may leave tokens of its prompt to run.
 
         Args:
             most: see `run`.
-            is_joint: whether several steps may run in one pass.
+            most_steps: most steps that one pass runs.
         """
-        pieces, waiting = list[_Piece](), [*self._waiting]
-        while waiting and (not pieces or (is_joint and pieces[-1].is_last and most >= _WORTH_A_STEP)):
+        pieces, waiting, is_joint = list[_Piece](), [*self._waiting], most_steps > 1
+        while waiting and (not pieces or (len(pieces) < most_steps and pieces[-1].is_last and most >= _WORTH_A_STEP)):
             pieces.append(self._piece(waiting, 0 if pieces else self._done, most, is_joint))
             del waiting[: len(pieces[-1].rows)]
             most -= pieces[-1].tokens
         return pieces
 
     def _piece(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Piece:
-        """Return the next step for the first of the waiting prompts, of which `done` tokens have run."""
-        rows, kept = ([waiting[0]], done) if done else self._side_by_side(waiting, most, is_joint)
-        if kept and not done:
-            self._prefixes.fill(rows[0].cache, [row.ids for row in rows], kept)
-        piece = _Piece(rows, kept, max(row.ids.shape[1] for row in rows))
-        if 0 < most < piece.tokens and rows[0].call.config.use_cache is not False:
-            # Equal pieces, because a short piece reads the same weights. The next prompt would fill the last piece.
-            fills = is_joint and len(self._waiting) > 1
-            expect(row_caches.layers_of(rows[0].cache), piece.end)
-            piece.end = kept + (most if fills else math.ceil(piece.tokens / math.ceil(piece.tokens / most)))
-        return piece
+        """Return the next step.
+
+        Args:
+            waiting: prompts that are in no earlier step of the pass.
+            done: number of tokens of the first of these prompts that have run.
+            most: see `run`.
+            is_joint: whether several steps may run in one pass.
+        """
+        if done:
+            rows, begin = [waiting[0]], done
+        else:
+            rows, begin = self._side_by_side(waiting, most, is_joint)
+            if begin:
+                self._prefixes.fill(rows[0].cache, [row.ids for row in rows], begin)
+        end = max(row.ids.shape[1] for row in rows)
+        left = end - begin
+        if not 0 < most < left * len(rows) or rows[0].call.config.use_cache is False:
+            return _Piece(rows, begin, end)
+        # This is one prompt, because prompts side by side fit. It runs in equal pieces, because a short piece reads the
+        # same weights. If the next prompt can fill the last piece, the pieces are as long as possible.
+        expect(row_caches.layers_of(rows[0].cache), end)
+        fills = is_joint and len(self._waiting) > 1
+        return _Piece(rows, begin, begin + (most if fills else math.ceil(left / math.ceil(left / most))))
 
     def _side_by_side(self, waiting: list[BatchRow], most: int, is_joint: bool) -> tuple[list[BatchRow], int]:
         """Return (rows, tokens): the first of the waiting prompts, and next prompts that run in the same step.

@@ -14,7 +14,7 @@ import torch
 
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.prompts import Prompts, Ran
+from parallelformers_ng.batching.prompts import Prompts, Ran, rows_of
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows
@@ -108,7 +108,7 @@ class RankBatch:
         """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
-            for row in (*self._rows, *self._prompts, *_rows_of(self._late)):
+            for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
@@ -132,7 +132,7 @@ class RankBatch:
         began, late, self._late = time.monotonic(), self._late, []
         if late:
             self._rows.join(late)
-            changed_rows.update(_rows_of(late))
+            changed_rows.update(rows_of(late))
             news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
@@ -163,7 +163,7 @@ class RankBatch:
                 self._late = results
             elif results:
                 self._rows.join(results)
-                changed_rows.update(_rows_of(results))
+                changed_rows.update(rows_of(results))
         # While prompts wait, few rows would share a step.
         steps = (1 if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
@@ -182,7 +182,3 @@ class RankBatch:
             if changes := row.changes():
                 news.states[row.number] = parcel(changes)
         return news
-
-
-def _rows_of(results: list[Ran]) -> list[BatchRow]:
-    return [row for ran in results for row in ran.rows]

@@ -13,7 +13,7 @@ from parallelformers_ng.batching import row_caches
 from parallelformers_ng.batching.growing_rows import GrowingRows
 from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
-from parallelformers_ng.batching.prompts import Ran
+from parallelformers_ng.batching.prompts import Ran, rows_of
 from parallelformers_ng.batching.row import ENDED, FAILED, GOES_ON, BatchRow
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
@@ -85,13 +85,14 @@ class Rows:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
-        rows = [row for ran in results for row in ran.rows]
+        rows = rows_of(results)
         for ran in results:
             for index, row in enumerate(ran.rows):
                 if row.may_be_kept and ran.cache is not None:
-                    # The batch copies the cache, unless it has no row, and then nothing changes the cache any more.
-                    is_first = ran is results[0] and self._store is None
-                    self._prefixes.keep(row.ids, ran.cache, index, copies=is_first or len(ran.rows) > 1)
+                    # The first cache becomes the cache of the batch, which grows. Any other cache is not used again;
+                    # one row's part of it would keep the memory of all its rows.
+                    grows = ran is results[0] and self._store is None
+                    self._prefixes.keep(row.ids, ran.cache, index, copies=grows or len(ran.rows) > 1)
         self._choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
         for ran in results:
             self._place(ran)

@@ -39,6 +39,7 @@ from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.errors import GroupError
+from parallelformers_ng.kernels import decoder_stack
 from parallelformers_ng.kernels.installation import install
 from parallelformers_ng.kernels.operators import _decode
 from parallelformers_ng.model.parallelized import deployment_of
@@ -498,17 +499,26 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
     assert [*news.tokens] == [0]
 
 
+def waiting(*lengths: int) -> tuple[Prompts, Rows, list[torch.Tensor]]:
+    """Return prompts of a model with kernels, no rows yet, and the tokens that each prompt gets alone."""
+    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
+    calls = [
+        {"input_ids": torch.randint(5, 95, (1, length), generator=numbers), "max_new_tokens": 9, "do_sample": False}
+        for length in lengths
+    ]
+    want = [model.generate(**call) for call in calls]
+    install(model)
+    prompts = Prompts(model, prefixes)
+    for number, call in enumerate(calls):
+        prompts.add(BatchRow(number, prepare(model, call)))
+    return prompts, Rows(model, None, prefixes), want
+
+
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
 @torch.inference_mode()
 def test_prompts_run_beside_decoding_rows():
     """The end of one prompt and the beginning of the next share a pass with earlier rows; the last pieces are equal."""
-    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
-    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 20, 30)]
-    want = [model.generate(ids, max_new_tokens=9, do_sample=False) for ids in requests]
-    install(model)
-    prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
-    for number, ids in enumerate(requests):
-        prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
+    prompts, rows, want = waiting(9, 20, 30)
     everyone, pieces = [*prompts], list[tuple[int, bool]]()
     while len(prompts):
         ran = prompts.run(16, (lambda: rows.run(1)) if len(rows) else None)
@@ -535,17 +545,20 @@ def test_rows_that_joined_hold_no_second_cache():
 
 
 @pytest.mark.skipif(_decode is None, reason="the C kernel is not built")
+@pytest.mark.parametrize(
+    ("limited", "most_steps", "passes"),
+    [
+        (prompts_of_a_batch, 16, [[16, 1, 1, 2]]),
+        (prompts_of_a_batch, 2, [[10, 1, 1], [6, 2]]),
+        (decoder_stack, 1, [[16, 1, 1, 2]]),  # C computes the first step, and the modules compute the others
+    ],
+)
 @torch.inference_mode()
-def test_prompts_run_together_without_padding(monkeypatch):
+def test_prompts_run_together_without_padding(limited, most_steps, passes, monkeypatch):
     """Four prompts fill a pass of 16 tokens, because only the last two, of one length, share a step."""
     monkeypatch.setattr(prompts_of_a_batch, "_WORTH_A_STEP", 4)
-    model, prefixes, numbers = decoder("Llama"), Prefixes(0), torch.Generator().manual_seed(0)
-    requests = [torch.randint(5, 95, (1, length), generator=numbers) for length in (2, 8, 3, 3)]
-    want = [model.generate(ids, max_new_tokens=9, do_sample=False) for ids in requests]
-    install(model)
-    prompts, rows = Prompts(model, prefixes), Rows(model, None, prefixes)
-    for number, ids in enumerate(requests):
-        prompts.add(BatchRow(number, prepare(model, {"input_ids": ids, "max_new_tokens": 9, "do_sample": False})))
+    monkeypatch.setattr(limited, "MOST_STEPS", most_steps)
+    prompts, rows, want = waiting(2, 8, 3, 3)
     everyone, together = [*prompts], list[list[int]]()
     while len(prompts):
         results = prompts.run(16)
@@ -553,7 +566,7 @@ def test_prompts_run_together_without_padding(monkeypatch):
         rows.join(results)
     while len(rows):
         rows.run(1)
-    assert together == [[16, 1, 1, 2]]
+    assert together == passes
     assert all(torch.equal(row.ids, each) for row, each in zip(everyone, want, strict=True))
 
 

@@ -133,6 +133,13 @@ def test_choice_between_equal_scores_is_refused(family: str) -> None:
     assert all("equal scores" in proof.why_alone(model, in_pieces) for in_pieces in (True, False))
 
 
+@pytest.mark.parametrize(("dim", "equal"), [((0,), True), ((1,), False), ((), False)])
+def test_choice_along_any_dimension_is_seen(dim: tuple[int, ...], equal: bool) -> None:
+    with proof._Choices() as choices:
+        torch.tensor([[1.0, 2.0], [1.0, 3.0]]).topk(1, *dim)
+    assert choices.between_equals == equal
+
+
 def test_limit_of_keys_counts_padding() -> None:
     """Doge attends to the best 2,048 columns of its cache, padding included: in a batch, longer calls would differ."""
     assert proof.prove(tf.DogeForCausalLM, tf.DogeConfig())[0]

@@ -76,6 +76,13 @@ def test_sizes_of_pieces_have_limits() -> None:
     assert pace.piece == 8
 
 
+def test_pieces_fit_the_patience_of_decoding_rows() -> None:
+    pace = Pace(0.05, "cpu")
+    for speed, tokens in ((0.0, 128), (1.0, 8), (1000.0, 40), (20_000.0, 768), (1e9, 1024)):
+        pace._speed = speed
+        assert pace.piece == tokens
+
+
 def test_passes_of_few_tokens_say_nothing() -> None:
     pace = paced()
     run(pace, lambda tokens, begin: 0.001 * tokens, 3000)
