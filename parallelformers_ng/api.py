@@ -21,6 +21,7 @@ from parallelformers_ng.checkpoint.quantized_in_memory import ConvertedLayers, p
 from parallelformers_ng.cuda_graphs.modes import Decode, static_steps
 from parallelformers_ng.errors import ParallelError, PlacementError
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
+from parallelformers_ng.kernels.decoder_stack import bytes_ahead
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
@@ -38,6 +39,7 @@ from parallelformers_ng.options import (
     WorkerOptions,
     read_quantize,
 )
+from parallelformers_ng.runtime.cores import threads_of_rank
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.sharding.casting import target_dtype
@@ -148,10 +150,11 @@ def parallelize(
         world_size, kind = workers.world_size, workers.device
         if num_gpus not in (None, world_size):
             raise PlacementError(f"num_gpus is {num_gpus}, but the group of workers= has {world_size} workers")
-        fitting = fitting.over(workers.hosts.counts if workers.hosts else [world_size])
+        hosts = workers.hosts
+        fitting = fitting.over(hosts.counts if hosts else [world_size])
     else:
         makers, fitting = group_makers(num_gpus, options, fitting)
-        world_size, kind = makers[0].args
+        (world_size, kind), hosts = makers[0].args, makers[0].keywords["hosts"]
     static_decode = None if decode in ("auto", "eager") else decode
     check_fit(fitting, world_size, custom_policies=custom_policies, decode=static_decode)
     target = target_dtype(fp16, dtype)
@@ -188,7 +191,8 @@ def parallelize(
             original = ConvertedLayers(loaded, plain)
         if directories:
             loaded, wrappers = within(with_peft_adapters(loaded, directories))
-        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget)
+        cpu_ranks = world_size * options.replicas if kind == "cpu" and hosts is None else 0
+        sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget, cpu_ranks)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
         deployment = Deployment(
@@ -266,7 +270,8 @@ def plan(
     check_model(model)
     target = target_dtype(fp16, dtype)
     plain = plain_counterpart(model, target, bits is not None and bits.dequantize) or model
-    return _make_plan(plain, num_gpus, custom_policies, target, fitting, bits, budget)
+    cpu_ranks = 0 if torch.cuda.is_available() else num_gpus
+    return _make_plan(plain, num_gpus, custom_policies, target, fitting, bits, budget, cpu_ranks)
 
 
 def _source(
@@ -316,9 +321,12 @@ def _make_plan(
     fitting: FitOptions,
     quantize: QuantizeOptions | None,
     budget: Budget | None,
+    cpu_ranks: int,
 ) -> ShardPlan:
+    """Return the plan; `cpu_ranks` is the number of ranks of all replicas, or 0 for devices or several hosts."""
     check_model(model)
-    shard_plan = make_plan(model, world_size, custom, dtype, fitting, quantize)
+    ahead = bytes_ahead(model) if cpu_ranks and threads_of_rank(cpu_ranks) == 1 else 0
+    shard_plan = make_plan(model, world_size, custom, dtype, fitting, quantize, ahead)
     shard_plan.cache = kind_for(model, fitting.cache)
     shard_plan.tiers = tiers_for(model, shard_plan, budget)
     for warning in filter(None, (shard_plan.warning, shard_plan.why_uncut)):

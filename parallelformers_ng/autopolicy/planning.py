@@ -54,6 +54,7 @@ def make_plan(
     dtype: torch.dtype | None,
     fit: FitOptions,
     quantize: QuantizeOptions | None = None,
+    ahead: int = 0,
 ) -> ShardPlan:
     """Return the plan of a model for `world_size` ranks.
 
@@ -64,6 +65,7 @@ def make_plan(
         dtype: data type to cast floating-point parameters to; None for no cast.
         fit: strategy, ranks of a stage, and ratio of the ranks or stages.
         quantize: weights to quantize, and the scheme; None for no quantization.
+        ahead: see `build_plan`; not for stages.
 
     Raises:
         ParallelError: `fit` does not fit `world_size`, or `quantize` does not fit the model.
@@ -81,7 +83,7 @@ def make_plan(
 
     def cut() -> ShardPlan:
         selection = select(plain, custom, world_size, parts)
-        return adapted(build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize))
+        return adapted(build_plan(plain, world_size, selection, dtype, parts=parts, quantize=quantize, ahead=ahead))
 
     def staged() -> ShardPlan:
         width, stages = fit.tensor or 1, world_size // (fit.tensor or 1)

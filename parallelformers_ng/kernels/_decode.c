@@ -193,5 +193,6 @@ PyMODINIT_FUNC PyInit__decode(void)
     if (made && PyModule_AddIntConstant(made, "HAS_TILES", has_tiles()) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "HAS_PAIRS", has_pairs()) < 0) Py_CLEAR(made);
     if (made && PyModule_AddIntConstant(made, "MOST_STEPS", MOST_STEPS) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "NEXT_BYTES", NEXT_BYTES) < 0) Py_CLEAR(made);
     return made;
 }

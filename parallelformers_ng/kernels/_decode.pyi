@@ -3,6 +3,7 @@ from typing import Any
 HAS_TILES: int
 HAS_PAIRS: int
 MOST_STEPS: int
+NEXT_BYTES: int
 
 def linear(
     x: int,

@@ -16,7 +16,9 @@
 #include "_team.h"
 #include "_vectors.h"
 
-enum { NEXT_BYTES = 128 << 10 }; /* bytes that a rank can prefetch during a short wait */
+/* Most bytes that a rank prefetches during a wait: half of a second-level cache of 2 MB. Ranks with fewer heads wait long
+ * enough for all of them (`fill_waits` of sharding/partition.py). */
+enum { NEXT_BYTES = 1 << 20 };
 
 /* Arguments of a layer that are the same in every step. */
 typedef struct {

@@ -19,11 +19,24 @@ from parallelformers_ng.generation.in_place_cache import extended_jointly, joint
 from parallelformers_ng.kernels.decoder_layer import FusedDecoderLayer
 from parallelformers_ng.kernels.layer_halves import AttentionHalf, FeedHalf, Step, is_step
 from parallelformers_ng.kernels.operators import Guard, _decode, may_serve
+from parallelformers_ng.kernels.recognition import is_decoder, is_gated_feed_forward
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.placed import Placed
 
 MOST_STEPS: int = getattr(_decode, "MOST_STEPS", 1)
 """Largest number of steps that one call of C computes."""
+
+
+def bytes_ahead(model: nn.Module) -> int:
+    """Return the bytes of weights that a rank of one thread can prefetch in a step while it waits for other ranks;
+    0 if C cannot compute the layers."""
+    dense_layers = 0
+    for module in model.modules():
+        cls: type = type(module)
+        layers: Any = module.layers if is_decoder(cls) else ()
+        feeds: list[type] = [type(getattr(layer, "mlp", layer)) for layer in layers]
+        dense_layers += sum(map(is_gated_feed_forward, feeds))
+    return dense_layers * getattr(_decode, "NEXT_BYTES", 0)
 
 
 class LayersAsOne(nn.ModuleList):

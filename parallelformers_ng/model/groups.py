@@ -15,7 +15,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.hosts.launcher_choice import elsewhere
 from parallelformers_ng.option_checks import read_options
 from parallelformers_ng.options import OF_A_MODEL, FitOptions, WorkerOptions
-from parallelformers_ng.runtime.cores import usable_cpus
+from parallelformers_ng.runtime.cores import threads_of_rank
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.placement import check_platform, placement
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -71,7 +71,7 @@ def group_makers(
             backend=options.backend,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
-            threads=max(1, usable_cpus() // size) if fit.has_stages and remote_ranks is None else None,
+            threads=threads_of_rank(size) if fit.has_stages and remote_ranks is None else None,
             among=(index, count),
             hosts=None if remote_ranks is None else functools.partial(remote_ranks.make, fit.tensor or 1),
         )

@@ -21,6 +21,11 @@ def usable_cpus() -> int:
     return available if quota is None else max(1, min(available, round(quota)))
 
 
+def threads_of_rank(ranks: int) -> int:
+    """Return the number of threads of a rank if this machine's `ranks` ranks divide the CPUs of this process."""
+    return max(1, usable_cpus() // ranks)
+
+
 def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     """Return the set of CPU numbers of each rank, or None if the kernel's scheduler should place the ranks.
 

@@ -99,7 +99,7 @@ def launch(
     deadline = time.monotonic() + start_timeout
     world_size = len(device_names)
     first, ranks = among
-    threads = threads or max(1, cores.usable_cpus() // ranks)
+    threads = threads or cores.threads_of_rank(ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
     server, environment = forks.running(imports), environment_of_worker(threads)
     ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])

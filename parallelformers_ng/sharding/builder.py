@@ -17,7 +17,7 @@ from parallelformers_ng.sharding.casting import CastRule
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.heads import Heads
 from parallelformers_ng.sharding.leftovers import cut_leftovers
-from parallelformers_ng.sharding.partition import HeadShare, even_out, share_heads
+from parallelformers_ng.sharding.partition import HeadShare, even_out, fill_waits, share_heads
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Policy, Selection, is_block
 from parallelformers_ng.sharding.quantizing import border, choose_encodings
@@ -39,6 +39,7 @@ def build_plan(
     exhaustive: bool = False,
     parts: Sequence[float] = (),
     quantize: QuantizeOptions | None = None,
+    ahead: int = 0,
 ) -> ShardPlan:
     """Return the plan: the slices of every tensor for each rank.
 
@@ -50,6 +51,7 @@ def build_plan(
         exhaustive: whether to cut even small tensors that policies leave whole, as a proof does.
         parts: fraction of the model for each rank, sum 1; empty for equal fractions.
         quantize: options that select the weights to quantize.
+        ahead: most bytes of weights that a rank prefetches in a step while it waits for other ranks; 0 for no prefetch.
 
     Raises:
         PolicyError: a rule matches no layer, or does not fit the layer that it matches. Another cause: the model has
@@ -60,8 +62,8 @@ def build_plan(
 
     group = border(model, quantize)
 
-    def build(shares: Sequence[float] = ()) -> ShardPlan:
-        draft = Draft(model, world_size, parts, shares, group, selection.proven)
+    def build(shares: Sequence[float] = (), row_shares: Sequence[float] | None = None) -> ShardPlan:
+        draft = Draft(model, world_size, parts, shares, group, selection.proven, row_shares)
         builder = _Builder(draft, selection.customs, lenient=not exhaustive)
         builder.find_whole_attentions(selection.policies)
         for policy in selection.policies:
@@ -76,20 +78,29 @@ def build_plan(
         return max(map(truediv, shard_plan.bytes_per_rank, parts or [1.0] * world_size))
 
     plain = build(parts)
-    shares = even_out(plain.bytes_per_rank, _flexible_bytes(plain, parts), parts)
-    return min(plain, build(shares), key=fullest) if shares else plain
+    flexible, others = _spread_tensors(plain, parts)
+    if shares := even_out(plain.bytes_per_rank, sum(tensor.bytes_whole for tensor in flexible), parts):
+        return min(plain, build(shares), key=fullest)
+    if not ahead or parts:
+        return plain
+    rows = {f"{path}.weight" for path in find_vocabulary(model)}
+    columns = sum(tensor.bytes_whole for tensor in flexible if tensor.name not in rows)
+    loads = [sum(tensor.bytes_on(rank) for tensor in others) for rank in range(world_size)]
+    shares = fill_waits(loads, columns, ahead)
+    return build(shares, row_shares=()) if shares else plain
 
 
-def _flexible_bytes(plan: ShardPlan, parts: Sequence[float]) -> int:
-    """Return the bytes of the tensors that are spread evenly by `parts`: mostly tensors not counted in heads."""
-    flexible = 0
+def _spread_tensors(plan: ShardPlan, parts: Sequence[float]) -> tuple[list[TensorPlan], list[TensorPlan]]:
+    """Return the sharded tensors: those that are spread evenly by `parts`, mostly tensors not counted in heads, and all
+    others."""
+    spread: tuple[list[TensorPlan], list[TensorPlan]] = [], []
     for tensor in plan.stored():
         bytes_per_rank = list(
             map(truediv, map(tensor.bytes_on, range(plan.world_size)), parts or [1.0] * plan.world_size)
         )
-        if not tensor.is_replicated and max(bytes_per_rank) <= _ABOUT_THE_SAME * min(bytes_per_rank):
-            flexible += tensor.bytes_whole
-    return flexible
+        if not tensor.is_replicated:
+            spread[max(bytes_per_rank) > _ABOUT_THE_SAME * min(bytes_per_rank)].append(tensor)
+    return spread
 
 
 def misfit(model: nn.Module, policy: type[Policy], world_size: int, customs: Sequence[type[Policy]] = ()) -> str:

@@ -27,6 +27,7 @@ class Draft:
         world_size: number of ranks.
         parts: fraction of the model for each rank, sum 1; empty for equal fractions.
         shares: fraction for each rank of widths that are not counted in heads, as in `spread`.
+        row_shares: fraction for each rank of the rows of a vocabulary, as in `spread`.
         group: width of the column groups that are not cut, as in `spread_columns`.
         modules: dotted path → module.
         foreign: dotted path of a module that runs foreign code → description of the code; empty if a proof has run it.
@@ -44,10 +45,12 @@ class Draft:
         shares: Sequence[float] = (),
         group: int = 1,
         proven: bool = False,
+        row_shares: Sequence[float] | None = None,
     ) -> None:
         self.world_size = world_size
         self.parts = parts
         self.shares = shares
+        self.row_shares = shares if row_shares is None else row_shares
         self.group = group
         self.model = model
         self.modules = dict(model.named_modules())

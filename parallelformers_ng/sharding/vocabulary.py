@@ -115,7 +115,7 @@ def cut_rows(draft: Draft, path: str, cls: type[ParallelLayer], rule: str = "") 
         PolicyError: a tensor of the layer is already cut in another way.
     """
     module: Any = draft.modules[path]
-    ranges = cut_width(module.weight.shape[0], ["column"], [], draft.world_size, shares=draft.shares)
+    ranges = cut_width(module.weight.shape[0], ["column"], [], draft.world_size, shares=draft.row_shares)
     for name in ("weight", "bias"):
         if module._parameters.get(name) is not None:
             draft.cut(f"{path}.{name}", 0, ranges, rule=rule)

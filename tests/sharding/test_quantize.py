@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks import quantized_memory
-from parallelformers_ng import ParallelError, QuantizeOptions, parallelize, plan, save_sharded
+from parallelformers_ng import ParallelError, QuantizeOptions, api, parallelize, plan, save_sharded
 from parallelformers_ng.checkpoint import encoded, nodes
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
@@ -229,7 +229,8 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.contiguous().view(torch.uint8)
 
 
-def test_ranks_have_whole_groups_or_are_reported() -> None:
+def test_ranks_have_whole_groups_or_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "threads_of_rank", lambda ranks: 2)  # with one thread, columns fill the waits
     model = llama()  # 74 columns, heads of 8
     shard_plan = plan(model, 3, quantize={"scheme": "int4", "group": 2})
     down = shard_plan.tensors["model.layers.0.mlp.down_proj.weight"]
