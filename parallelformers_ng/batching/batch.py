@@ -45,11 +45,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        options: BatchingOptions,
-        trial: Trial,
-        group: WorkerGroup,
-        no_graphs: Callable[[str], object],
+        self, options: BatchingOptions, trial: Trial, group: WorkerGroup, no_graphs: Callable[[str], object]
     ) -> None:
         self.group = group
         self.room = options.cache_tokens or math.inf

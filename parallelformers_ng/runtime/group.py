@@ -17,7 +17,7 @@ from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, GroupError, PlacementError, ProtocolError
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.runtime import startup
-from parallelformers_ng.runtime.deadline import thread_deadline
+from parallelformers_ng.runtime.limits import thread_deadline
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
@@ -258,14 +258,6 @@ class WorkerGroup:
             return
         text = "the worker group was closed; parallelize the model again to use it"
         self._end_because(GroupClosedError(text), GOODBYE_SECONDS)
-
-    def watch_descriptors(self) -> list[int]:
-        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable.
-
-        Raises:
-            OSError: this process cannot open more files.
-        """
-        return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
     def error(self) -> GroupError:
         """Return the reason why the group has ended, as an error to raise."""

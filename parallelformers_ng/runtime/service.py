@@ -28,10 +28,8 @@ from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
-_REQUEST, _DONE = (
-    FrameKind.REQUEST,
-    FrameKind.DONE,
-)  # looked up once, because in Python 3.11 reading an enum member costs a function call
+# Looked up once, because in Python 3.11 reading an enum member costs a function call.
+_REQUEST, _DONE = FrameKind.REQUEST, FrameKind.DONE
 
 
 class Emitter:
