@@ -106,7 +106,7 @@ def launch(
     workers: list[WorkerProcess] = []
     processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
-    standard_error = _standard_error()
+    standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     common: dict[str, Any] = {
         "target": target,
         "world_size": world_size,
@@ -142,12 +142,9 @@ def launch(
     return functools.partial(await_ready, workers, server, deadline, start_timeout)
 
 
-def _standard_error() -> int:
-    """Return the descriptor of this process's standard error. If this process has no standard error,
-    open /dev/null and return its descriptor, because descriptor 2 may be another file."""
-    if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
-        return 2
-    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+def _has_standard_error() -> bool:
+    """Return whether descriptor 2 is this process's standard error, and not another file or closed."""
+    return sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2")
 
 
 def await_ready(
@@ -247,8 +244,6 @@ def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())
-    for log in filter(None, dict.fromkeys(logs)):
-        fd = _standard_error()
-        os.write(fd, log.encode())
-        if fd != 2:
-            os.close(fd)
+    if _has_standard_error():
+        for log in filter(None, dict.fromkeys(logs)):
+            os.write(2, log.encode())
