@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from itertools import chain, starmap
 from typing import Any
 
@@ -22,7 +23,7 @@ from parallelformers_ng.errors import UnsupportedModelError
 
 log = logging.getLogger("parallelformers_ng")
 
-_PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
+PROMPTS = ((3, 9), (5, 6), (3, 12), (7, 5), (12, 8))
 """Prompt tokens and new tokens of each call of the proof. The calls leave the batch in another order than they join."""
 _PIECE = 5
 _TOLERANCE = 1e-3
@@ -112,12 +113,13 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
     return why_alone(twin.model, in_pieces=False), False
 
 
-def why_alone(model: Any, in_pieces: bool) -> str:
+def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
     """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
 
     Args:
         model: a small random model on CPU; see `autopolicy.twin_making`. Its experts implementation becomes "eager".
         in_pieces: whether prompts run in pieces, as in `Trial`.
+        lengths: prompt tokens and new tokens of each call.
     """
     model.set_experts_implementation("eager")  # like the ranks; other kernels need wider layers than a small copy has
     words = model.config.get_text_config().vocab_size
@@ -130,7 +132,7 @@ def why_alone(model: Any, in_pieces: bool) -> str:
             "do_sample": False,
             "return_dict_in_generate": False,
         }
-        for before, after in _PROMPTS
+        for before, after in lengths
     ]
     calls[-1]["input_ids"][:, :4] = calls[1]["input_ids"][:, :4]
     for call in calls:

@@ -154,7 +154,6 @@ class _Agent:
                 spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
             wait = startup.launch(
                 processes,
-                self._arena,
                 target=order["target"],
                 imports=order["imports"],
                 device_names=names,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import threading
@@ -95,7 +94,7 @@ class WorkerGroup:
         self.user: weakref.ref[Any] | None = None
         self.hosts = None if hosts is None else hosts()
         arena: Any = self.hosts or startup.create_arena(world_size)
-        launch = self.hosts.launch if self.hosts else functools.partial(startup.launch, arena=arena)
+        launch: Callable[..., Callable[[], None]] = self.hosts.launch if self.hosts else startup.launch
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)

@@ -60,7 +60,6 @@ def create_arena(world_size: int) -> Arena:
 
 def launch(
     processes: Processes,
-    arena: Arena,
     *,
     target: str,
     imports: str | None,
@@ -75,8 +74,7 @@ def launch(
     """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        processes: the group's processes, to which the workers are added.
-        arena: shared memory of the collectives.
+        processes: the group's processes, with an `Arena`; the workers are added.
         target: `"module:Class"` of the object that each worker builds.
         imports: name of the module that the fork server imports, see `forks.running`.
         device_names: torch device of each rank.
@@ -116,7 +114,7 @@ def launch(
         "path": module_path(),
         "environment": environment,
         "rendezvous": None,
-        "arena": FileDescriptor(arena.fd),
+        "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
     if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import threading
 import time
@@ -11,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RestartLimitError
+from parallelformers_ng.errors import DeadlineExpiredError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
 
 log = logging.getLogger("parallelformers_ng")
@@ -37,7 +36,7 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False
-        self._given_up: Callable[[], GroupError] | None = None
+        self._given_up = ""  # why the group is not replaced any more
         self._thread: threading.Thread | None = None
 
     @property
@@ -89,8 +88,8 @@ class Supervisor:
     def _await_group(self, deadline: float) -> None:
         with self._changed:
             while not (self._stopped or self.group.alive):
-                if self._given_up is not None:
-                    raise self._given_up()
+                if self._given_up:
+                    raise RestartLimitError(self._given_up)
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
                     raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
@@ -145,7 +144,7 @@ class Supervisor:
             " returns the weights to this process"
         )
         with self._changed:
-            self._given_up = functools.partial(RestartLimitError, text)
+            self._given_up = text
             self._changed.notify_all()
         log.error("%s", text)
         return False
