@@ -94,25 +94,17 @@ class WorkerGroup:
         self.user: weakref.ref[Any] | None = None
         self.hosts = None if hosts is None else hosts()
         arena: Any = self.hosts or startup.create_arena(world_size)
-        launch: Callable[..., Callable[[], None]] = self.hosts.launch if self.hosts else startup.launch
+        launch = self.hosts.launch if self.hosts else startup.launch
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)
         self.submit, self.do_later, self.wait_until_over = self._loop.submit, self._loop.do_later, self._loop.join
         self._in_event: set[int] = set()  # ids of threads that are running an on_event
         weakref.finalize(self, self._loop.leave)
+        settings = startup.StartSettings(target, imports, backend, timeout, start_timeout, threads)
+        names = ["cpu"] * world_size if device == "cpu" else self.device_names
         try:
-            self._wait: Callable[[], None] | None = launch(
-                self._processes,
-                target=target,
-                imports=imports,
-                device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
-                backend=backend,
-                timeout=timeout,
-                start_timeout=start_timeout,
-                threads=threads,
-                among=(first, ranks),
-            )
+            self._wait: Callable[[], None] | None = launch(self._processes, settings, names, (first, ranks))
         except BaseException:
             self._processes.end()
             raise

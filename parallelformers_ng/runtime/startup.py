@@ -9,6 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from parallelformers_ng.collectives.arena import MAX_WORLD_SIZE, Arena
@@ -58,16 +59,31 @@ def create_arena(world_size: int) -> Arena:
         raise kind(f"the collectives of {world_size} workers cannot be set up: {why_no_memory(error)}") from error
 
 
+@dataclass(frozen=True)
+class StartSettings:
+    """Settings of all ranks of a group.
+
+    Attributes:
+        target: `"module:Class"` of the object that each worker builds.
+        imports: name of the module that the fork server imports, see `forks.running`.
+        backend: backend of the collectives.
+        timeout: timeout of the collectives, in seconds.
+        start_timeout: maximum time in seconds until all workers are ready.
+        threads: CPU threads of each worker; None divides the CPUs among the ranks.
+    """
+
+    target: str
+    imports: str | None
+    backend: str
+    timeout: float
+    start_timeout: float
+    threads: int | None
+
+
 def launch(
     processes: Processes,
-    *,
-    target: str,
-    imports: str | None,
+    settings: StartSettings,
     device_names: list[str],
-    backend: str,
-    timeout: float,
-    start_timeout: float,
-    threads: int | None,
     among: tuple[int, int],
     spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
@@ -75,13 +91,8 @@ def launch(
 
     Args:
         processes: the group's processes, with an `Arena`; the workers are added.
-        target: `"module:Class"` of the object that each worker builds.
-        imports: name of the module that the fork server imports, see `forks.running`.
+        settings: settings of the ranks.
         device_names: torch device of each rank.
-        backend: backend of the collectives.
-        timeout: timeout of the collectives, in seconds.
-        start_timeout: maximum time in seconds until all workers are ready.
-        threads: CPU threads of each worker; None divides the CPUs among the ranks.
         among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
         spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
             has the socket and keys of the connection to the group's caller. None on one host.
@@ -94,22 +105,22 @@ def launch(
         SharedMemoryError: the system has no memory for the settings of a worker.
         OSError: this process cannot open more files.
     """
-    deadline = time.monotonic() + start_timeout
+    deadline = time.monotonic() + settings.start_timeout
     world_size = len(device_names)
     first, ranks = among
-    threads = threads or max(1, cores.usable_cpus() // ranks)
+    threads = settings.threads or max(1, cores.usable_cpus() // ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
-    server, environment = forks.running(imports), environment_of_worker(threads)
+    server, environment = forks.running(settings.imports), environment_of_worker(threads)
     ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
     standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     common: dict[str, Any] = {
-        "target": target,
+        "target": settings.target,
         "world_size": world_size,
-        "backend": backend,
-        "timeout": timeout,
+        "backend": settings.backend,
+        "timeout": settings.timeout,
         "threads": threads,
         "path": module_path(),
         "environment": environment,
@@ -117,7 +128,7 @@ def launch(
         "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
+    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
@@ -137,7 +148,7 @@ def launch(
             _fail_ended(worker, _FIRST_PHASE)
     if standard_error != 2:
         os.close(standard_error)
-    return functools.partial(await_ready, workers, server, deadline, start_timeout)
+    return functools.partial(await_ready, workers, server, deadline, settings.start_timeout)
 
 
 def _has_standard_error() -> bool:
