@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parallelformers_ng.model.saving import save_sharded
     from parallelformers_ng.options import BatchingOptions, FitOptions, QuantizeOptions, WorkerOptions
     from parallelformers_ng.planner.forecast import forecast
-    from parallelformers_ng.runtime.deadline import deadline
+    from parallelformers_ng.runtime.limits import deadline
     from parallelformers_ng.sharding.rules import *
     from parallelformers_ng.worker.preload import warm_up
 
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "balanced_device_map": "checkpoint.device_map",
-    "deadline": "runtime.deadline",
+    "deadline": "runtime.limits",
     "forecast": "planner.forecast",
     "parallelize": "api",
     "plan": "api",

@@ -23,6 +23,7 @@ from parallelformers_ng.errors import ParallelError, PlacementError
 from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.kernels.decoder_stack import bytes_ahead
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
+from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.kinds import check_model
@@ -219,7 +220,7 @@ def parallelize(
         loaded.hf_quantizer.remove_quantization_config(loaded)
     if sharding.strategy != "tensor":
         steps = None
-    enter(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto")
+    enter(loaded, Calls(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto"))
     surround(wrappers, loaded)
     if verbose is not None:
         print(loaded.memory_summary(detail=verbose == "detail"))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 
 import torch
 
@@ -17,12 +18,15 @@ from parallelformers_ng.batching.pace import Pace
 from parallelformers_ng.batching.rounds import News, Round
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.collectives.arena import available_memory
+from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import BatchingError, GroupError, NotPortableError, WorkerError
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.frame import Flag, Frame
+
+log = logging.getLogger("parallelformers_ng")
 
 _LONGEST_PAUSE = 0.005
 
@@ -35,32 +39,26 @@ class Batch:
         options: limits of the batch.
         trial: result of the batch proof, which says whether prompts may run in pieces.
         group: group of workers that runs the rounds.
-        no_graphs: function that receives the reason if decode steps cannot become CUDA graphs.
+        steps: mode that captures decode steps as CUDA graphs; None for ordinary decode steps.
 
     Attributes:
         group: argument `group`.
+        steps: argument `steps`; None after the ranks have failed to record a step.
         room: most tokens in the caches of all rows, padding included. Without a limit of the caller, infinite until a
             round has measured the free memory.
         is_due: lock, held while a round is queued but has not begun.
     """
 
-    def __init__(
-        self,
-        options: BatchingOptions,
-        trial: Trial,
-        group: WorkerGroup,
-        no_graphs: Callable[[str], object],
-    ) -> None:
+    def __init__(self, options: BatchingOptions, trial: Trial, group: WorkerGroup, steps: StaticSteps | None) -> None:
         self.group = group
         self.room = options.cache_tokens or math.inf
-        self._options, self._trial, self._no_graphs = options, trial, no_graphs
+        self._options, self._trial, self.steps = options, trial, steps
         self._numbers, self._batches = itertools.count(), itertools.count()
         self._batch = next(self._batches)
         self._adapters: ActiveAdapters | None = None  # adapters of all rows, and of the kept prefixes
         self._arrived: deque[Ticket] = deque()
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
-        self._has_graphs = True
         self._most_rows, self._is_gathering = 0, False
         self._pace = Pace(options.prefill_patience / 1000, group.device)
         self.is_due = threading.Lock()
@@ -128,7 +126,7 @@ class Batch:
         limits = (self._pace.piece, self._pace.widest, self._options.prefix_tokens)
         limits = limits if self._trial.in_pieces else (0, 0, 0)
         calls = {number: (*ticket.parcel, ticket.call.seed) for number, ticket in joins.items()}
-        positions = min((ticket.positions for ticket in self._running.values()), default=0) if self._has_graphs else 0
+        positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
         if positions and self.room is not math.inf:
             positions = max(positions, int(self.room))  # without a recording, a step copies the whole cache
         rows = self._options.rows
@@ -232,8 +230,11 @@ class Batch:
         return order.positions > 0
 
     def _without_graphs(self, why: str) -> None:
-        self._no_graphs(why)
-        self._has_graphs = False
+        """Log why the ranks could not record a step; record no more steps, and free the memory of the recordings."""
+        if self.steps is not None:
+            level = logging.INFO if self.steps.by_default else logging.WARNING
+            log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)
+        self.steps = None
         self.group.submit(Request("forget_steps", [call_of("forget_steps")]))
 
     def end(self, error: BaseException, others: BaseException | None) -> None:

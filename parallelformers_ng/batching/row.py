@@ -69,10 +69,6 @@ class BatchRow:
     call: Prepared
     random: OwnStream | None = None
     objects: ObjectState = field(default_factory=lambda: ObjectState(()))
-    greedy: GreedyCall | None = field(init=False)
-    newest: int = field(init=False)
-    padding: int = field(init=False)
-    may_be_kept: bool = field(init=False)
     outcome: int = GOES_ON
     failure: Description | None = None
 

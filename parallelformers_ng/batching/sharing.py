@@ -101,15 +101,11 @@ def shared_call(
         return "it uses no cache" if caches else "it uses a cache, but the model's other calls do not"
     if setting("do_sample") and seed is None and draw_seed is None:
         return "it samples without a seed"
-    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    ids: Any = kwargs.get("input_ids")
+    mask = kwargs.get("attention_mask")
     words = model.config.get_text_config().vocab_size
-    if (
-        type(ids) is not torch.Tensor
-        or ids.dtype != torch.long
-        or ids.ndim != 2
-        or ids.shape[0] != 1
-        or not ids.numel()
-    ):
+    is_one_prompt = type(ids) is torch.Tensor and ids.dtype == torch.long and ids.ndim == 2 and ids.shape[0] == 1
+    if not is_one_prompt or not ids.numel():
         return "it is not one prompt of token ids"
     if mask is not None and (mask.shape != ids.shape or not bool(mask[0, -1])):
         return "its mask has another shape than its prompt, or masks the last token"

@@ -12,8 +12,8 @@ import torch
 
 from parallelformers_ng.batching.sharing import SharedCall
 from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, RequestTimeoutError
-from parallelformers_ng.runtime.cancellation import cancellation_of_thread
 from parallelformers_ng.runtime.failures import Description, rebuild
+from parallelformers_ng.runtime.limits import cancellation_of_thread
 from parallelformers_ng.wire.message import unpack
 
 _MOST_FAILURES = 3

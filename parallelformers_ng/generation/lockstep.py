@@ -14,7 +14,7 @@ from transformers.generation import GenerationMode
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import DivergedError
-from parallelformers_ng.runtime.cancellation import cancellation_error
+from parallelformers_ng.runtime.limits import cancellation_error
 
 
 class AgreedCriteria(StoppingCriteriaList):

@@ -16,7 +16,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
-from parallelformers_ng.runtime.deadline import turn
+from parallelformers_ng.runtime.limits import turn
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import is_within
 from parallelformers_ng.wire.frame import Handle

@@ -138,10 +138,10 @@ class _Agent:
             self._processes.end(_GOODBYE_SECONDS if len(self._ended) == self._count else 0.0)
 
     def _start(self) -> Processes:
-        order, device = self._order, self._order["device"]
+        settings, device = self._order["settings"], self._order["device"]
         # The ranks of this host use devices 0, 1, 2, … among the devices that this process sees.
         names = [device if device == "cpu" else f"{device}:{index}" for index in range(self._count)]
-        deadline = time.monotonic() + order["start_timeout"]
+        deadline = time.monotonic() + settings.start_timeout
         self._arena = startup.create_arena(self._count)
         processes = self._processes = Processes(self._arena, names)
         with contextlib.ExitStack() as opened:
@@ -152,19 +152,7 @@ class _Agent:
                 connection = call(self._address, self._key, purpose("rank", first + index, self._token), deadline)
                 connections = {"caller": _for_rank(connection, opened), "links": None if index else links}
                 spans.append({"counts": self._counts, "number": self._number, "address": self._here, **connections})
-            wait = startup.launch(
-                processes,
-                self._arena,
-                target=order["target"],
-                imports=order["imports"],
-                device_names=names,
-                backend=order["backend"],
-                timeout=order["timeout"],
-                start_timeout=order["start_timeout"],
-                threads=order["threads"],
-                among=(0, self._count),
-                spans=spans,
-            )
+            wait = startup.launch(processes, settings, names, (0, self._count), spans)
         wait()
         return processes
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
@@ -19,6 +20,7 @@ from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable
+from parallelformers_ng.runtime.startup import StartSettings
 from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import Listener
 from parallelformers_ng.wire.signed import Session, SignedChannel
@@ -71,13 +73,7 @@ class Hosts:
         return [host.machine for host in self._hosts] == [machine()]
 
     def launch(
-        self,
-        processes: Processes,
-        *,
-        device_names: list[str],
-        among: tuple[int, int],
-        start_timeout: float,
-        **order: Any,
+        self, processes: Processes, settings: StartSettings, device_names: list[str], among: tuple[int, int]
     ) -> Callable[[], None]:
         """Start the ranks, and return a function that waits until all ranks are ready. Each host divides its own CPUs.
 
@@ -86,16 +82,14 @@ class Hosts:
 
         Args:
             processes: the group's processes, to which the waiting function adds the ranks.
+            settings: settings of the ranks.
             device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
                 with the hosts.
             among: ignored.
-            start_timeout: maximum time in seconds until all ranks are ready.
-            order: further arguments of `startup.launch`.
         """
-        order |= {"start_timeout": start_timeout, "device": device_names[0].partition(":")[0]}
-        order["threads"] = order["threads"] or self._launcher.threads
-        deadline = time.monotonic() + start_timeout
-        arguments = (len(device_names), order, deadline)
+        settings = replace(settings, threads=settings.threads or self._launcher.threads)
+        order = {"settings": settings, "device": device_names[0].partition(":")[0]}
+        arguments = (len(device_names), order, time.monotonic() + settings.start_timeout)
         self._thread = threading.Thread(target=self._run, args=arguments, name="parallelformers_ng-hosts", daemon=True)
         self._thread.start()
 
@@ -158,7 +152,9 @@ class Hosts:
         try:
             self._start(world_size, order, deadline)
         except RequestTimeoutError as error:
-            self._started.set_exception(StartupError(f"{error}; start_timeout is {order['start_timeout']:g} s"))
+            self._started.set_exception(
+                StartupError(f"{error}; start_timeout is {order['settings'].start_timeout:g} s")
+            )
         except StartupError as error:
             self._started.set_exception(error)
         except (ParallelError, OSError) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from torch import nn
 
+from parallelformers_ng.runtime.limits import set_within
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 
 _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapters", default=None)
@@ -42,15 +42,10 @@ class Adapters:
         with self.switching:
             return ActiveAdapters.of(self._layers)
 
-    @contextlib.contextmanager
-    def of_call(self, active: ActiveAdapters | None = None) -> Iterator[None]:
+    def of_call(self, active: ActiveAdapters | None = None) -> AbstractContextManager[None]:
         """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters.
 
         Args:
             active: adapters to compute with; by default the adapters that are active at the start of the block.
         """
-        token = _of_call.set((self, active or self.active()))
-        try:
-            yield
-        finally:
-            _of_call.reset(token)
+        return set_within(_of_call, (self, active or self.active()))

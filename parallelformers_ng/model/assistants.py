@@ -30,8 +30,8 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import FitOptions
-from parallelformers_ng.runtime.deadline import turn
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.limits import turn
 from parallelformers_ng.worker.call import Assistance
 
 _OF_THE_MODEL = ("Gemma4Assistant", "Gemma4UnifiedAssistant")

@@ -20,10 +20,6 @@ from torch import nn
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.worker.call import Call
 
-Stream = tuple[torch.Tensor, Callable[[torch.Tensor], object]]
-"""The state of a random stream before a call (uint8), and the function that stores its state after the call."""
-
-
 _generators = threading.Lock()
 """Lock for reading and setting states of generators.
 
@@ -63,7 +59,7 @@ class RandomStream:
         self._draws = itertools.count()
 
     @contextlib.contextmanager
-    def of_call(self, seed: int | None) -> Iterator[Stream]:
+    def of_call(self, seed: int | None) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
         """Yield the random state at the start of a call, and the function that stores the state after the call.
 
         A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.

@@ -25,14 +25,14 @@ from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.assistants import Assistants
-from parallelformers_ng.model.caller_state import RandomStream, set_state, state_of
+from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.deadline import deadline
+from parallelformers_ng.runtime.limits import deadline
 from parallelformers_ng.sharding.tensors import is_within
 
 log = logging.getLogger("parallelformers_ng")
@@ -72,7 +72,7 @@ class Calls:
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(model, replica, self._stream, self.hooks, self.adapters, steps, deployment.code)
+            Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code))
             for replica in deployment.replicas
         ]
         self.shared: list[SharedCalls] = []
@@ -116,12 +116,7 @@ class Calls:
             return dispatcher.call(path, method, args, kwargs, options)
 
     def generate(
-        self,
-        model: Any,
-        module: Any,
-        path: str,
-        original: Callable[..., Any],
-        arguments: dict[str, Any],
+        self, model: Any, module: Any, path: str, original: Callable[..., Any], arguments: dict[str, Any]
     ) -> Any:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
@@ -183,12 +178,7 @@ class Calls:
         return sequence
 
     def _generate_alone(
-        self,
-        dispatcher: Dispatcher,
-        module: Any,
-        path: str,
-        arguments: dict[str, Any],
-        options: CallOptions,
+        self, dispatcher: Dispatcher, module: Any, path: str, arguments: dict[str, Any], options: CallOptions
     ) -> Any:
         steps = None if path else dispatcher.steps
         eager = arguments

@@ -117,15 +117,11 @@ class LiveCode:
         with self._lock:
             attention = getattr(model.config, "_attn_implementation", None)
             if why := self.check.objection_to_settings(attributes, configs, attention):
-                names = ", ".join(
-                    [
-                        *(f"{path}.{name}" for path, name in attributes),
-                        *(name.removesuffix("_internal") for name in configs),
-                    ][:3]
-                )
+                names = [f"{path}.{name}" for path, name in attributes]
+                names += [name.removesuffix("_internal") for name in configs]
                 raise ParallelError(
-                    f"{names} was changed after the model was parallelized, and the plan is not valid for the new"
-                    f" value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
+                    f"{', '.join(names[:3])} was changed after the model was parallelized, and the plan is not valid"
+                    f" for the new value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
                 )
             named = {
                 value

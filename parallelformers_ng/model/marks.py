@@ -15,12 +15,13 @@ On a machine without an accelerator, the model has no map, so that a pipeline wi
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
+
+from parallelformers_ng.runtime.limits import set_within
 
 REMOTE = "_parallelformers_ng"
 """Attribute of a parallelized model and of its submodules: the connection to the workers, `remote_module.Remote`."""
@@ -42,12 +43,7 @@ has_own_loop = _own_loop.get
 """Returns whether a `generate` of this thread runs its loop in this process."""
 
 
-@contextlib.contextmanager
-def own_loop() -> Iterator[None]:
+def own_loop() -> AbstractContextManager[None]:
     """Hide `hf_device_map` while `generate` runs its loop in this process. If a model has a map, `generate` adds a hook
     to the encoder that moves outputs to the device of the inputs; a parallelized model does not need the hook."""
-    token = _own_loop.set(True)
-    try:
-        yield
-    finally:
-        _own_loop.reset(token)
+    return set_within(_own_loop, True)

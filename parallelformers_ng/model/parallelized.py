@@ -19,15 +19,13 @@ from transformers.generation.streamers import BaseStreamer
 from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.store import names_of_each, place
-from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.model import remote_tree
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, remote_of
-from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.cancellation import Cancellation, cancelled_by
+from parallelformers_ng.runtime.limits import Cancellation, cancelled_by
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import get_tensor
 from parallelformers_ng.worker.memory import device_totals
@@ -226,30 +224,20 @@ class Parallelized(RemoteModule):
         )
 
 
-def enter(
-    model: nn.Module,
-    deployment: Deployment,
-    seed: int | None = None,
-    steps: StaticSteps | None = None,
-    batching: BatchingOptions | None = None,
-    prove_at_once: bool = True,
-) -> None:
+def enter(model: nn.Module, calls: Calls) -> None:
     """Make `model` a parallelized model, in place.
 
     Args:
-        model: the model, whose weights the workers of `deployment` have.
-        deployment: workers and weights of the model.
-        seed: same as in `Calls`.
-        steps: same as in `Calls`.
-        batching: same as in `Calls`.
-        prove_at_once: same as in `Calls`.
+        model: the model, whose weights the workers have.
+        calls: calls of the model.
     """
+    deployment = calls.deployment
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
         fetch = functools.partial(_fetch, weakref.ref(model), deployment, names[0])
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, fetch, names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
-    remote_tree.enter(model, Calls(model, deployment, seed, steps, batching, prove_at_once), Parallelized)
+    remote_tree.enter(model, calls, Parallelized)
 
 
 def _fetch(reference: weakref.ref[nn.Module], deployment: Deployment, name: str) -> torch.Tensor:

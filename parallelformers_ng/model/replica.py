@@ -24,7 +24,6 @@ from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import StoredModel
-from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
@@ -57,7 +56,6 @@ class Replica(Supervisor):
         super().__init__(group)
         self.caches = CacheRegistry(self)
         self._make_group = make_group
-        self._is_over = False
 
     def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
         """From now on replace the group after a worker has ended, unless the group belongs to the caller.
@@ -76,14 +74,12 @@ class Replica(Supervisor):
         Raises:
             GroupError: the caller's group failed to drop the model.
         """
-        self.stop()
         group = self.group
         if self._make_group is not None:
-            group.close()
-        elif not self._is_over and group.alive:
+            self.close()
+        elif group.user is not None and group.user() is self and group.alive:
             group.call("drop")
             group.user = None
-        self._is_over = True
 
 
 @dataclass(frozen=True)
@@ -115,43 +111,28 @@ def may_be_hooked(hooks: HookRegistry) -> bool:
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Turns calls of a model into requests for one group of workers.
 
-    Args:
-        model: the parallelized model.
+    Attributes:
         replica: the replica with the workers.
         stream: random stream of calls without a seed.
         hooks: forward hooks of the caller.
         adapters: adapters of the model; None if the model has no adapters.
-        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
-        code: the code that the model runs in this process.
-
-    Attributes:
-        replica: the replica with the workers.
-        in_flight: number of running calls; with one replica, always 0.
-        steps: mode that compiles or captures decode steps; set to None after the workers have failed to capture a step.
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
+            failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
-        hooks, adapters: the arguments of the same names.
+        in_flight: number of running calls; with one replica, always 0.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        replica: Replica,
-        stream: RandomStream,
-        hooks: HookRegistry,
-        adapters: Adapters | None,
-        steps: StaticSteps | None,
-        code: LiveCode,
-    ) -> None:
-        self.replica = replica
-        self.in_flight = 0
-        self.steps = steps
-        self.edits = Edits(model, code)
-        self._stream = stream
-        self.hooks = hooks
-        self.adapters = adapters
+    replica: Replica
+    stream: RandomStream
+    hooks: HookRegistry
+    adapters: Adapters | None
+    steps: StaticSteps | None
+    edits: Edits
+    in_flight: int = 0
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers and return its result.
@@ -181,7 +162,7 @@ class Dispatcher:
         registry, caches = self.replica.caches, dict[int, Cache]()
         with (
             self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
-            self._stream.of_call(options.seed) as stream,
+            self.stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
             group, incarnation = self.replica.current

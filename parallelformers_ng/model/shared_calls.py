@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -16,53 +15,13 @@ from parallelformers_ng.batching.batch import Batch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_of
 from parallelformers_ng.batching.ticket import Ticket
-from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS, StaticSteps, static_generation
+from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS, static_generation
 from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
-from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.replica import Dispatcher
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.message import parcel
 from parallelformers_ng.worker.call import Call
-
-log = logging.getLogger("parallelformers_ng")
-
-
-class _Graphs:
-    """The decision whether decode steps of a batch become CUDA graphs; after `give_up`, always no. A batch refers to
-    this object, which therefore has no reference to `SharedCalls`: an unused model must be freed at once.
-
-    Args:
-        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
-        hooks: forward hooks of the caller.
-    """
-
-    def __init__(self, steps: StaticSteps | None, hooks: HookRegistry) -> None:
-        self._steps = steps if steps is not None and steps.captured else None
-        self._hooks = hooks
-
-    def positions(self, model: Any) -> int:
-        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
-
-        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
-
-        Args:
-            model: the parallelized model, whose class and settings may exclude CUDA graphs.
-
-        Raises:
-            ParallelError: a hook of the model cannot run on the workers.
-        """
-        steps = self._steps
-        if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
-            return 0
-        return MOST_POSITIONS if steps.by_default else sys.maxsize
-
-    def give_up(self, why: str) -> None:
-        """Stop using CUDA graphs, because the ranks could not record a step; log the reason `why`."""
-        if self._steps is not None:
-            level = logging.INFO if self._steps.by_default else logging.WARNING
-            log.log(level, "calls that are decoded together run without CUDA graphs: %s", why)
-            self._steps = None
 
 
 class SharedCalls:
@@ -83,12 +42,13 @@ class SharedCalls:
         self.trial = trial
         self._options = options
         self._replica, self._edits = dispatcher.replica, dispatcher.edits
-        self._adapters, self._graphs = dispatcher.adapters, _Graphs(dispatcher.steps, dispatcher.hooks)
+        self._adapters, self._hooks = dispatcher.adapters, dispatcher.hooks
         self._needs_graphs = needs_graphs
         self._places = threading.Semaphore(options.rows + options.waiting)
         self._lock = threading.Lock()
         self._coming = set[int]()  # threads that prepare a call
-        self.batch = Batch(options, trial, self._replica.group, self._graphs.give_up)
+        steps = dispatcher.steps if dispatcher.steps is not None and dispatcher.steps.captured else None
+        self.batch = Batch(options, trial, self._replica.group, steps)
 
     def generate(
         self,
@@ -120,7 +80,7 @@ class SharedCalls:
             NotPortableError: an argument cannot be sent; nothing was run.
             GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
         """
-        if self._needs_graphs and not self._graphs.positions(model):
+        if self._needs_graphs and not self._positions(model):
             return "its decode steps do not become CUDA graphs"
         self._check(*tokens_of(model, arguments))
         thread = threading.get_ident()
@@ -149,6 +109,22 @@ class SharedCalls:
             streamer.end()
             return sequence
 
+    def _positions(self, model: Any) -> int:
+        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
+
+        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
+
+        Args:
+            model: the parallelized model, whose class and settings may exclude CUDA graphs.
+
+        Raises:
+            ParallelError: a hook of the model cannot run on the workers.
+        """
+        steps = self.batch.steps
+        if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
+            return 0
+        return MOST_POSITIONS if steps.by_default else sys.maxsize
+
     def _wait(
         self, model: Any, call: SharedCall, end: float, on_tokens: Callable[[list[int]], object] | None
     ) -> torch.Tensor:
@@ -159,7 +135,7 @@ class SharedCalls:
                 raise group.error()
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters)
             arrived = self._edits.put_into(message, incarnation)
-            ticket = Ticket(call, parcel(message), self._graphs.positions(model), arrived, on_tokens)
+            ticket = Ticket(call, parcel(message), self._positions(model), arrived, on_tokens)
             batch = self._batch_of(group)
             try:
                 batch.add(ticket, self._coming)
@@ -174,7 +150,7 @@ class SharedCalls:
     def _batch_of(self, group: WorkerGroup) -> Batch:
         with self._lock:
             if self.batch.group is not group:
-                self.batch = Batch(self._options, self.trial, group, self._graphs.give_up)
+                self.batch = Batch(self._options, self.trial, group, self.batch.steps)
             return self.batch
 
     @contextmanager

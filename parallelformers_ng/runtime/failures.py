@@ -81,17 +81,15 @@ def _message(error: BaseException) -> str:
 
 
 def _find(module: str, qualname: str) -> Any:
+    """Return the exception class with a name; None if this process has no such class."""
     owner: Any = sys.modules.get(module)
     for part in qualname.split("."):
         owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
-    return owner
+    return owner if isinstance(owner, type) and issubclass(owner, Exception) else None
 
 
 def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
-    if not isinstance(cls, type) or not issubclass(cls, Exception):
-        return None
-    named: Any = cls
-    combined = _combined(named)
+    combined = None if cls is None else _combined(cls)
     if combined is None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)

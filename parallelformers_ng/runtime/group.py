@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import threading
@@ -17,7 +16,7 @@ from parallelformers_ng.collectives.connect import why_unserved
 from parallelformers_ng.errors import DeadlineExpiredError, GroupClosedError, GroupError, PlacementError, ProtocolError
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.runtime import startup
-from parallelformers_ng.runtime.deadline import thread_deadline
+from parallelformers_ng.runtime.limits import thread_deadline
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
@@ -95,25 +94,17 @@ class WorkerGroup:
         self.user: weakref.ref[Any] | None = None
         self.hosts = None if hosts is None else hosts()
         arena: Any = self.hosts or startup.create_arena(world_size)
-        launch = self.hosts.launch if self.hosts else functools.partial(startup.launch, arena=arena)
+        launch = self.hosts.launch if self.hosts else startup.launch
         self._processes = Processes(arena, self.device_names)
         self.owner, self.check_process = self._processes.owner, self._processes.check_process
         self._loop = RequestLoop(self._processes)
         self.submit, self.do_later, self.wait_until_over = self._loop.submit, self._loop.do_later, self._loop.join
         self._in_event: set[int] = set()  # ids of threads that are running an on_event
         weakref.finalize(self, self._loop.leave)
+        settings = startup.StartSettings(target, imports, backend, timeout, start_timeout, threads)
+        names = ["cpu"] * world_size if device == "cpu" else self.device_names
         try:
-            self._wait: Callable[[], None] | None = launch(
-                self._processes,
-                target=target,
-                imports=imports,
-                device_names=["cpu"] * world_size if device == "cpu" else self.device_names,
-                backend=backend,
-                timeout=timeout,
-                start_timeout=start_timeout,
-                threads=threads,
-                among=(first, ranks),
-            )
+            self._wait: Callable[[], None] | None = launch(self._processes, settings, names, (first, ranks))
         except BaseException:
             self._processes.end()
             raise
@@ -258,14 +249,6 @@ class WorkerGroup:
             return
         text = "the worker group was closed; parallelize the model again to use it"
         self._end_because(GroupClosedError(text), GOODBYE_SECONDS)
-
-    def watch_descriptors(self) -> list[int]:
-        """Return duplicates of the workers' pidfds, for the caller to close; an ended worker's pidfd is readable.
-
-        Raises:
-            OSError: this process cannot open more files.
-        """
-        return [os.dup(worker.pidfd) for worker in self._processes.workers]
 
     def error(self) -> GroupError:
         """Return the reason why the group has ended, as an error to raise."""

@@ -14,6 +14,7 @@ import torch
 from parallelformers_ng.errors import PlacementError, UnsupportedPlatformError
 
 log = logging.getLogger("parallelformers_ng")
+_say_once = functools.cache(log.warning)
 
 
 def placement(
@@ -112,8 +113,3 @@ def _patched_by_gevent() -> list[str]:
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning(message)

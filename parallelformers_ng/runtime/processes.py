@@ -20,8 +20,6 @@ from parallelformers_ng.errors import (
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 
-Why = Callable[[], GroupError]
-
 
 class Processes:
     """The workers of a group and their shared arena, which are released together at the end of the group.
@@ -44,7 +42,7 @@ class Processes:
 
     def __init__(self, arena: Any, device_names: Sequence[str]) -> None:
         self.workers: Sequence[Worker] = []
-        self.why_over: Why | None = None
+        self.why_over: Callable[[], GroupError] | None = None
         self.ended = False
         self._device_names = device_names
         self.arena = arena

@@ -75,14 +75,13 @@ class Request:
         Raises:
             DeadlineExpiredError: the deadline passed before the group's thread started the request.
         """
-        if self.begun or self.deadline == math.inf:
-            return self._inbox.get()  # the group's thread enforces the deadline
-        try:
-            return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            if not self.begun:
-                raise self.expired() from None
-            return self._inbox.get()
+        if not self.begun:
+            try:
+                return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+            except queue.Empty:
+                if not self.begun:
+                    raise self.expired() from None
+        return self._inbox.get()  # the group's thread enforces the deadline
 
     def expired(self) -> DeadlineExpiredError:
         """Return the error of a request whose deadline passed before it was sent."""

@@ -134,11 +134,9 @@ class RequestLoop:
 
     def _fail_waiting(self) -> None:
         """End all waiting requests with None, which means that the group has ended."""
-        while self._waiting:
-            try:
+        with contextlib.suppress(IndexError):  # no request is left; other threads may take some
+            while True:
                 self._waiting.popleft().put(None)
-            except IndexError:  # another thread was faster
-                return
 
     # -- in the group's thread -----------------------------------------------------------------------------------------
 

@@ -28,10 +28,8 @@ from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.wire.transport import SPIN_SECONDS, Channel
 
-_REQUEST, _DONE = (
-    FrameKind.REQUEST,
-    FrameKind.DONE,
-)  # looked up once, because in Python 3.11 reading an enum member costs a function call
+# Looked up once, because in Python 3.11 reading an enum member costs a function call.
+_REQUEST, _DONE = FrameKind.REQUEST, FrameKind.DONE
 
 
 class Emitter:
@@ -64,7 +62,6 @@ class Service:
         channel: connection to the caller.
         target: object whose methods the requests call.
         communicator: communicator of the ranks.
-        rank: rank of this worker.
         emit: function that sends values to the caller while a request runs.
         spins: whether to poll actively for the next request before sleeping, which needs a spare CPU.
         device: device of this rank.
@@ -73,7 +70,6 @@ class Service:
     channel: Channel
     target: Any
     communicator: Communicator
-    rank: int
     emit: Emitter
     spins: bool
     device: torch.device
@@ -98,14 +94,14 @@ class Service:
                 if abort_error := self.communicator.why_void():
                     raise abort_error
                 self.communicator.note_end(frame.sequence)
-                if value is not None and (self.rank == 0 or frame.flags & Flag.EACH):
+                if value is not None and (self.communicator.rank == 0 or frame.flags & Flag.EACH):
                     self.channel.send(FrameKind.RESULT, frame.sequence, value, place="result")
                 else:
                     self.channel.send_packed(pack(_DONE, frame.sequence, NOTHING))
             except BaseException as error:  # the caller gets every exception, also SystemExit
                 is_consequence = self.communicator.why_void() is not None
                 if not self.communicator.all_ended(frame.sequence):
-                    self.communicator.abort(f"rank {self.rank} raised {type(error).__name__}")
+                    self.communicator.abort(f"rank {self.communicator.rank} raised {type(error).__name__}")
                 self.channel.send(FrameKind.ERROR, frame.sequence, failures.describe(error, is_consequence))
             if self.communicator.why_void():  # the error and its frames no longer keep device memory
                 self.communicator.clear_up()
@@ -120,7 +116,8 @@ class Service:
             return frame
         if frame.kind is FrameKind.GOODBYE:
             return None
-        raise ProtocolError(f"rank {self.rank} received {frame.kind.name} {frame.sequence}; expected request {due}")
+        where = f"rank {self.communicator.rank}"
+        raise ProtocolError(f"{where} received {frame.kind.name} {frame.sequence}; expected request {due}")
 
     def _run(self, frame: Frame) -> Any:
         request = decode(frame, self.device if frame.flags & Flag.TO_DEVICE else None)
@@ -194,7 +191,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     os.dup2(boot["stderr"].fd, 2)
     boot["stderr"].close()
     channel.send(FrameKind.READY, 0, None)
-    return Service(caller, target, communicator, rank, emit, boot["spins"], device)
+    return Service(caller, target, communicator, emit, boot["spins"], device)
 
 
 def _channel_to_caller(span: Mapping[str, Any]) -> Channel:

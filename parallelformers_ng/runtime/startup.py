@@ -9,6 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from parallelformers_ng.collectives.arena import MAX_WORLD_SIZE, Arena
@@ -58,32 +59,40 @@ def create_arena(world_size: int) -> Arena:
         raise kind(f"the collectives of {world_size} workers cannot be set up: {why_no_memory(error)}") from error
 
 
+@dataclass(frozen=True)
+class StartSettings:
+    """Settings of all ranks of a group.
+
+    Attributes:
+        target: `"module:Class"` of the object that each worker builds.
+        imports: name of the module that the fork server imports, see `forks.running`.
+        backend: backend of the collectives.
+        timeout: timeout of the collectives, in seconds.
+        start_timeout: maximum time in seconds until all workers are ready.
+        threads: CPU threads of each worker; None divides the CPUs among the ranks.
+    """
+
+    target: str
+    imports: str | None
+    backend: str
+    timeout: float
+    start_timeout: float
+    threads: int | None
+
+
 def launch(
     processes: Processes,
-    arena: Arena,
-    *,
-    target: str,
-    imports: str | None,
+    settings: StartSettings,
     device_names: list[str],
-    backend: str,
-    timeout: float,
-    start_timeout: float,
-    threads: int | None,
     among: tuple[int, int],
     spans: Sequence[Mapping[str, Any]] | None = None,
 ) -> Callable[[], None]:
     """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        processes: the group's processes, to which the workers are added.
-        arena: shared memory of the collectives.
-        target: `"module:Class"` of the object that each worker builds.
-        imports: name of the module that the fork server imports, see `forks.running`.
+        processes: the group's processes, with an `Arena`; the workers are added.
+        settings: settings of the ranks.
         device_names: torch device of each rank.
-        backend: backend of the collectives.
-        timeout: timeout of the collectives, in seconds.
-        start_timeout: maximum time in seconds until all workers are ready.
-        threads: CPU threads of each worker; None divides the CPUs among the ranks.
         among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
         spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
             has the socket and keys of the connection to the group's caller. None on one host.
@@ -96,30 +105,30 @@ def launch(
         SharedMemoryError: the system has no memory for the settings of a worker.
         OSError: this process cannot open more files.
     """
-    deadline = time.monotonic() + start_timeout
+    deadline = time.monotonic() + settings.start_timeout
     world_size = len(device_names)
     first, ranks = among
-    threads = threads or cores.threads_of_rank(ranks)
+    threads = settings.threads or cores.threads_of_rank(ranks)
     cpus = cores.cpus_of_ranks(ranks, threads) if device_names[0].startswith("cpu") else None
-    server, environment = forks.running(imports), environment_of_worker(threads)
+    server, environment = forks.running(settings.imports), environment_of_worker(threads)
     ranks_before = 0 if spans is None else sum(spans[0]["counts"][: spans[0]["number"]])
     workers: list[WorkerProcess] = []
     processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
-    standard_error = _standard_error()
+    standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     common: dict[str, Any] = {
-        "target": target,
+        "target": settings.target,
         "world_size": world_size,
-        "backend": backend,
-        "timeout": timeout,
+        "backend": settings.backend,
+        "timeout": settings.timeout,
         "threads": threads,
         "path": module_path(),
         "environment": environment,
         "rendezvous": None,
-        "arena": FileDescriptor(arena.fd),
+        "arena": FileDescriptor(processes.arena.fd),
         "stderr": FileDescriptor(standard_error),
     }
-    if chosen_backend(backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
+    if chosen_backend(settings.backend, device_names[0].partition(":")[0]) != "shared_memory":  # which uses the arena
         processes.rendezvous = create_rendezvous()
         common["rendezvous"] = FileDescriptor(processes.rendezvous)
     spare_cpus = cores.usable_cpus() - 1  # the caller needs one CPU
@@ -139,15 +148,12 @@ def launch(
             _fail_ended(worker, _FIRST_PHASE)
     if standard_error != 2:
         os.close(standard_error)
-    return functools.partial(await_ready, workers, server, deadline, start_timeout)
+    return functools.partial(await_ready, workers, server, deadline, settings.start_timeout)
 
 
-def _standard_error() -> int:
-    """Return the descriptor of this process's standard error. If this process has no standard error,
-    open /dev/null and return its descriptor, because descriptor 2 may be another file."""
-    if sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2"):
-        return 2
-    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+def _has_standard_error() -> bool:
+    """Return whether descriptor 2 is this process's standard error, and not another file or closed."""
+    return sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2")
 
 
 def await_ready(
@@ -247,8 +253,6 @@ def _pass_on_logs(workers: Sequence[WorkerProcess], server: ForkServer | None) -
     logs = [worker.startup_log() for worker in workers]
     if server is not None and server.exit_code() is None:
         logs.insert(0, server.new_log())
-    for log in filter(None, dict.fromkeys(logs)):
-        fd = _standard_error()
-        os.write(fd, log.encode())
-        if fd != 2:
-            os.close(fd)
+    if _has_standard_error():
+        for log in filter(None, dict.fromkeys(logs)):
+            os.write(2, log.encode())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 
-from parallelformers_ng.errors import DeadlineExpiredError, GroupError, RestartLimitError
+from parallelformers_ng.errors import DeadlineExpiredError, RestartLimitError
 from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.spawn import is_readable, poll_of
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -39,7 +36,7 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._changed = threading.Condition()
         self._stopped = False
-        self._given_up: Callable[[], GroupError] | None = None
+        self._given_up = ""  # why the group is not replaced any more
         self._thread: threading.Thread | None = None
 
     @property
@@ -59,27 +56,19 @@ class Supervisor:
             revive: function that starts a new group, ready for requests.
             max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
             restart_window: length of the time window in seconds.
-
-        Raises:
-            OSError: this process cannot open more files.
         """
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._close_wakeup = weakref.finalize(self, os.close, self._wakeup)
         _stop_at_exit(self)
-        self._thread = threading.Thread(
-            target=_supervise,
-            args=(weakref.ref(self), self._wakeup, self.group.watch_descriptors()),
-            name="parallelformers_ng-supervisor",
-            daemon=True,
-        )
+        arguments = (weakref.ref(self), self.group.wait_until_over)
+        name = "parallelformers_ng-supervisor"
+        self._thread = threading.Thread(target=_supervise, args=arguments, name=name, daemon=True)
         self._thread.start()
 
     def ready(self, deadline: float | None = None) -> tuple[WorkerGroup, int, float]:
         """Return the running group, its incarnation, and `deadline`; while a new group starts, wait for the new group.
 
-        Without `supervise`, or after `stop`, the returned group may have died; a call of that group raises the reason.
+        Without `supervise`, or after `close`, the returned group may have died; a call of that group raises the reason.
 
         Args:
             deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
@@ -99,54 +88,49 @@ class Supervisor:
     def _await_group(self, deadline: float) -> None:
         with self._changed:
             while not (self._stopped or self.group.alive):
-                if self._given_up is not None:
-                    raise self._given_up()
+                if self._given_up:
+                    raise RestartLimitError(self._given_up)
                 remaining_seconds = deadline - time.monotonic()
                 if remaining_seconds <= 0:
                     raise DeadlineExpiredError("the workers died, and new workers were not ready before the deadline")
                 self._changed.wait(min(remaining_seconds, threading.TIMEOUT_MAX))
 
-    def stop(self) -> None:
-        """Stop replacing the group. If a new group is starting, wait for the group and end it. Idempotent."""
+    def close(self) -> None:
+        """End the group, and do not replace it. If a new group is starting, wait for it and end it. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread is not None and self._close_wakeup.alive and os.getpid() == self.group.owner:
-            os.eventfd_write(self._wakeup, 1)
+        self.group.close()
+        if self._thread is not None:
             self._thread.join()
-            self._close_wakeup()
 
-    def replace(self) -> list[int]:
-        """Replace the ended group by a new one; only the supervising thread calls this.
+    def replace(self) -> bool:
+        """Replace the ended group by a new one, and return whether there is a new group; only the supervising thread
+        calls this.
 
         A failed start is logged and repeated after 0.5 s, up to the limit of restarts.
-
-        Returns:
-            Descriptors that become readable when a worker of the new group ends; an empty list without a new group.
         """
         ended, incarnation = self.current
-        ended.wait_until_over()
         why = ended.error()
         while not self._stopped and self._may_restart():
             began = time.monotonic()
             self._restarts.append(began)
             try:
                 group = self._revive()
-                descriptors = group.watch_descriptors()
             except Exception as error:  # callers get every error
                 if not self._stopped:
                     log.warning("%s; the workers could not be started again: %s", why, error)
-                is_readable(self._wakeup, _RETRY_SECONDS)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped, _RETRY_SECONDS)
                 continue
             with self._changed:
                 if not self._stopped:
                     self.current = (group, incarnation + 1)
                     self._changed.notify_all()
                     log.warning("%s; all workers were started again in %.1f s", why, time.monotonic() - began)
-                    return descriptors
-            _close(descriptors)
+                    return True
             group.close()
-        return []
+        return False
 
     def _may_restart(self) -> bool:
         now = time.monotonic()
@@ -160,7 +144,7 @@ class Supervisor:
             " returns the weights to this process"
         )
         with self._changed:
-            self._given_up = functools.partial(RestartLimitError, text)
+            self._given_up = text
             self._changed.notify_all()
         log.error("%s", text)
         return False
@@ -183,18 +167,14 @@ def _stop_all() -> None:
         supervisor._stopped = True
 
 
-def _supervise(reference: weakref.ref[Supervisor], wakeup: int, descriptors: list[int]) -> None:
-    """Run the supervising thread: wait for the end of a worker, replace the group, and repeat."""
-    while descriptors:
-        poll_of([wakeup, *descriptors]).poll()
-        _close(descriptors)
+def _supervise(reference: weakref.ref[Supervisor], wait_until_over: Callable[[], None]) -> None:
+    """Run the supervising thread: wait for the end of the group, replace the group, and repeat."""
+    goes_on = True
+    while goes_on:
+        wait_until_over()
         supervisor = reference()
-        if supervisor is None or supervisor._stopped:
+        if supervisor is None:
             return
-        descriptors = supervisor.replace()
+        goes_on = supervisor.replace()
+        wait_until_over = supervisor.group.wait_until_over
         del supervisor  # drop the reference, so that the supervisor can be garbage-collected
-
-
-def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())

@@ -141,9 +141,13 @@ class Frame:
 
     def discard(self) -> None:
         """Close the descriptors that came with the frame."""
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
+        close_all(self.fds)
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close file descriptors, and empty their list."""
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tuple[FrameKind, int, int, int, int, int]:

@@ -7,7 +7,6 @@ Between hosts, `signed.py` checks a signature before a message is read.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 import sys
@@ -33,6 +32,7 @@ from parallelformers_ng.wire.frame import (
     Frame,
     FrameKind,
     Packed,
+    close_all,
     own_copy,
     write_memfd,
 )
@@ -196,15 +196,14 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
             raise ProtocolError("a message does not use all tensors and files that came with it")
         return value
     except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)):
+        close_all(fds)
+        passed_on = (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)
+        if isinstance(error, passed_on) or not isinstance(error, Exception):
             raise
-        if isinstance(error, Exception):  # rebuilding an object runs its code, which may raise anything
-            raise NotPortableError(
-                f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
-            ) from error
-        raise
+        # Rebuilding an object runs its code, which may raise anything.
+        raise NotPortableError(
+            f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
@@ -263,10 +262,9 @@ class _MessagePickler(ByValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in TENSOR_CLASSES and obj.layout is torch.strided and obj.device.type != "meta":
-            name = _NAME_OF_DTYPE[obj.dtype]
-            if not obj.is_quantized:
-                return _tensor, (self._beside(_flat_bytes(obj)), name, tuple(obj.shape))
+        is_plain = kind in TENSOR_CLASSES and obj.layout is torch.strided and obj.device.type != "meta"
+        if is_plain and not obj.is_quantized:
+            return _tensor, (self._beside(_flat_bytes(obj)), _NAME_OF_DTYPE[obj.dtype], tuple(obj.shape))
         if kind is FileDescriptor:
             return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
         if kind in _NAMED and _is_of_library(obj):

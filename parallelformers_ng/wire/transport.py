@@ -18,6 +18,7 @@ from parallelformers_ng.wire.frame import (
     Frame,
     FrameKind,
     Packed,
+    close_all,
     map_memfd,
     own_copy,
     read_fixed_part,
@@ -87,7 +88,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket in this process, and received file descriptors that no frame has taken."""
         self.connection.close()
-        self._close_descriptors()
+        close_all(self._fds)
 
     def send(self, kind: FrameKind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
         """Encode a value and send it.
@@ -182,7 +183,7 @@ class Channel:
             if more and self._end == self._begin + size:
                 raise ProtocolError(f"{more} more file descriptors came with a frame than the frame announces")
         except ProtocolError:
-            self._close_descriptors()
+            close_all(self._fds)
             raise
         self._begin += size
         fds, self._fds = self._fds[:count], self._fds[count:]
@@ -233,11 +234,6 @@ class Channel:
             raise ChannelClosedError("the process at the other end is gone")
         self._end += count
         return True
-
-    def _close_descriptors(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:

@@ -247,11 +247,10 @@ def test_fewer_rows_use_the_larger_cache_again() -> None:
     assert len(decoded.steps._caches[8].steps) == recorded
 
 
-def test_full_device_gets_shorter_passes_first() -> None:
+def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture) -> None:
     """A pass of many prompt tokens may have taken the memory. Only the next error ends the recordings."""
     group: Any = SimpleNamespace(submit=lambda request: None, do_later=lambda action: action(), device="cuda")
-    said: list[str] = []
-    batch = Batch(BatchingOptions(), SimpleNamespace(in_pieces=True), group, said.append)  # type: ignore[arg-type]
+    batch = Batch(BatchingOptions(), SimpleNamespace(in_pieces=True), group, CAPTURED)  # type: ignore[arg-type]
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.__class__ = type("OutOfMemory", (torch.OutOfMemoryError, WorkerError), {})
     call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
@@ -273,7 +272,7 @@ def test_full_device_gets_shorter_passes_first() -> None:
     order = batch.next_round()
     assert order is not None
     assert [*seen, (order.widest, order.positions > 0)] == [(4096, True), (1024, True), (1024, False)]
-    assert said == ["CUDA out of memory"]
+    assert caplog.messages == ["calls that are decoded together run without CUDA graphs: CUDA out of memory"]
     assert again == [False, False]
 
 
@@ -282,7 +281,7 @@ def test_measured_memory_bounds_recorded_steps() -> None:
     group: Any = SimpleNamespace(submit=lambda request: None, device="cpu")
     trial: Any = SimpleNamespace(in_pieces=False)
     for tokens, positions in ((1000, MOST_POSITIONS), (50_000, 50_000), (None, MOST_POSITIONS)):
-        batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, str)
+        batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, CAPTURED)
         call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
         ticket: Any = SimpleNamespace(call=call, given_up=False, is_suspect=False, needs_solitude=False)
         ticket.parcel, ticket.positions = (b"", 0), MOST_POSITIONS

@@ -96,7 +96,7 @@ def test_weights_are_freed_with_the_last_reference() -> None:
         model = used(gpt2(), Path())
         assert opened_since(files)
         model = None  # noqa: F841  what a cell does that binds its name anew
-        until = time.monotonic() + PROMPTLY  # its supervisor thread closes the descriptors that it watched
+        until = time.monotonic() + PROMPTLY  # its supervisor thread ends after the group
         while opened_since(files) and time.monotonic() < until:
             time.sleep(0.01)
         assert not opened_since(files)
