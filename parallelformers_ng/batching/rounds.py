@@ -153,19 +153,19 @@ class RankBatch:
         def step() -> None:
             changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
 
-        ran_beside = False
+        ran_beside, had_rows = False, len(self._rows) > 0
         if len(self._prompts) and not late:
             began = time.monotonic()
-            results = self._prompts.run(order.piece, step) if len(self._rows) else self._prompts.run(order.widest)
+            results = self._prompts.run(order.piece, step) if had_rows else self._prompts.run(order.widest)
             news.prompt_tokens, news.prompt_seconds = self._prompts.latest, time.monotonic() - began
             news.prompt_begin, ran_beside = self._prompts.latest_begin, self._prompts.ran_beside
-            if len(self._rows) and 0 < order.widest <= sum(ran.mask.numel() for ran in results):
+            if had_rows and 0 < order.widest <= sum(ran.mask.numel() for ran in results):
                 self._late = results
             elif results:
                 self._rows.join(results)
                 changed_rows.update(rows_of(results))
-        # While prompts wait, few rows would share a step.
-        steps = (1 if len(self._prompts) else order.steps) - ran_beside
+        # While prompts wait, few rows would share a step, and rows that have just got their first tokens share the next.
+        steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
         news.uncaptured = self._captured.reason
         news.token_bytes = self._rows.token_bytes
