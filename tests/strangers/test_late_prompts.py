@@ -66,12 +66,20 @@ def without_last_layer(model: Any) -> None:
     model.config.num_hidden_layers -= 1
 
 
+def with_fewer_layers() -> Any:
+    """Return a model whose caches have a layer that the model does not fill."""
+    model = decoder("Llama", layers=3)
+    model.model.layers = model.model.layers[:2]
+    return model
+
+
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "windows in some layers": (
         lambda: decoder("Qwen3", use_sliding_window=True, sliding_window=4, max_window_layers=1),
         nothing,
     ),
     "fewer layers than there are": (llama, without_last_layer),
+    "a layer without keys": (with_fewer_layers, nothing),
     "logits that depend on ids": (lambda: build(BiasOfIds, llama().config), nothing),
 }
 
