@@ -185,10 +185,12 @@ class CallHooks:
 
         if changes is None:
             return
-        states, attributes = changes
+        states, attributes, removed = changes
         self._state.restore(states, lambda value: map_handles(value, local_object))
         for (path, name), value in attributes.items():
             vars(self._model.get_submodule(path))[name] = map_handles(value, local_object)
+        for payload in removed:
+            self._local[payload].remove()
 
 
 class _Table(OrderedDict):
