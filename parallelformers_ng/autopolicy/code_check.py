@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from parallelformers_ng.autopolicy.live_edits import LiveEdits
 from parallelformers_ng.autopolicy.trials import Trials
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.errors import UnsupportedModelError
-from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, package_of, reach
-from parallelformers_ng.live_code.stock import foreign_class, names_of_class
+from parallelformers_ng.live_code.reach import reach
+from parallelformers_ng.live_code.stock import foreign_class, names_of_class, words_of_program
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.policy import Selection
 from parallelformers_ng.sharding.stored import StoredInParts
@@ -90,9 +89,7 @@ class CodeCheck:
         if self._plan.world_size == 1 or not (foreign or self.edits.functions):
             return ""
         slots = reach(foreign, self.edits.functions).values()
-        functions = [function for slot in slots for function in functions_in(slot.value)]
-        functions += [function for value in self.edits.functions for function in functions_in(value)]
-        read = {word for each in functions if package_of(each) not in LIBRARIES for word in _words_in(each.__code__)}
+        read = words_of_program((*(slot.value for slot in slots), *self.edits.functions))
         names = {name for _, name in attributes} | {name.rpartition(".")[2] for name in configs}
         return self._not_proven() if names & (read | {ATTENTION_SETTING}) else ""
 
@@ -105,17 +102,6 @@ class CodeCheck:
         except UnsupportedModelError as error:
             return str(error)
         return Trials(twin, self._selection, self._plan.world_size).objection()
-
-
-def _words_in(code: types.CodeType) -> set[str]:
-    """Return the names and the strings in a code object, also in nested functions; `getattr` takes names as strings."""
-    words = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            words |= _words_in(constant)
-        elif isinstance(constant, str):
-            words.add(constant)
-    return words
 
 
 def _reaches(cls: type[nn.Module], moved: Collection[str]) -> bool:

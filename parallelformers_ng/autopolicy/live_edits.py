@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import types
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import reach
 from parallelformers_ng.live_code.replaced import changed_settings, is_setting
 from parallelformers_ng.live_code.state import State, holds_module
-from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_of_program, is_stock
+from parallelformers_ng.live_code.stock import foreign_modules, functions_of, is_of_program, is_stock, words_of_program
+from parallelformers_ng.sharding.attributes import REMOVED
 
 _TABLES = frozenset(vars(nn.Module())) | {"training"}
 _NAMES = ("_parameters", "_buffers", "_modules")
@@ -108,11 +110,20 @@ class LiveEdits:
         return [value for edit in self._edits.values() for value in edit.functions.values()]
 
     def objects(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield path of a module, name and value of the public attributes of modules with foreign code."""
+        """Yield path of a module, name and value of the attributes of modules with foreign code. Of private attributes,
+        only those count whose names the program's code contains."""
+        words = self.words
         for path, edit in self._edits.items():
             for name, value in edit.attributes.items():
-                if not name.startswith("_") and name not in edit.functions and not hasattr(value, "to_dict"):
+                is_read = not name.startswith("_") or name in words
+                if is_read and name not in edit.functions and not hasattr(value, "to_dict"):
                     yield path, name, value
+
+    @functools.cached_property
+    def words(self) -> set[str]:
+        """The names and strings in the program's code on modules and on their classes."""
+        classes = {base for edit in self._edits.values() for base in edit.cls.__mro__}
+        return words_of_program((*(value for cls in classes for value in vars(cls).values()), *self.functions))
 
     def functions_by_path(self) -> Iterator[tuple[str, str, Any]]:
         """Yield path of a module, name and value of the functions that the program assigned to modules."""
@@ -122,7 +133,10 @@ class LiveEdits:
 
     def set(self, path: str, name: str, value: Any) -> None:
         """Take over an attribute of a module that the program sets later; only modules with foreign code count."""
-        if path in self._edits:
+        if path in self._edits and value is REMOVED:
+            self._edits[path].attributes.pop(name, None)
+            self._edits[path].settings.pop(name, None)
+        elif path in self._edits:
             self._edits[path].attributes[name] = value
             if is_setting(name, value):
                 self._edits[path].settings[name] = value

@@ -74,7 +74,8 @@ class Prefixes:
 
         A sequence with fewer than `least` or more than `limit` tokens is not kept. A sequence is also not kept if an
         earlier kept sequence begins with all its tokens but the last. No sequence is kept from a cache for which
-        `row_caches.keeps_all` is False. Beyond `limit` tokens in total, the least recently used sequences are dropped.
+        `row_caches.keeps_all` is False, or that has a layer without keys, because the model skips the layer. Beyond
+        `limit` tokens in total, the least recently used sequences are dropped.
 
         Args:
             ids: token ids of the sequence, int64 `[1, tokens]`.
@@ -84,6 +85,8 @@ class Prefixes:
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache):
+            return
+        if not all(layer.is_initialized for layer in layers_of(cache)):
             return
         ids = ids.cpu()
         if self._best(ids)[0] == tokens - 1:

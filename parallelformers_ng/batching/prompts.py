@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -149,10 +150,16 @@ class Prompts:
         pieces = self._pieces(most, MOST_STEPS - (beside is not None) if fits else 1)
         self.latest, self.latest_begin = sum(piece.tokens for piece in pieces), pieces[-1].begin
         steps = [self._step(piece) for piece in pieces]
+        self.ran_beside = False
+
+        def run_beside() -> None:
+            self.ran_beside = True
+            if beside is not None:
+                beside()
+
         are_several = beside is not None or len(steps) > 1
-        logits = joint.run(steps, beside) if joint is not None and are_several else []
-        self.ran_beside = bool(logits) and beside is not None
-        logits += map(self._run_alone, pieces[len(logits) :], steps[len(logits) :])
+        logits = joint.run(steps, beside and run_beside) if joint is not None and are_several else []
+        logits += [step.run() for step in steps[len(logits) :]]
         self._done = 0 if pieces[-1].is_last else pieces[-1].end
         return [self._finish(*each) for each in zip(pieces, logits, strict=True) if each[0].is_last]
 
@@ -220,7 +227,7 @@ class Prompts:
         return self._prefixes.length(row.ids) if reuses else 0
 
     def _step(self, piece: _Piece) -> PromptStep:
-        """Return the arguments of the model for a piece. The arguments of several prompts are those of the first."""
+        """Return the step for a piece. The arguments of several prompts are those of the first."""
         row, begin, end, mask = piece.rows[0], piece.begin, piece.end, piece.mask
         ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in piece.rows])
         positions = ((torch.ones_like(ids[:1]) if mask is None else mask).cumsum(-1) - 1).clamp(min=0)
@@ -237,13 +244,18 @@ class Prompts:
             is_first_iteration=begin == 0,
             **arguments,
         )
-        return PromptStep(inputs, last)
+        return PromptStep(functools.partial(self._run_model, piece, inputs, last), last)
 
-    def _run_alone(self, piece: _Piece, step: PromptStep) -> torch.Tensor:
-        """Run a step. Return the logits of the prompts' last tokens, `[rows, vocabulary]`; any tensor if tokens are
-        left to run."""
+    def _run_model(self, piece: _Piece, inputs: dict[str, Any], last: list[int]) -> torch.Tensor:
+        """Run the model for a piece; see `PromptStep`.
+
+        Args:
+            piece: the piece.
+            inputs: arguments of the model.
+            last: see `PromptStep`.
+        """
         row = piece.rows[0]
-        output = self._model(**step.inputs, return_dict=True)
+        output = self._model(**inputs, return_dict=True)
         if row.cache is None and (name := row_caches.name_in(output)):
             row.call.model_kwargs[name] = output[name]  # the model makes its own cache
         if name := next((name for name in _OF_THEIR_OWN if output.get(name) is not None), ""):
@@ -251,8 +263,8 @@ class Prompts:
         logits: torch.Tensor = output.logits
         if len(piece.rows) == 1:
             return logits[:, -1]
-        columns = sorted(set(step.last)) if logits.shape[1] < piece.end - piece.begin else range(logits.shape[1])
-        return logits[range(len(logits)), [columns.index(column) for column in step.last]]
+        columns = sorted(set(last)) if logits.shape[1] < piece.end - piece.begin else range(logits.shape[1])
+        return logits[range(len(logits)), [columns.index(column) for column in last]]
 
     def _finish(self, piece: _Piece, logits: torch.Tensor) -> Ran:
         """Return the results of prompts whose tokens have all run. They wait no longer."""

@@ -41,6 +41,7 @@ class InstalledHooks:
         self._state: ObjectState | None = None
         self._number = 0
         self._attributes: dict[tuple[str, str], Any] = {}
+        self._removed: list[int] = []
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
         """Install the hooks of a call, and remove the caller's other hooks.
@@ -54,7 +55,7 @@ class InstalledHooks:
             AttributeError, ImportError: a hook cannot be rebuilt on this rank, see `unpack`.
             pickle.PicklingError, TypeError: see `ObjectState.remember`.
         """
-        hooks = [] if packed is None else unpack(packed, self._model)
+        hooks = [] if packed is None else unpack(packed, self._model, self._remove)
         self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in self._handles.keys() - self._hooks.keys():
             self._handles.pop(place).remove()
@@ -70,7 +71,7 @@ class InstalledHooks:
         self.present = bool(hooks)
         if packed is None:
             return  # the caller may still request the changes of a failed call with hooks
-        self._attributes = {}
+        self._attributes, self._removed = {}, []
         self._state = ObjectState([hook.call for hook in hooks], self._to_caller, with_globals=True) if hooks else None
         if self._state is not None:
             if len(self._state.parts) != packed.parts:
@@ -93,9 +94,20 @@ class InstalledHooks:
         if self._state is None or number != self._number:
             return None
         attributes = {place: self._to_caller(value) for place, value in self._attributes.items()}
-        changes = self._state.changes(), attributes
-        self._state, self._attributes = None, {}  # they may hold large tensors
+        changes = self._state.changes(), attributes, self._removed
+        self._state, self._attributes, self._removed = None, {}, []  # they may hold large tensors
         return changes
+
+    def _remove(self, number: int, payload: int) -> None:
+        """Remove a hook for the rest of the call, because a hook has removed it.
+
+        Args:
+            number: number of the hook.
+            payload: payload of the `HookHandle` by which the caller finds its own handle.
+        """
+        self._removed.append(payload)
+        for place in [place for place in self._handles if place[2] == number]:
+            self._handles.pop(place).remove()
 
     def _registered(self, place: Place, first: bool) -> RemovableHandle:
         """Register a function that calls the present call's hook of a place, and return the handle.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
@@ -26,8 +27,26 @@ from parallelformers_ng.wire.frame import Handle
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
-HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any]]
-"""States of the hooks' mutable objects by number in `ObjectState`, and attributes of modules: (path, name) → value."""
+HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any], list[int]]
+"""States of the hooks' mutable objects by number in `ObjectState`; attributes of modules: (path, name) → value; and the
+payloads of the `HookHandle`s of removed hooks."""
+
+
+@dataclass(frozen=True)
+class HookHandle(Handle):
+    """Stands on a worker for the caller's handle of a hook of this call.
+
+    Attributes:
+        on_remove: function that removes the hook on this worker, and notes the payload.
+    """
+
+    on_remove: Callable[[], None] = lambda: None
+
+    def remove(self) -> None:
+        self.on_remove()
+
+    def __reduce__(self) -> Any:
+        return Handle, (self.kind, self.payload)  # for the caller, and for comparisons of states
 
 
 @dataclass
@@ -95,7 +114,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _HookPickler(buffer, model, tensors, local).dump(list(hooks))
+            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump(list(hooks))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
@@ -108,12 +127,13 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
+def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> list[Hook]:
     """Return the unpickled hooks, on a worker that has received the tensors of the hooks.
 
     Args:
         packed: result of `pack` in the caller's process.
         model: the rank's model.
+        remove: function that removes a hook, given its number and the payload of its `HookHandle`.
 
     Raises:
         AttributeError: the rank's model has no module of a path, or a module lacks a function or class of a hook.
@@ -123,6 +143,7 @@ def unpack(packed: PackedHooks, model: nn.Module) -> list[Hook]:
         "module": model.get_submodule,
         "tensor": packed.tensors.__getitem__,
         "placeholder": functools.partial(Handle, "placeholder"),
+        "hook": lambda of_hook: HookHandle("placeholder", of_hook[1], functools.partial(remove, *of_hook)),
     }
     return ReferenceUnpickler(packed.data, lambda reference: find[reference[0]](reference[1])).load()
 
@@ -135,7 +156,7 @@ def described(hook: Any) -> str:
 def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
         with _by_value([hook]):
-            _HookPickler(io.BytesIO(), model, [], []).dump(hook)
+            _HookPickler(io.BytesIO(), model, [], [], set()).dump(hook)
     except Exception:  # any error: this function locates the hook that fails
         return False
     return True
@@ -148,8 +169,11 @@ def _by_value(hooks: Sequence[Hook]) -> contextlib.AbstractContextManager[None]:
 
 
 class _HookPickler(ReferencePickler):
-    def __init__(self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], local: list[Any]) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], local: list[Any], numbers: set[int]
+    ) -> None:
         super().__init__(buffer, self._reference)
+        self._numbers = numbers
         self._modules = {id(module): path for path, module in model.named_modules()}
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
@@ -180,6 +204,8 @@ class _HookPickler(ReferencePickler):
                 return "tensor", _place(self._tensors, obj)
         if isinstance(obj, CacheHandle):
             return "placeholder", _place(self._local, obj)
+        if isinstance(obj, RemovableHandle) and obj.id in self._numbers:
+            return "hook", (obj.id, _place(self._local, obj))
         return None
 
 

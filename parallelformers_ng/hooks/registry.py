@@ -16,6 +16,7 @@ from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import map_handles
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, Kind, described, is_of_library, pack
+from parallelformers_ng.live_code.stock import words_of_program
 from parallelformers_ng.runtime.limits import turn
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensors import is_within
@@ -69,6 +70,13 @@ class HookRegistry:
         with turn(self._turn, deadline, late):
             hooks, model = self.present(), self._model()
             yield CallHooks(model, hooks) if model is not None and hooks else None
+
+    def words(self) -> set[str]:
+        """Return the names and strings in the code of the hooks."""
+        with self._paths_lock:
+            references = [(path, reference()) for path, reference in self.paths.items()]
+        calls = [hook.call for path, module in references if module is not None for hook in hooks_of(path, module)]
+        return words_of_program((*calls, *(type(call).__call__ for call in calls)))
 
     def present(self) -> list[Hook]:
         """Return the hooks that the modules have now.
@@ -177,10 +185,12 @@ class CallHooks:
 
         if changes is None:
             return
-        states, attributes = changes
+        states, attributes, removed = changes
         self._state.restore(states, lambda value: map_handles(value, local_object))
         for (path, name), value in attributes.items():
             vars(self._model.get_submodule(path))[name] = map_handles(value, local_object)
+        for payload in removed:
+            self._local[payload].remove()
 
 
 class _Table(OrderedDict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC, run_together
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
+from parallelformers_ng.live_code.stock import foreign_class
 from parallelformers_ng.sharding.placed import Placed
 
 
@@ -17,11 +18,12 @@ class PromptStep(NamedTuple):
     """A step of a model for one or more prompts.
 
     Attributes:
-        inputs: arguments of the model.
+        run: function that runs the model for the step, and returns the logits of each prompt's last token, `[prompts,
+            vocabulary]`; any tensor if no logits are wanted.
         last: index of each prompt's last token among the step's tokens; empty if no logits are wanted.
     """
 
-    inputs: dict[str, Any]
+    run: Callable[[], Tensor]
     last: list[int]
 
 
@@ -52,14 +54,14 @@ class JointPass:
 
     @classmethod
     def of(cls, model: nn.Module) -> JointPass | None:
-        """Return a pass of a model; None if other ranks have layers, if the model has no stack of layers, or if a hook
-        would run twice."""
+        """Return a pass of a model; None if other ranks have layers, if the model has no stack of layers, or if hooks
+        or foreign code would see the tokens of several steps together."""
         stacks, modules = list[DecoderStack](), [model]
         while modules:
             module = modules.pop()
             if isinstance(module, DecoderStack):
                 stacks.append(module)
-            elif module._forward_hooks or module._forward_pre_hooks:
+            elif module._forward_hooks or module._forward_pre_hooks or _runs_foreign_code(module):
                 return None
             else:
                 modules.extend(module.children())
@@ -69,6 +71,8 @@ class JointPass:
     def run(self, steps: Sequence[PromptStep], beside: Callable[[], object] | None) -> list[Tensor]:
         """Run as many of the first steps as one call of C can compute, and `beside`, whose step runs with them.
 
+        If the model does not run its layers as one, the first of `steps` runs alone, and `beside` does not run.
+
         Args:
             steps: steps for prompts.
             beside: function that runs the next step of the model; None for no such step. The function does not run if C
@@ -77,21 +81,25 @@ class JointPass:
         Returns:
             For each step that ran, the logits of its prompts' last tokens, `[prompts, vocabulary]`.
         """
+        ran_alone = list[Tensor]()
         try:
             self._stack.instead = self._wait
             for step in steps:
-                with contextlib.suppress(_LayersWait):
-                    self._model(**step.inputs, return_dict=True)
-                if len(self._waiting) == len(self._last):
-                    break
-                self._last.append(step.last)
+                try:
+                    ran_alone.append(step.run())
+                    break  # the step is complete: the model did not call `_wait`
+                except _LayersWait:
+                    if len(self._waiting) == len(self._last):
+                        break
+                    self._last.append(step.last)
             if self._waiting and beside is not None:
                 self._stack.instead = self._join
                 with self._model.register_forward_hook(self._separate):
                     beside()
             if self._waiting:
                 self._run_alone()
-            return [*self._logits.split([len(last) for last in self._last])] if self._last else []
+            jointly = self._logits.split([len(last) for last in self._last]) if self._last else ()
+            return [*jointly, *ran_alone]
         finally:
             self._stack.instead = None
 
@@ -129,6 +137,13 @@ class JointPass:
             output.logits, self._logits = output.logits[: self._rows], output.logits[self._rows :, -1]
         self._rows = 0
         return output
+
+
+def _runs_foreign_code(module: nn.Module) -> bool:
+    """Return whether a module runs a forward of the program, which may depend on the ids, positions or number of the
+    tokens. Patches of library code count in `may_serve`."""
+    cls = type(module)
+    return "forward" in vars(module) or (package_of(cls) not in LIBRARIES and bool(foreign_class(cls)))
 
 
 class _LayersWait(Exception):

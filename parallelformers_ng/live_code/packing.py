@@ -16,6 +16,7 @@ import cloudpickle
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.reach import Slot
+from parallelformers_ng.wire.by_value import ByValuePickler
 
 Digests = dict[str, bytes]
 """Name of a place → digest of its value."""
@@ -97,7 +98,7 @@ _setting = threading.RLock()
 """Lock for the list of modules that cloudpickle pickles by value."""
 
 
-class _CodePickler(cloudpickle.Pickler):
+class _CodePickler(ByValuePickler):
     """Pickles functions that are named after a changed place by value, and the original function as the place's name.
 
     `functools.wraps` gives a replacement the name of the replaced function. A replacement often calls the original

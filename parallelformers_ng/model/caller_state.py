@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.worker.call import Call
 
 _generators = threading.Lock()
@@ -101,6 +103,8 @@ class Snapshot:
             for root, config in configs.items()
             for prefix, part in _parts(config, f"{root}.")
         ]
+        states = {name: State(value) for name, value in self.values().items() if not isinstance(value, _CONTAINERS)}
+        self._states = {name: state for name, state in states.items() if state}
 
     def still_holds(self, configs: dict[str, Any]) -> bool:
         """Return whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds,
@@ -109,7 +113,12 @@ class Snapshot:
             len(configs) == len(self._roots)
             and all(configs.get(root) is config for root, config in self._roots)
             and all(vars(part) == values for _, part, values in self._parts)
+            and not self.moved()
         )
+
+    def moved(self) -> set[str]:
+        """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""
+        return {name for name, state in self._states.items() if not state.holds()}
 
     def values(self) -> dict[str, Any]:
         """Return dotted name → value of all attributes except nested configurations."""
@@ -181,6 +190,7 @@ class Edits:
         """
         before, now = self._built.values(), Snapshot(self._configurations()).values()
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
     def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
@@ -210,7 +220,10 @@ class Edits:
         with self._lock:
             attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
 
-        call.configs = {name: value for name, value in now.items() if name not in before or before[name] != value}
+        moved = known_configs.moved()
+        call.configs = {
+            name: value for name, value in now.items() if name not in before or name in moved or before[name] != value
+        } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
         call.attributes = attributes
         if attributes or call.configs:
             self._code.take_settings(self._model(), attributes, call.configs)
@@ -262,6 +275,9 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
     return parts
 
 
+_CONTAINERS = (list, dict, set)
+
+
 def _copied(value: Any) -> Any:
     """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
-    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+    return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value

@@ -83,13 +83,18 @@ class Calls:
         self._assistants = {each: Assistants(each.replica, deployment.show_progress) for each in self.dispatchers}
         self._lock = threading.Lock()
 
+    @property
+    def words(self) -> frozenset[str]:
+        """The names and strings in the program's code of the model, and in the code of its hooks."""
+        return self.deployment.code.words | self.hooks.words()
+
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.
 
         Args:
             path: dotted path of the module; "" for the model.
             name: name of the attribute.
-            value: new value of the attribute.
+            value: new value of the attribute, or REMOVED to delete it.
 
         Raises:
             ParallelError: the attribute is cut, so that each rank has a different value.

@@ -23,7 +23,7 @@ from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach
 from parallelformers_ng.live_code.state import State
-from parallelformers_ng.live_code.stock import is_of_program, is_stock
+from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
 
 _FOLLOWED = ("torch", "transformers")
@@ -62,7 +62,16 @@ class LiveCode:
         self._moved_places: set[str] = set()
         self._numbers = itertools.count(1)
         self.changes: CodeChanges | None = None
+        self._words: tuple[int, frozenset[str]] = -1, frozenset()
         self._watch()
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The names and strings in the program's code that the model reaches."""
+        if self._words[0] != self.count:
+            values = (*(slot.value for slot in self._slots.values()), *self._functions)
+            self._words = self.count, frozenset(words_of_program(values))
+        return self._words[1]
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
         """Find the code that differs from the ranks' imported code.

@@ -25,12 +25,12 @@ from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.gradients import refuse_gradients
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
+from parallelformers_ng.model.read_attributes import may_be_read
 from parallelformers_ng.model.replica import CallOptions
-from parallelformers_ng.sharding.active_adapters import SWITCHES
+from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_ABSENT = object()
 FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 """Attributes that determine how and where a module computes; setting one raises ParallelError."""
 
@@ -102,24 +102,6 @@ class Remote:
         return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options))
 
 
-def may_be_read(module: nn.Module, name: str, value: Any) -> bool:
-    """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
-
-    The workers need the value if the module already has the attribute with another value. The workers also need the
-    value if the class has the attribute, and that attribute is not callable. A private attribute is sent only if the
-    module itself has the attribute and the value is a number, string or data type: libraries use private attributes
-    for bookkeeping. Attributes that select peft's active adapters are not sent, because each call sends the active
-    adapters.
-    """
-    own = vars(module)
-    if own.get(name, _ABSENT) is value:
-        return False
-    if name.startswith("_"):
-        return isinstance(value, (bool, int, float, str, torch.dtype)) and name in own and name not in SWITCHES
-    of_class = getattr(type(module), name, None)
-    return name in own or (of_class is not None and not callable(of_class))
-
-
 class RemoteModule(nn.Module):
     """Mixin before a module's own class while its model is parallelized; the original class stays a base class."""
 
@@ -132,8 +114,8 @@ class RemoteModule(nn.Module):
             return
         if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
-        if may_be_read(self, name, value):
-            remote = remote_of(self)
+        remote = remote_of(self)
+        if may_be_read(self, name, value, remote.calls.words):
             remote.calls.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
 
@@ -142,8 +124,11 @@ class RemoteModule(nn.Module):
         return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
 
     def __delattr__(self, name: str) -> None:
-        if self._table_of(name) is not None:
+        if self._table_of(name) is not None or name in FIXED:
             raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
+        remote = remote_of(self)
+        if may_be_read(self, name, REMOVED, remote.calls.words):
+            remote.calls.set_attribute(remote.path, name, REMOVED)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -22,17 +22,18 @@ from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import place_of, public_methods
+from parallelformers_ng.model.read_attributes import may_be_read
 from parallelformers_ng.model.remote_module import (
     FIXED,
     Remote,
     RemoteModule,
     lock,
-    may_be_read,
     refusal,
     remote_of,
     replaced,
     unlock,
 )
+from parallelformers_ng.sharding.attributes import REMOVED
 
 _homes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Calls], str]]] = weakref.WeakKeyDictionary()
 """Plain part → (calls, path) in each parallelized model with the module; models may share an activation module."""
@@ -46,17 +47,32 @@ class PlainPart(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        homes = _homes.get(self, [])
         if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(
-                f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does"
-                f" not support setting {name}: the workers have a copy of the module. Call deparallelize() first"
-            )
-        if name != "training" and may_be_read(self, name, value):
-            for home, path in homes:
-                if (calls := home()) is not None:
-                    calls.set_attribute(path, name, value)
+            raise ParallelError(_refusal_of_part(self, f"setting {name}"))
+        self._send(name, value)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in FIXED:
+            raise ParallelError(_refusal_of_part(self, f"deleting {name}"))
+        self._send(name, REMOVED)
+        super().__delattr__(name)
+
+    def _send(self, name: str, value: Any) -> None:
+        """Have the workers of every parallelized model with this module set or delete an attribute."""
+        for home, path in _homes.get(self, []):
+            calls = home()
+            if calls is not None and name != "training" and may_be_read(self, name, value, calls.words):
+                calls.set_attribute(path, name, value)
+
+
+def _refusal_of_part(part: PlainPart, what: str) -> str:
+    """Return the error message for an operation that a plain part does not support."""
+    homes = _homes.get(part, [])
+    return (
+        f"{homes[0][1] if homes else type(part).__name__} belongs to a parallelized model and does not support {what}:"
+        " the workers have a copy of the module. Call deparallelize() first"
+    )
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import copy
+import enum
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 _COPY_OF = "_parallelformers_ng_copy_of"
+
+
+class Removed(enum.Enum):
+    """The value of an attribute that the caller deleted."""
+
+    REMOVED = enum.auto()
+
+
+REMOVED = Removed.REMOVED
+
+
+def put_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of an object, or delete it if `value` is REMOVED and the object has it."""
+    if value is not REMOVED:
+        setattr(owner, name, value)
+    elif name in getattr(owner, "__dict__", {}):
+        delattr(owner, name)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -31,6 +49,7 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def set_config(model: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of a configuration by its dotted path `name` from the model, also in copies by `set_attribute`.
+    With REMOVED as value, delete the attribute.
 
     A copy whose value differed from the configuration's value keeps its value.
 
@@ -43,4 +62,4 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     before = getattr(whole, last, None)
     for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
         if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:
-            setattr(config, last, value)
+            put_attribute(config, last, value)

@@ -32,6 +32,10 @@ def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
 
+_PARTS_OF_CLASS = 6
+"""Length of the tuple to which cloudpickle reduces a class by value; its third part is the state of the class."""
+
+
 class ByValuePickler(cloudpickle.Pickler):
     """Pickler that writes some classes and functions by value: those of `__main__`, a notebook or a registered module.
 
@@ -41,6 +45,14 @@ class ByValuePickler(cloudpickle.Pickler):
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
     )
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce a class by value with its qualified name, which cloudpickle leaves out: changes of a class name it."""
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == _PARTS_OF_CLASS:
+            attributes, _ = reduced[2]
+            attributes["__qualname__"] = obj.__qualname__
+        return reduced
 
 
 class ReferencePickler(ByValuePickler):

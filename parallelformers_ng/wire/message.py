@@ -269,7 +269,9 @@ class _MessagePickler(ByValuePickler):
             return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
         if kind in _NAMED and _is_of_library(obj):
             return NotImplemented  # pickled by name, without cloudpickle's slow search
-        return super().reducer_override(obj)
+        if isinstance(obj, type):
+            return super().reducer_override(obj)
+        return super(ByValuePickler, self).reducer_override(obj)  # of a message, few objects are classes
 
     def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
         buffer = pickle.PickleBuffer(data)

@@ -21,12 +21,13 @@ class Call:
         method: name of the method.
         args: positional arguments of the method, caches as `Handle("cache", …)`.
         kwargs: keyword arguments of the method, caches as `Handle("cache", …)`.
-        attributes: attributes of modules that were set since the last call: (path of the module, name) → value.
+        attributes: attributes of modules that were set since the last call: (path of the module, name) → value, or
+            REMOVED if the caller deleted the attribute.
         unsure: whether the ranks must compare their results, because the plan cannot show that a result is complete.
         rng: state of the caller's CPU generator, in bytes, because tensors of a call are sent to devices.
         autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
         configs: attributes of configurations, also of `generation_config`, that changed since the last call: dotted
-            name → value.
+            name → value or REMOVED.
         environment: environment variables that the caller changed since the last call: name → value, or None if the
             caller deleted the variable.
         cache_block: number of this call's block of cache numbers; the first new cache has the next number.

@@ -39,7 +39,7 @@ from parallelformers_ng.runtime import titles
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
-from parallelformers_ng.sharding.attributes import set_config
+from parallelformers_ng.sharding.attributes import put_attribute, set_config
 from parallelformers_ng.sharding.inject import inject
 from parallelformers_ng.sharding.own_heads import OwnHeads, gathered
 from parallelformers_ng.sharding.wholeness import check_is_whole
@@ -309,7 +309,7 @@ class ModelRunner(RankWeights):
     def _take_changes(self, call: Call) -> None:
         """Set attributes of modules and configurations, and environment variables, to the caller's changed values."""
         for (path, name), value in call.attributes.items():
-            setattr(self.model.get_submodule(path), name, value)
+            put_attribute(self.model.get_submodule(path), name, value)
         for name, value in call.configs.items():
             set_config(self.model, name, value)
         for name, text in call.environment.items():

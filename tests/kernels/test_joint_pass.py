@@ -46,12 +46,16 @@ def keys_of(*of_caches: DynamicCache) -> list[Tensor]:
     return [states for cache in of_caches for layer in cache.layers for states in (layer.keys, layer.values)]
 
 
+def step_of(model: Any, inputs: dict[str, Any], last: list[int]) -> PromptStep:
+    return PromptStep(lambda: model(**inputs).logits[range(len(last)), last], last)
+
+
 def run_jointly(model: Any, last: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the logits of the prompts' last tokens, those of the rows, and all keys and values."""
     empty, filled = caches(model)
     joint, rows = JointPass.of(model), list[Tensor]()
     assert joint is not None
-    step = PromptStep(first_step(empty), last)
+    step = step_of(model, first_step(empty), last)
     [logits] = joint.run([step], lambda: rows.append(next_step(model, filled)))
     return logits, rows[0], keys_of(empty, filled)
 
@@ -117,8 +121,8 @@ def test_several_prompts_run_in_one_call(has_rows: bool, calls: Counter[str]) ->
     """A prompt with tokens left to run is between two complete ones."""
     stock, fused = models("llama", as_one=True)
     new_caches, filled = [DynamicCache(config=fused.config) for _ in range(3)], caches(fused)[1]
-    steps = [PromptStep(first_step(new_caches[0]), LAST), PromptStep(other_step(new_caches[1]), [])]
-    steps.append(PromptStep(other_step(new_caches[2]), [4]))
+    steps = [step_of(fused, first_step(new_caches[0]), LAST), step_of(fused, other_step(new_caches[1]), [])]
+    steps.append(step_of(fused, other_step(new_caches[2]), [4]))
     joint, rows = JointPass.of(fused), list[Tensor]()
     assert joint is not None
     calls.clear()
@@ -144,7 +148,7 @@ def test_steps_beyond_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     joint = JointPass.of(fused)
     assert joint is not None
     assert joint.most_tokens == 14
-    got = joint.run([PromptStep(other_step(cache), [4]) for cache in new_caches], None)
+    got = joint.run([step_of(fused, other_step(cache), [4]) for cache in new_caches], None)
     assert torch.equal(*got)
     assert [cache.get_seq_length() for cache in new_caches] == [5, 5, 0]
 
@@ -165,8 +169,21 @@ def test_steps_that_kernels_cannot_compute_do_not_run() -> None:
     hook = fused.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     joint = JointPass.of(fused)
     assert joint is not None
-    assert joint.run([PromptStep(first_step(caches(fused)[0]), LAST)], pytest.fail) == []
+    assert joint.run([step_of(fused, first_step(caches(fused)[0]), LAST)], pytest.fail) == []
     hook.remove()
+    assert fused.model.layers.instead is None
+
+
+@torch.inference_mode()
+def test_layers_one_by_one_run_a_step_once() -> None:
+    """The model asks for fewer layers than it has, so that it does not call the stack."""
+    _, fused = models("llama", as_one=True)
+    fused.config.num_hidden_layers -= 1
+    joint, cache = JointPass.of(fused), caches(fused)[0]
+    assert joint is not None
+    [logits] = joint.run([step_of(fused, first_step(cache), LAST)], pytest.fail)
+    assert cache.get_seq_length() == 7
+    assert torch.equal(logits, fused(**first_step(caches(fused)[0])).logits[[0, 1], LAST])
     assert fused.model.layers.instead is None
 
 
@@ -177,7 +194,7 @@ def test_failed_step_leaves_no_trace() -> None:
     joint = JointPass.of(fused)
     assert joint is not None
     with pytest.raises(ZeroDivisionError):
-        joint.run([PromptStep(first_step(caches(fused)[0]), LAST)], lambda: 1 // 0)
+        joint.run([step_of(fused, first_step(caches(fused)[0]), LAST)], lambda: 1 // 0)
     assert torch.equal(run_in_turn(fused)[1], wanted[1])
 
 
@@ -188,3 +205,5 @@ def test_hooks_and_other_models_run_in_turn() -> None:
     assert JointPass.of(fused) is None, "the hook would run with one half of the rows"
     hook.remove()
     assert JointPass.of(fused) is not None
+    fused.lm_head.forward = fused.lm_head.forward
+    assert JointPass.of(fused) is None, "the forward would see the rows of prompts"

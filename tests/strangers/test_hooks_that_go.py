@@ -158,3 +158,40 @@ def _call_with(model: Any, register: Any) -> None:
         model(prompt())
     finally:
         handle.remove()
+
+
+class RunsOnce:
+    """A hook that removes itself through its own list of handles."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+        self.runs = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        self.handles[0].remove()
+        return output * 0.5
+
+
+def tokens_with_own_removals(model: Any) -> list[list[int]]:
+    """Return the tokens of a call in which an object and a function are hooks that remove themselves."""
+    runs = list[int]()
+
+    def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        runs.append(len(runs))
+        handle.remove()
+
+    hook = RunsOnce()
+    hook.handles.append(model.model.norm.register_forward_hook(hook))
+    handle = model.model.norm.register_forward_hook(note)
+    tokens: list[list[int]] = model.generate(prompt(), **NEW_TOKENS).tolist()
+    assert (hook.runs, runs) == (1, [0])
+    assert not model.model.norm._forward_hooks
+    return tokens
+
+
+def test_hooks_remove_themselves_during_a_call(groups) -> None:
+    whole, cut = decoder("Llama"), decoder("Llama")
+    with parallelize(cut, workers=groups(2)):
+        assert tokens_with_own_removals(cut) == tokens_with_own_removals(whole)
+        assert_agree(cut, whole, prompt())

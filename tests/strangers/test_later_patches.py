@@ -145,3 +145,23 @@ def test_calls_share_no_batch_after_incompatible_patch(groups, make: Callable[[]
             patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", causal_alone)
             assert_agree_in_a_batch(cut, whole, prompts)
         assert_agree_in_a_batch(cut, whole, prompts)
+
+
+@pytest.mark.parametrize("name", ["factor", "scale"])
+def test_later_changes_of_local_classes_reach_ranks(groups, name: str) -> None:
+    class Scaled(modeling_llama.LlamaDecoderLayer):
+        factor = 1.0
+
+        def scale(self) -> float:
+            return self.factor
+
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+            return super().forward(hidden_states, **others) * self.scale()
+
+    whole, cut = decoder("Llama"), decoder("Llama")
+    for model in (whole, cut):
+        model.model.layers[0].__class__ = Scaled
+    with parallelize(cut, workers=groups(2)):
+        assert_agree(cut, whole, prompt())
+        setattr(Scaled, name, 0.5 if name == "factor" else lambda layer: 0.25)
+        assert_agree(cut, whole, prompt())
