@@ -164,7 +164,7 @@ class RankBatch:
             elif results:
                 self._rows.join(results)
                 changed_rows.update(rows_of(results))
-        # While prompts wait, few rows would share a step, and rows that have just got their first tokens share the next.
+        # While prompts wait, few rows would share a step. Rows with a first token join the step of the next pass.
         steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))
         news.uncaptured = self._captured.reason
