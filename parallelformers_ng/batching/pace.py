@@ -70,7 +70,9 @@ class Pace:
             speed = news.prompt_tokens / (news.prompt_seconds - fixed)
             # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
             trend = min(1.0, speed / self._latest_speed) if news.prompt_begin else 1.0
-            self._speed = _careful(self._speed, speed * trend, 1 / 2)  # slower at once, for the rows
+            # Slower at once, for the rows. A wide pass counts alone, because short passes vary more.
+            is_wide = news.prompt_tokens >= 2 * order.piece
+            self._speed = _careful(self._speed, speed * trend, 1.0 if is_wide else 1 / 2)
             self._latest_speed = speed
         elif not news.prompt_tokens:
             step = (seconds - news.prompt_seconds) / order.steps

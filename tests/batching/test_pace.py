@@ -50,12 +50,22 @@ def test_rounds_end_within_the_patience(fixed: float, of_token: float) -> None:
     assert best[1] > 0.6 * PATIENCE or best[0] == 1024, "the passes are much smaller than they may be"
 
 
+def usual(tokens: int, begin: int) -> float:
+    return 0.045 + 0.0007 * tokens
+
+
+def test_a_wide_pass_gives_the_speed() -> None:
+    pace = paced()
+    run(pace, usual, 3000)
+    before = pace.piece
+    run(pace, lambda tokens, begin: usual(tokens, begin) + 0.15, before)
+    assert pace.piece < before, "the pass was slow"
+    pace.measure(order(pace.piece), News(prompt_tokens=1024, prompt_seconds=usual(1024, 0)), 1.0)
+    assert pace.piece >= before
+
+
 def test_one_slow_pass_costs_few_small_ones() -> None:
     pace = paced()
-
-    def usual(tokens: int, begin: int) -> float:
-        return 0.045 + 0.0007 * tokens
-
     run(pace, usual, 3000)
     before = pace.piece
     run(pace, lambda tokens, begin: usual(tokens, begin) + 0.15, before)
