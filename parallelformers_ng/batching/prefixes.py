@@ -14,8 +14,8 @@ from parallelformers_ng.batching.row_caches import keeps_all, layers_of
 LEAST_TOKENS = 16
 """Least tokens of a kept sequence. Shorter prefixes save less time than their bookkeeping costs."""
 _COPIES = 32
-"""Number of tokens whose keys and values are copied in the time in which one token of a prompt runs. Measured on two CPU
-ranks (600M, bf16): 0.02 and 0.65 ms a token. Larger models run slower, with about as large keys and values."""
+"""Number of tokens whose keys and values are copied in the time in which one token of a prompt runs. Measured on two
+CPU ranks (600M, bf16): 0.02 and 0.65 ms a token. Larger models run slower, with about as large keys and values."""
 
 
 @dataclass(eq=False)
