@@ -83,10 +83,9 @@ class Calls:
         self._assistants = {each: Assistants(each.replica, deployment.show_progress) for each in self.dispatchers}
         self._lock = threading.Lock()
 
-    @property
-    def words(self) -> frozenset[str]:
-        """The names and strings in the program's code of the model, and in the code of its hooks."""
-        return self.deployment.code.words | self.hooks.words()
+    def names(self, name: str) -> bool:
+        """Return whether the program's code of the model, or the code of a hook, contains a name, also as a string."""
+        return name in self.deployment.code.words or name in self.hooks.words()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Have the workers set an attribute of a module before the next call.

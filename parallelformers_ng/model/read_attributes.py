@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from parallelformers_ng.sharding.attributes import REMOVED
 _ABSENT = object()
 
 
-def may_be_read(module: nn.Module, name: str, value: Any, words: Collection[str]) -> bool:
+def may_be_read(module: nn.Module, name: str, value: Any, names: Callable[[str], bool]) -> bool:
     """Return whether the model's code may read an attribute that is about to be set, so that workers need the value.
 
     The workers need the value if the program's code contains the name of the attribute, or if the module already has
@@ -27,14 +27,14 @@ def may_be_read(module: nn.Module, name: str, value: Any, words: Collection[str]
         module: the module.
         name: name of the attribute.
         value: new value of the attribute, or REMOVED if the attribute is deleted.
-        words: names and strings in the program's code.
+        names: function that returns whether the program's code contains a name.
     """
     own = vars(module)
     if own.get(name, _ABSENT) is value or name in SWITCHES:
         return False
-    if name in words:
-        return True
     if name.startswith("_"):
-        return name in own and (value is REMOVED or isinstance(value, (bool, int, float, str, torch.dtype)))
-    of_class = getattr(type(module), name, None)
-    return name in own or (of_class is not None and not callable(of_class))
+        is_sent = name in own and (value is REMOVED or isinstance(value, (bool, int, float, str, torch.dtype)))
+    else:
+        of_class = getattr(type(module), name, None)
+        is_sent = name in own or (of_class is not None and not callable(of_class))
+    return is_sent or names(name)

@@ -115,7 +115,7 @@ class RemoteModule(nn.Module):
         if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
         remote = remote_of(self)
-        if may_be_read(self, name, value, remote.calls.words):
+        if may_be_read(self, name, value, remote.calls.names):
             remote.calls.set_attribute(remote.path, name, value)
         super().__setattr__(name, value)
 
@@ -127,7 +127,7 @@ class RemoteModule(nn.Module):
         if self._table_of(name) is not None or name in FIXED:
             raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
         remote = remote_of(self)
-        if may_be_read(self, name, REMOVED, remote.calls.words):
+        if may_be_read(self, name, REMOVED, remote.calls.names):
             remote.calls.set_attribute(remote.path, name, REMOVED)
         super().__delattr__(name)
 

@@ -62,7 +62,7 @@ class PlainPart(nn.Module):
         """Have the workers of every parallelized model with this module set or delete an attribute."""
         for home, path in _homes.get(self, []):
             calls = home()
-            if calls is not None and name != "training" and may_be_read(self, name, value, calls.words):
+            if calls is not None and name != "training" and may_be_read(self, name, value, calls.names):
                 calls.set_attribute(path, name, value)
 
 
