@@ -97,12 +97,11 @@ class Prefixes:
         left = tokens - 1 - kept  # tokens of a continuation that run again
         if kept and (not left or (copies and left * _COPIES < kept)):
             return
-        layers = [
-            tuple(states[row : row + 1, :, states.shape[-2] - tokens :] for states in (layer.keys, layer.values))
-            for layer in layers_of(cache)
-        ]
+        states = [each for layer in layers_of(cache) for each in (layer.keys, layer.values)]
+        states = [each[row : row + 1, :, each.shape[-2] - tokens :] for each in states]
         if copies:
-            layers = [(keys.clone(), values.clone()) for keys, values in layers]
+            states = _copied(states)
+        layers = [*zip(states[::2], states[1::2], strict=True)]
         known = {earlier for earlier in self._alike(ids[0]) if _common(earlier.ids, ids[0]) == len(earlier.ids)}
         self._sequences = [earlier for earlier in self._sequences if earlier not in known]
         self._sequences.append(_Sequence(ids[0].clone(), self._start(ids[0]), layers))
@@ -126,6 +125,14 @@ class Prefixes:
 
     def _start(self, ids: torch.Tensor) -> bytes:
         return ids[: self._least].numpy().tobytes()
+
+
+def _copied(states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies, each `[1, heads, tokens, width]`. On a device, one kernel copies states of one shape: a clone of
+    each would keep the host busy for longer than the device. On the CPU, clones take half the time."""
+    if states[0].device.type == "cpu" or len({each.shape for each in states}) > 1:
+        return [each.clone() for each in states]
+    return [*torch.cat(states).split(1)]
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:

@@ -131,8 +131,7 @@ class RankBatch:
         news, changed_rows = News(), set[BatchRow]()
         began, late, self._late = time.monotonic(), self._late, []
         if late:
-            self._rows.join(late)
-            changed_rows.update(rows_of(late))
+            changed_rows.update(self._rows.join(late))
             news.prompt_seconds = time.monotonic() - began
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
@@ -162,8 +161,7 @@ class RankBatch:
             if had_rows and 0 < order.widest <= sum(ran.mask.numel() for ran in results):
                 self._late = results
             elif results:
-                self._rows.join(results)
-                changed_rows.update(rows_of(results))
+                changed_rows.update(self._rows.join(results))
         # While prompts wait, few rows would share a step. Rows with a first token join the step of the next pass.
         steps = (int(had_rows) if len(self._prompts) else order.steps) - ran_beside
         changed_rows.update(self._rows.run(steps, order.positions, order.most_rows))

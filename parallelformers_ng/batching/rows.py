@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from parallelformers_ng.batching import row_caches
+from parallelformers_ng.batching.choice import Choice, Newest
 from parallelformers_ng.batching.growing_rows import GrowingRows
-from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prompts import Ran, rows_of
-from parallelformers_ng.batching.row import ENDED, FAILED, GOES_ON, BatchRow
+from parallelformers_ng.batching.row import ENDED, GOES_ON, BatchRow
 from parallelformers_ng.batching.slots import CapturedRows, Slots
 from parallelformers_ng.batching.whole_rows import whole_logits
 from parallelformers_ng.collectives.communicator import Communicator
@@ -31,12 +30,12 @@ class _Launched:
     Attributes:
         places: row of the step → index in `logits`.
         logits: logits, `[places, vocabulary]`.
-        newest: chosen tokens on the device, int64 `[places, 1]`; None if the rows are not all greedy on a device.
+        newest: chosen tokens; None if the rows are not all greedy on a device.
     """
 
     places: dict[BatchRow, int]
     logits: torch.Tensor
-    newest: torch.Tensor | None
+    newest: Newest | None
 
 
 class Rows:
@@ -65,12 +64,13 @@ class Rows:
     ) -> None:
         self.token_bytes = 0
         self._model = model
-        self._communicator = communicator
+        self._choice = Choice(communicator)
         self._prefixes = prefixes
         self._captured = captured
         self._places: list[BatchRow | None] = []
         self._store: GrowingRows | Slots | None = None  # keys and values of the rows in `_places`
         self._newest: torch.Tensor | None = None  # newest tokens, int64 `[places, 1]`, if they are on the device
+        self._ahead: _Launched | None = None  # the last step, if the device may still compute it
 
     def __len__(self) -> int:
         return sum(row is not None for row in self._places)
@@ -78,14 +78,17 @@ class Rows:
     def __iter__(self) -> Iterator[BatchRow]:
         return (row for row in self._places if row is not None)
 
-    def join(self, results: list[Ran]) -> None:
+    def join(self, results: list[Ran]) -> list[BatchRow]:
         """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
+
+        Returns:
+            The rows that have new tokens: the rows of the prompts, and the rows of a step that was ahead.
 
         Raises:
             BatchingError: rows cannot be added to a cache of this model.
             CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
         """
-        rows = rows_of(results)
+        rows, changed = rows_of(results), self._settle()
         for ran in results:
             for index, row in enumerate(ran.rows):
                 if row.may_be_kept and ran.cache is not None:
@@ -93,11 +96,12 @@ class Rows:
                     # one row's part of it would keep the memory of all its rows.
                     grows = ran is results[0] and self._store is None
                     self._prefixes.keep(row.ids, ran.cache, index, copies=grows or len(ran.rows) > 1)
-        self._choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
+        self._choice.choose(rows, torch.cat([ran.logits for ran in results]), [*range(len(rows))])
         for ran in results:
             self._place(ran)
         self._newest = None
         self.leave([row.number for row in rows if row.outcome != GOES_ON])
+        return [*changed, *rows]
 
     def _place(self, ran: Ran) -> None:
         if ran.cache is None:
@@ -131,7 +135,8 @@ class Rows:
         """Choose up to `steps` more tokens for each row; fewer if no row is left.
 
         On a device, a recorded step of greedy rows is launched before the host reads the tokens of the step before, so
-        that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step.
+        that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step. If
+        rows may go on after the last step, its tokens come with the next call of `run` or `join`.
 
         Args:
             steps: number of steps.
@@ -139,28 +144,34 @@ class Rows:
             most_rows: most rows of the batch.
 
         Returns:
-            The rows, including rows that ended and have left.
+            The rows that have new tokens, including rows that ended and have left.
 
         Raises:
             BatchingError: an argument of a model without a cache cannot be padded.
         """
-        changed, ahead = list[BatchRow](), None
+        changed = list[BatchRow]()
         for _ in range(steps):
-            if ahead is not None and not (any(row.may_go_on for row in ahead.places) and self._may_stay(positions)):
-                self._take(ahead)
-                ahead = None
+            if self._ahead is not None and not (self._ahead_goes_on and self._may_stay(positions)):
+                changed += self._settle()
             if not len(self):
                 break
-            launched = self._launch(positions, most_rows)
-            changed += launched.places
-            if ahead is not None:
-                self._take(ahead, later_steps=1)
-            ahead = launched if launched.newest is not None and isinstance(self._store, Slots) else None
-            if ahead is None:
-                self._take(launched)
-        if ahead is not None:
-            self._take(ahead)
-        return changed
+            launched, before = self._launch(positions, most_rows), self._ahead
+            self._ahead = launched
+            if before is not None:
+                changed += self._take(before, later_steps=1)
+            if launched.newest is None or not isinstance(self._store, Slots):
+                changed += self._settle()
+        return changed if self._ahead_goes_on else [*changed, *self._settle()]
+
+    @property
+    def _ahead_goes_on(self) -> bool:
+        """Whether rows may have a token after those of the step that is ahead."""
+        return self._ahead is not None and any(row.may_go_on for row in self._ahead.places)
+
+    def _settle(self) -> list[BatchRow]:
+        """Take the tokens of the step that is ahead, if there is one. Return the rows that have new tokens."""
+        ahead, self._ahead = self._ahead, None
+        return [] if ahead is None else self._take(ahead)
 
     def _launch(self, positions: int, most_rows: int) -> _Launched:
         """Run the model for one more token of each row, on a device without waiting for it. The arguments are those of
@@ -179,27 +190,30 @@ class Rows:
         if isinstance(store, Slots) and self._captured is not None:
             self._captured.reason = self._captured.reason or store.steps.reason
         places = {row: place for place, row in enumerate(self._places) if row is not None}
-        self._newest = self._best([*places], logits)
-        return _Launched(places, logits, self._newest)
+        newest = self._choice.best([*places], logits)
+        self._newest = None if newest is None else newest.on_device
+        return _Launched(places, logits, newest)
 
-    def _take(self, launched: _Launched, later_steps: int = 0) -> None:
-        """Give the rows of a step their tokens; rows that end leave.
+    def _take(self, launched: _Launched, later_steps: int = 0) -> list[BatchRow]:
+        """Give the rows of a step their tokens, and return these rows; rows that end leave.
 
         Args:
             launched: the step.
             later_steps: number of steps that were launched after it.
         """
-        # Other rows ended in the step before.
-        places = {row: place for row, place in launched.places.items() if row.outcome == GOES_ON}
+        # Other rows ended in the step before, or have left since.
+        staying = {*self}
+        places = {row: place for row, place in launched.places.items() if row in staying}
         if launched.newest is None:
-            self._newest = self._choose([*places], launched.logits, [*places.values()])
-        else:
-            self._read([*places], [*places.values()], launched.newest)
+            self._newest = self._choice.choose([*places], launched.logits, [*places.values()])
+        elif places:
+            launched.newest.give([*places], [*places.values()])
         for row, place in places.items():
             if row.outcome == ENDED and row.may_be_kept and self._store is not None:  # a later prompt may begin so
                 cache = self._store.lend(later_steps) if isinstance(self._store, Slots) else self._store.cache
                 self._prefixes.keep(row.ids[:, :-1], cache, place)
         self.leave({row.number for row in places if row.outcome != GOES_ON})
+        return [*places]
 
     def leave(self, numbers: Collection[int]) -> None:
         """Remove the rows with the given numbers; without a row, drop the cache."""
@@ -207,7 +221,7 @@ class Rows:
         for index in places:
             self._places[index] = None
         if not any(self._places):
-            self._places, self._store, self.token_bytes = [], None, 0
+            self._places, self._store, self._ahead, self.token_bytes = [], None, None, 0
         elif isinstance(self._store, Slots):
             self._store.leave(places)
 
@@ -250,91 +264,3 @@ class Rows:
             store.keep(full, columns)
         self._places, self._newest = [*self], None
         return store
-
-    def _choose(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor | None:
-        """Choose the next token of each row.
-
-        On the CPU, each rank chooses for a share of the rows, and all ranks gather the tokens. On a device, rank 0
-        chooses for all greedy rows at once, and the host waits once.
-
-        Args:
-            rows: the rows.
-            logits: logits, `[places, vocabulary]`.
-            places: index in `logits` for each row.
-
-        Returns:
-            Newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
-        """
-        if (newest := self._best(rows, logits)) is not None:
-            self._read(rows, places, newest)
-            return newest
-        on_device = logits.device.type != "cpu"
-        ranks = 1 if self._communicator is None else self._communicator.world_size
-        chosen = self._chosen_here(rows, logits, places)
-        if self._communicator is not None:
-            chosen = self._communicator.all_gather(chosen, 0)
-        newest_ids = [chosen[0, 0, :1]] * len(logits)  # any id for a free place
-        for index, (row, outcomes) in enumerate(zip(rows, chosen.transpose(0, 1).tolist(), strict=True)):
-            owner = row.number % ranks
-            token, outcome = outcomes[owner]
-            newest_ids[places[index]] = chosen[owner, index, :1]
-            if row.greedy is not None:
-                row.take(token, row.after(token))
-            else:
-                row.take(token, outcome, newest_ids[places[index]][None] if on_device else None)
-        return torch.stack(newest_ids) if on_device else None
-
-    def _best(self, rows: list[BatchRow], logits: torch.Tensor) -> torch.Tensor | None:
-        """Return the tokens with the largest logits, as rank 0 has them, int64 `[places, 1]`; None on the CPU, or if
-        not all rows are greedy."""
-        if logits.device.type == "cpu" or any(row.greedy is None for row in rows):
-            return None
-        newest = logits.max(-1, keepdim=True).indices
-        return newest if self._communicator is None else self._communicator.all_gather(newest[None], 0)[0]
-
-    def _read(self, rows: list[BatchRow], places: list[int], newest: torch.Tensor) -> None:
-        """Wait for the tokens of `_best`, and give them to the rows at the given places."""
-        tokens = newest.flatten().tolist()
-        for row, place in zip(rows, places, strict=True):
-            row.take(tokens[place], row.after(tokens[place]))
-
-    def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Choose the next tokens of this rank's share of the rows.
-
-        Returns:
-            Token and outcome of each row, int64 `[1, rows, 2]`; any numbers for the rows of other ranks. The outcome of
-            a greedy row is GOES_ON.
-        """
-        rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
-        own = [index for index, row in enumerate(rows) if row.number % ranks == rank]
-        scores = {index: logits[places[index], None] for index in own if rows[index].greedy is None}
-        if penalized_rows := [index for index in scores if rows[index].call.penalties is not None]:
-            penalties = [each for index in penalized_rows if (each := rows[index].call.penalties) is not None]
-            sequences = [rows[index].ids[0] for index in penalized_rows]
-            changed = penalized(_of(logits, [places[index] for index in penalized_rows]).float(), sequences, penalties)
-            scores.update(zip(penalized_rows, changed.split(1), strict=True))
-        chosen = {index: rows[index].choose(each) for index, each in scores.items()}
-        if logits.device.type != "cpu":
-            best = pad(logits.max(-1, keepdim=True).indices, (0, 1), value=GOES_ON)
-            choices = [best[place] for place in places]
-            for index, choice in chosen.items():  # False is GOES_ON, True is ENDED
-                choices[index] = (
-                    torch.full_like(best[0], FAILED) if choice is None else torch.cat((choice[0][0], choice[1].long()))
-                )
-            return torch.stack(choices)[None]
-        mine = [(0, FAILED)] * len(rows)
-        if greedy := [index for index in own if rows[index].greedy is not None]:
-            best = _of(logits, [places[index] for index in greedy]).max(-1).indices
-            for index, token in zip(greedy, best.tolist(), strict=True):
-                mine[index] = token, GOES_ON
-        for index, choice in chosen.items():
-            if choice is not None:
-                mine[index] = int(choice[0]), ENDED if choice[1] else GOES_ON
-        return torch.tensor([mine])
-
-
-def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the rows of `logits` with the given indices, without a copy if the indices have one stride."""
-    stride = rows[1] - rows[0] if len(rows) > 1 else 1
-    is_range = rows == list(range(rows[0], rows[0] + stride * len(rows), stride))
-    return logits[rows[0] : rows[-1] + 1 : stride] if is_range else logits[rows]

@@ -119,7 +119,9 @@ def test_step_of_16_rows_copies_and_waits_once(more: Any, ranks: int, pretended_
         copies = [counts.get(TO_DEVICE, 0) - each for counts in steps[:-2]]
         assert max(copies) <= 1
         assert sum(copies) <= 2
-        assert {(counts[TO_HOST], counts[WAITS]) for counts in steps[:-2]} == {(1, 1)}
+        assert {counts[WAITS] for counts in steps[:-2]} == {1}
+        assert sum(counts[TO_HOST] for counts in steps[:-2]) - len(steps[:-2]) in (0, 1)  # 1 for a step that is ahead
+        assert all(counts["not awaited"] for counts in steps if counts["later"])
         assert more is not PENALTIES or not any(counts["later"] for counts in steps)  # the host chooses the tokens
         for count, counts in group.call("rounds_of_rows"):  # after a round, ids are checked, and ranks agree
             assert counts.get(TO_DEVICE, 0) <= 1

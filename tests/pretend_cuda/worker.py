@@ -64,14 +64,16 @@ def _counted_run(rows: Rows, *args: int) -> list[BatchRow]:
     return _run(rows, *args)
 
 
-def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> None:
-    """Give the rows of a step their tokens, and note the number of rows, the counts since the step before, and how many
-    steps were launched meanwhile."""
+def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> list[BatchRow]:
+    """Give the rows of a step their tokens, and note the number of rows, the counts since the step before, how many
+    steps were launched meanwhile, and how many operators were queued that the host did not wait for."""
     global _mark
     before = _mark
-    _take(rows, launched, later_steps)
+    changed = _take(rows, launched, later_steps)
     _mark = totals(ledger.entries)
-    _steps.append((len(launched.places), {**(_mark - before), "later": later_steps}))
+    not_awaited = ledger.waits[-1][0] if launched.newest is not None and ledger.waits else 0
+    _steps.append((len(launched.places), {**(_mark - before), "later": later_steps, "not awaited": not_awaited}))
+    return changed
 
 
 Rows.run, Rows._take = _counted_run, _counted_take  # type: ignore[assignment, method-assign]

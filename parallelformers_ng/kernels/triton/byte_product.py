@@ -76,7 +76,7 @@ def weight_and_tile(q0, q1, q2, s0, s1, s2, b0, b1, b2, outputs0, outputs1, outp
 def byte_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, splits, outputs0, outputs1, outputs2, x_row, y_row,
-    FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BIASED: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
@@ -103,7 +103,7 @@ def byte_product_kernel(
         sums = tl.dot(wide.to(x.dtype.element_ty), states, sums)
     scales = tl.load(s + output, mask=is_output, other=0.0)
     sums *= scales[:, None]
-    if b is not None and split == 0:
+    if BIASED and split == 0:
         sums += tl.load(b + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
     place = y + (split * rows + row)[None, :] * y_row + left + output[:, None]
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
@@ -126,6 +126,7 @@ def byte_product_launch(
     if is_fp8:
         weights = [weight.view(torch.int8) for weight in weights]
     constants: dict[str, Any] = {
+        "BIASED": bool(biases),
         "FP8": is_fp8,
         "ROWS": _MANY_ROWS if len(x) <= _MANY_ROWS else MOST_ROWS,
         "INPUTS": at_once(_INPUTS_AT_ONCE, len(x)),
@@ -192,7 +193,8 @@ def joint_arguments(
     """Return the arguments that kernels of products take for one to three weights, by name.
 
     The kernels have arguments for three weights. In the place of a missing weight, a kernel gets the first weight with
-    0 outputs.
+    0 outputs; in the place of a missing bias, scales, which it does not read. Triton 3.6 cannot return None from a
+    function of a kernel.
 
     Args:
         x: `[rows, inputs]`, dense along the inputs.
@@ -210,7 +212,7 @@ def joint_arguments(
     arguments["y_row"] = sum(weight.shape[0] for weight in weights)
     for place in range(MOST_WEIGHTS):
         at = place if place < len(weights) else 0
-        arguments |= {f"q{place}": weights[at], f"s{place}": scales[at], f"b{place}": biases[at] if biases else None}
+        arguments |= {f"q{place}": weights[at], f"s{place}": scales[at], f"b{place}": (biases or scales)[at]}
         arguments[f"outputs{place}"] = weights[at].shape[0] if at == place else 0
     return arguments
 

@@ -92,7 +92,8 @@ def _scaled(numbers, scales):
 def nibble_product_kernel(
     x, q0, q1, q2, s0, s1, s2, b0, b1, b2, y,
     rows, inputs, splits, group_steps, outputs0, outputs1, outputs2, x_row, y_row,
-    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr, GROUP_STEP: tl.constexpr,
+    BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP_STEP: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of up to OUTPUTS outputs of one weight for all rows.
 
@@ -129,7 +130,7 @@ def nibble_product_kernel(
         second = ((pairs >> 16) & 0xFFFF).to(tl.uint16).to(scales.dtype, bitcast=True)
         sums = tl.dot(low, first, sums)
         sums = tl.dot(high, second, sums)
-    if b is not None and split == 0:
+    if BIASED and split == 0:
         sums += tl.load(b + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
     place = y + (split * rows + row)[None, :] * y_row + left + output[:, None]
     tl.store(place, sums.to(y.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
@@ -153,6 +154,7 @@ def nibble_product_launch(
     groups = scales[0].shape[1]
     group_step = math.gcd(groups, _GROUPS_AT_ONCE)
     constants: dict[str, Any] = {
+        "BIASED": bool(biases),
         "PTX": isinstance(nibble_product_kernel, triton.JITFunction),
         "ROWS": max(_LEAST_ROWS, power_of_two(len(x))),
         "GROUPS": at_once(_GROUPS_AT_ONCE, len(x)),
