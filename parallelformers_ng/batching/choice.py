@@ -8,13 +8,14 @@ from torch.nn.functional import pad
 from parallelformers_ng.batching.penalties import penalized
 from parallelformers_ng.batching.row import ENDED, FAILED, GOES_ON, BatchRow
 from parallelformers_ng.collectives.communicator import Communicator
+from parallelformers_ng.sharding import look_ups
 
 
 class Newest:
     """The chosen tokens of greedy rows: on a device, and on their way to the host.
 
     The copy to the host is queued at once. So the host waits only for the step of these tokens, and not for a later
-    step that is queued before the host reads them.
+    step that is queued before the host reads them. With the tokens come the bounds of the ids that were looked up.
 
     Args:
         on_device: token of each place, int64 `[places, 1]`.
@@ -25,14 +26,21 @@ class Newest:
 
     def __init__(self, on_device: torch.Tensor) -> None:
         self.on_device = on_device
-        self._on_host = on_device.flatten().to("cpu", non_blocking=True)  # page-locked, so that nothing waits
+        tokens, bounds = on_device.flatten(), look_ups.bounds()
+        numbers = tokens if bounds is None else torch.cat((tokens, bounds))
+        self._on_host = numbers.to("cpu", non_blocking=True)  # page-locked, so that nothing waits
         self._has_arrived = torch.cuda.Event()
         self._has_arrived.record()
 
     def give(self, rows: list[BatchRow], places: list[int]) -> None:
-        """Wait for the tokens, and give them to the rows at the given places."""
+        """Wait for the tokens, and give them to the rows at the given places.
+
+        Raises:
+            IndexError: an id that was looked up is out of range; see `look_ups.check`.
+        """
         self._has_arrived.synchronize()
         tokens = self._on_host.tolist()
+        look_ups.check(tokens[len(self.on_device) :])
         for row, place in zip(rows, places, strict=True):
             row.take(tokens[place], row.after(tokens[place]))
 

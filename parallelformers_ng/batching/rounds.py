@@ -23,6 +23,7 @@ from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.generation.lockstep import OwnStream
 from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
 from parallelformers_ng.runtime.failures import Description, describe
+from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 from parallelformers_ng.wire.message import parcel
 
@@ -169,6 +170,8 @@ class RankBatch:
         news.token_bytes = self._rows.token_bytes
         if self._model.device.type == "cuda":
             news.free_bytes = torch.cuda.mem_get_info(self._model.device)[0]
+            if not self._rows.is_ahead:  # otherwise the check comes with the tokens
+                look_ups.check()
         for row in changed_rows:
             if row.number in order.leaves:  # it left in the round in which it joined
                 continue

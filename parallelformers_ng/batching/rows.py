@@ -155,6 +155,9 @@ class Rows:
                 changed += self._settle()
             if not len(self):
                 break
+            if self._ahead is not None and isinstance(self._store, Slots):
+                # A row at its last token may have no position left. For the next step its slot is free.
+                self._store.leave(place for row, place in self._ahead.places.items() if not row.may_go_on)
             launched, before = self._launch(positions, most_rows), self._ahead
             self._ahead = launched
             if before is not None:
@@ -162,6 +165,11 @@ class Rows:
             if launched.newest is None or not isinstance(self._store, Slots):
                 changed += self._settle()
         return changed if self._ahead_goes_on else [*changed, *self._settle()]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the rows do not have the tokens of the last step yet, because the device may still compute it."""
+        return self._ahead is not None
 
     @property
     def _ahead_goes_on(self) -> bool:

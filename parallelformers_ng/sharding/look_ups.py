@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,21 +62,43 @@ def _guarded(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: An
 
 
 @contextlib.contextmanager
-def checked_look_ups() -> Iterator[None]:
-    """Run a request in this context, and check the looked-up ids at its end.
+def checked_look_ups(at_end: bool = True) -> Iterator[None]:
+    """Run a request in this context, and check the looked-up ids. After an error, the recorded ids are forgotten.
+
+    Args:
+        at_end: whether this function calls `check` at the end. Otherwise the request calls `check`.
+
+    Raises:
+        IndexError: see `check`.
+    """
+    try:
+        yield
+        if at_end:
+            check()
+    except BaseException:
+        _forgive()
+        raise
+
+
+def bounds() -> torch.Tensor | None:
+    """Return the lowest and the highest recorded id of each table, int64 `[2 · tables]`; None without a look-up."""
+    return torch.cat([*_seen.values()]) if _seen else None
+
+
+def check(recorded: Sequence[int] | None = None) -> None:
+    """Check the ids that were looked up so far.
+
+    Args:
+        recorded: result of `bounds`, on the host; None to wait for the device.
 
     Raises:
         IndexError: an id was out of range. The message names the id and the rows of its table.
     """
-    try:
-        yield
-    except BaseException:
-        _forgive()
-        raise
-    for (_, rows), seen in _seen.items():
-        low, high = seen.tolist()
+    if recorded is None:
+        newest = bounds()
+        recorded = [] if newest is None else newest.tolist()
+    for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):  # a table may be new
         if low < 0 or high >= rows:
-            _forgive()
             raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
 
 

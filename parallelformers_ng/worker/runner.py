@@ -220,7 +220,8 @@ class ModelRunner(RankWeights):
         if self.kept.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)
-        with torch.inference_mode(), contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}):
+        on_device = contextlib.nullcontext() if self.device.type == "cpu" else self._on_device((), {}, at_end=False)
+        with torch.inference_mode(), on_device:
             return self.kept.batch.run(order, calls)
 
     def recorder(self) -> CudaRecorder | str:
@@ -234,11 +235,12 @@ class ModelRunner(RankWeights):
         return CudaRecorder(self.device)
 
     @contextlib.contextmanager
-    def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Run a request in this context without waits for the device: ids, masks and stops are checked at its end."""
+    def _on_device(self, models: Sequence[Any], kwargs: dict[str, Any], at_end: bool = True) -> Iterator[None]:
+        """Run a request in this context without waits for the device: ids, masks and stops are checked at its end. The
+        request checks the ids itself if `at_end` is False."""
         watched = self.hooks.present or any(kwargs.get(name) is not None for name in STATEFUL)
         try:
-            with look_ups.checked_look_ups(), known_masks(models), deferring(not watched):
+            with look_ups.checked_look_ups(at_end), known_masks(models), deferring(not watched):
                 yield
         except torch.OutOfMemoryError:
             self.forget_steps()  # the next request may need the memory of the recordings

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from parallelformers_ng import parallelize
 from parallelformers_ng.batching import pace
 from parallelformers_ng.batching.penalties import Penalties
+from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
@@ -26,7 +27,7 @@ from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.pretend_cuda.caller import small
 from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
 from tests.pretend_cuda.objects import Favours
-from tests.zoo.case import text_inputs
+from tests.zoo.case import VOCABULARY, text_inputs
 from tests.zoo.decoders import decoder, gpt2
 
 LENGTHS = ((3, 9), (12, 5), (5, 12), (3, 4), (9, 7))
@@ -123,9 +124,9 @@ def test_step_of_16_rows_copies_and_waits_once(more: Any, ranks: int, pretended_
         assert sum(counts[TO_HOST] for counts in steps[:-2]) - len(steps[:-2]) in (0, 1)  # 1 for a step that is ahead
         assert all(counts["not awaited"] for counts in steps if counts["later"])
         assert more is not PENALTIES or not any(counts["later"] for counts in steps)  # the host chooses the tokens
-        for count, counts in group.call("rounds_of_rows"):  # after a round, ids are checked, and ranks agree
+        for count, counts in group.call("rounds_of_rows"):  # after a round, ranks agree
             assert counts.get(TO_DEVICE, 0) <= 1
-            assert counts[WAITS] <= count + ranks
+            assert counts[WAITS] <= count + ranks - 1 + bool(more)
 
 
 def test_rows_end_after_the_next_step_was_launched(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,54 @@ def test_rows_end_after_the_next_step_was_launched(pretended_one: WorkerGroup, m
             assert all(
                 torch.equal(model.generate(**call), ids) for call, ids in zip(further, want_further, strict=True)
             )
+
+
+class Announces(BaseStreamer):
+    """A streamer that sets an event at a token."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.reached = at, threading.Event()
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            self.reached.set()
+
+    def end(self) -> None:
+        pass
+
+
+def test_position_out_of_range_fails_while_others_run(pretended_one: WorkerGroup) -> None:
+    """GPT-2 has 64 positions here. The step that has none is found although its batch is always a step ahead."""
+    specs, lost = long_calls(55)[:3], long_calls(63)[3]
+    want, begun = [gpt2().generate(**call) for call in specs], Announces(9)
+    with parallelize(gpt2(), workers=pretended_one, batching={"rows": 4}) as model:
+        together(model, specs)  # steps are recorded
+        with ThreadPoolExecutor(3) as pool:
+            results = [pool.submit(model.generate, **call, streamer=begun) for call in specs]
+            assert begun.reached.wait(60)
+            counted = Announces(1000)
+            with pytest.raises(IndexError, match=r"id 64, vocabulary of 64$"):
+                model.generate(**lost, streamer=counted)
+            assert 1000 - counted.left <= 1 + 64 - lost["input_ids"].shape[1] + 1  # the prompt, and what follows it
+            assert all(map(torch.equal, [each.result() for each in results], want))
+
+
+def test_row_ends_at_the_last_position(pretended_one: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after it, which is launched before its last token is read, has no position for it."""
+    failures = []
+    monkeypatch.setattr(Ticket, "begin_again", lambda self, error, suspected: failures.append(error))
+    first, other = long_calls(59)[4], long_calls(50)[0]
+    assert first["input_ids"].shape[1] + 59 == 64 + 1
+    want, begun = [gpt2().generate(**call) for call in (first, other)], Announces(20)
+    with parallelize(gpt2(), workers=pretended_one, batching={"rows": 2}) as model:
+        together(model, [first, other])  # steps are recorded
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(model.generate, **first, streamer=begun)
+            assert begun.reached.wait(60)
+            assert torch.equal(model.generate(**other), want[1])
+            assert torch.equal(result.result(), want[0])
+        assert not failures
 
 
 class Cancels(BaseStreamer):
