@@ -60,7 +60,7 @@ torch.cuda.is_available() or sys.exit("torch can use no CUDA device: the driver 
   [ "$code" -eq 0 ] || exit 1 # nothing else can run
   # Those with the mark, and no others: what they import is less than what all import.
   mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-  step "tests" 120 "$python" -m pytest -q -rs --durations=5 -m gpu "${tests[@]}"
+  step "tests" 150 "$python" -m pytest -q -rs --durations=5 -m gpu "${tests[@]}"
   left=$((end - SECONDS - 5)) # the program ends by itself before its limit
   step "measurements" "$((left + 5))" "$python" -m benchmarks.gpu_all --large "$large" --small "$small" \
     --seconds "$left" --json "$results"

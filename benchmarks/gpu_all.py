@@ -46,8 +46,9 @@ def _of(name: str) -> Callable[[argparse.Namespace], list[str]]:
 
 PARTS = {
     "kernels": Part(40, True, _of("kernels"), {}),
-    "speed": Part(150, True, gpu.speed, {"batches": [1, 8], "contestants": MAIN}),
-    "callers": Part(90, False, _of("callers"), {}),
+    "speed": Part(210, True, gpu.speed, {"batches": [1, 8], "contestants": MAIN}),
+    "callers": Part(120, True, _of("callers"), {}),
+    "callers of the small shape": Part(60, False, _of("callers"), {}),
     "restart": Part(40, False, gpu.restart, {}),
     "steps": Part(100, False, _of("steps"), {}),
     "profile": Part(40, False, _of("profile"), {}),

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,9 @@ from parallelformers_ng.runtime.group import WorkerGroup
 
 ROWS, CONTEXTS = (1, 8, 32), (512, 8192, 32768)
 CALLERS, PROMPT, TOKENS = (1, 16, 32), 512, 48
-BURSTS = 3
-"""Measured runs of all callers."""
+WARM_UPS, BURSTS = 4, 4
+"""Runs of all callers before the measured ones, in which the first steps of each number of rows are recorded and
+compared, and measured runs."""
 WEIGHTS = ("bf16", "int8", "int4")
 MOST_TOKENS = 1 << 18
 """Most tokens of all prompts of a step: more do not fit on a device of 80 GB while they are read."""
@@ -221,8 +223,13 @@ def callers(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any
                 return measure.seconds(lambda: list(pool.map(generate, prompts)))
 
             with ThreadPoolExecutor(count) as pool:
-                first, *others = [seconds() for _ in range(1 + BURSTS)]
-            return {"tokens/s": count * TOKENS / min(others), "the first time, with captures, s": first}
+                first, *others = [seconds() for _ in range(WARM_UPS + BURSTS)]
+            steady = others[-BURSTS:]
+            return {
+                "tokens/s": count * TOKENS / min(steady),
+                "median tokens/s": count * TOKENS / statistics.median(steady),
+                "the first time, with captures, s": first,
+            }
 
         for count in CALLERS:
             yield f"{count} callers", lambda count=count: measured(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 import os
 from typing import Any
 
@@ -86,6 +87,25 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "num_beams": beams}
             assert torch.equal(model.generate(**inputs, **options), whole.generate(**inputs, **options))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "window"])
+def test_callers_share_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows come and go, so the steps have 1 to 8 rows. Each burst begins with prompts that earlier bursts left behind."""
+    whole, specs = FAMILIES[family](), []
+    for number in range(12):
+        ids = torch.arange(2 + number % 7)[None].mul(5 + number).remainder(128) + 3
+        new = 9 + 4 * number % 25
+        specs.append({"input_ids": ids, "max_new_tokens": new, "min_new_tokens": new, "do_sample": False})
+    want = [whole.generate(**call) for call in specs]
+    with (
+        parallelize(FAMILIES[family](), 1, workers={"device": "cuda"}, batching={"rows": 8}) as model,
+        caplog.at_level(logging.WARNING, "parallelformers_ng"),
+        ThreadPoolExecutor(len(specs)) as pool,
+    ):
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(lambda call: model.generate(**call), specs), want))
     assert not caplog.records
 
 
