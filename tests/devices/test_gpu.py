@@ -106,7 +106,7 @@ def test_callers_share_captured_steps(family: str, caplog: pytest.LogCaptureFixt
     ):
         for _ in range(5):
             assert all(map(torch.equal, pool.map(lambda call: model.generate(**call), specs), want))
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("parallelformers_ng")]
 
 
 def _waiting(self: Any, x: torch.Tensor) -> torch.Tensor:
