@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # One for each choice of versions, and the last alone is kept: another choice installs anew.
 STAMP := $(VENV)/.installed-$(basename $(notdir $(CONSTRAINTS)))
 # What an editable install was made from: a change of any of these makes `make setup` run again.
-INSTALLED_FROM := $(CONSTRAINTS) requirements-dev.txt requirements-apart.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
+INSTALLED_FROM := $(CONSTRAINTS) constraints/oldest.txt requirements-dev.txt requirements-apart.txt pyproject.toml setup.py $(wildcard parallelformers_ng/*/*.[ch])
 
 # Only what .venv holds may be imported, whatever the machine has installed elsewhere.
 export PYTHONNOUSERSITE := 1
@@ -22,6 +22,8 @@ PIP_INSTALL = $(PY) -m pip install $(if $(CI),--quiet)
 
 # Not beside the others: see the file.
 INSTALL_APART = -m pip install --quiet --no-deps -r requirements-apart.txt --upgrade --target
+# Beside the Triton of $(CONSTRAINTS): tests/kernels/triton/test_compiled_kernels.py compiles with both.
+INSTALL_OLDEST_TRITON = -m pip install --quiet --no-deps triton -c constraints/oldest.txt --upgrade --target
 ECOSYSTEM := .venv-ecosystem
 DOCS := .venv-docs
 CUDA := .venv-cuda
@@ -47,6 +49,7 @@ $(STAMP): $(INSTALLED_FROM) | $(PY)
 	@echo "Installing the requirements; torch is large, the first time takes minutes …"
 	@$(PIP_INSTALL) 'setuptools>=77' -c $(CONSTRAINTS) -r requirements-dev.txt
 	@$(PY) $(INSTALL_APART) $(VENV)/apart
+	@$(PY) $(INSTALL_OLDEST_TRITON) $(VENV)/oldest-triton
 	@echo "Installing parallelformers_ng, editable …"
 	@$(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip check

@@ -265,7 +265,7 @@ def below_the_best(
     options: argparse.Namespace, chosen: dict[str, torch.Tensor], quantize: str | None
 ) -> dict[str, float]:
     """Return, for each contestant, the largest distance of a chosen token's logit below the best logit, in standard
-    deviations of the logits. transformers computes the logits after the same tokens, with the weights of the contestant:
+    deviations of the logits. transformers computes the logits after the same tokens, with the contestant's weights:
     int4 weights alone change the best tokens of a random model of 32 layers. Equal tokens are not required: after one
     close decision in bfloat16 all later tokens differ.
 

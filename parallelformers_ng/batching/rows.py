@@ -198,9 +198,9 @@ class Rows:
         if isinstance(store, Slots) and self._captured is not None:
             self._captured.reason = self._captured.reason or store.steps.reason
         places = {row: place for place, row in enumerate(self._places) if row is not None}
-        newest = self._choice.best([*places], logits)
-        self._newest = None if newest is None else newest.on_device
-        return _Launched(places, logits, newest)
+        best = self._choice.best([*places], logits)
+        self._newest = None if best is None else best.on_device
+        return _Launched(places, logits, best)
 
     def _take(self, launched: _Launched, later_steps: int = 0) -> list[BatchRow]:
         """Give the rows of a step their tokens, and return these rows; rows that end leave.

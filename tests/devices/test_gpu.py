@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,7 +92,7 @@ def test_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "window"])
 def test_callers_share_captured_steps(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows come and go, so the steps have 1 to 8 rows. Each burst begins with prompts that earlier bursts left behind."""
+    """Rows come and go, so steps have 1 to 8 rows. Later bursts begin with prompts that earlier bursts left behind."""
     whole, specs = FAMILIES[family](), []
     for number in range(12):
         ids = torch.arange(2 + number % 7)[None].mul(5 + number).remainder(128) + 3

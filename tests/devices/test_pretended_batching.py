@@ -27,7 +27,7 @@ from tests.helpers.rounds_seen import rows_of_each_round, use_short_pieces
 from tests.pretend_cuda.caller import small
 from tests.pretend_cuda.ledger import TO_DEVICE, TO_HOST, WAITS
 from tests.pretend_cuda.objects import Favours
-from tests.zoo.case import VOCABULARY, text_inputs
+from tests.zoo.case import text_inputs
 from tests.zoo.decoders import decoder, gpt2
 
 LENGTHS = ((3, 9), (12, 5), (5, 12), (3, 4), (9, 7))

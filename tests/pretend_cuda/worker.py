@@ -65,8 +65,8 @@ def _counted_run(rows: Rows, *args: int) -> list[BatchRow]:
 
 
 def _counted_take(rows: Rows, launched: Any, later_steps: int = 0) -> list[BatchRow]:
-    """Give the rows of a step their tokens, and note the number of rows, the counts since the step before, how many
-    steps were launched meanwhile, and how many operators were queued that the host did not wait for."""
+    """Give the rows of a step their tokens, and note the number of rows and the counts since the step before. Two more
+    counts: steps launched meanwhile, and queued operators that the host did not wait for."""
     global _mark
     before = _mark
     changed = _take(rows, launched, later_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +13,29 @@ import pytest
 import triton
 
 TABLE = json.loads(Path(__file__).with_name("compiled.json").read_text())
+OLDEST = Path(__file__).parents[3] / "constraints/oldest.txt"
+OLDEST_TRITON = Path(sys.prefix) / "oldest-triton"
 MOST_SHARED = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227}
 """KiB of shared memory that a program may have on each card."""
 IN_LOOPS = ("attention, splits", "product")
 """Kernels with an inner loop, whose loads must be of 16 bytes."""
 
 
-def compiled(folder: Path, *arguments: str) -> dict[str, dict[str, list[int]]]:
-    """Compile in a process of its own: in this one the kernels belong to the interpreter."""
+def compiled(
+    folder: Path, *arguments: str, version: str = triton.__version__, packages: Path | None = None
+) -> dict[str, dict[str, list[int]]]:
+    """Compile in a process of its own: in this one the kernels belong to the interpreter. `packages` has another Triton
+    than this process uses."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+    if packages is not None:
+        environment["PYTHONPATH"] = str(packages)
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", *arguments]
     root = Path(__file__).parents[3]
-    output = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
-    lines: dict[str, dict[str, list[int]]] = json.loads(output)["kernels"]
+    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert not process.returncode, process.stderr
+    output = json.loads(process.stdout)
+    assert output["triton"] == version
+    lines: dict[str, dict[str, list[int]]] = output["kernels"]
     return lines
 
 
@@ -55,6 +66,16 @@ def test_kernels_compile_to_the_table(tmp_path: Path) -> None:
     lines = compiled(tmp_path, "90", "--shape", "Llama 3.1 8B")
     assert len(lines) == 16
     assert_as_in_table(lines)
+
+
+def test_kernels_compile_with_the_oldest_triton(tmp_path: Path) -> None:
+    version = re.search(r"^triton==(.*)$", OLDEST.read_text(), re.MULTILINE)
+    assert version is not None
+    assert OLDEST_TRITON.is_dir(), f"`make setup` installs Triton {version[1]} to {OLDEST_TRITON}"
+    shapes = ["--shape", "Llama 3.1 8B", "--shape", "narrow heads"]
+    lines = compiled(tmp_path, "90", *shapes, version=version[1], packages=OLDEST_TRITON)
+    assert len(lines) == 16 + 15  # no sum of splits for narrow heads
+    assert_within_bars({name: cards for name, cards in lines.items() if "narrow" not in name})
 
 
 @pytest.mark.slow
