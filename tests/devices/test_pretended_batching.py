@@ -223,9 +223,9 @@ def test_callers_come_and_go_despite_killed_worker(pretended: WorkerGroup, tmp_p
 
     def calls_of(caller: int) -> None:
         numbers = random.Random(caller)
-        for turn in range(8):
+        for turn in range(6):
             number = numbers.randrange(CALLERS)
-            if caller == 0 and turn == 4:
+            if caller == 0 and turn == 3:
                 kill(deployment_of(model).pids[1], signal.SIGKILL)
                 killed.set()
             try:

@@ -56,7 +56,16 @@ def main() -> None:
 
         interpret()
         ranks = "tests.pretend_cuda.gpu_ranks:Pretended"
-        numbers = {"ROWS": (1, 2), "CONTEXTS": (8,), "CALLERS": (1, 2), "TOKENS": 8, "LEAST_BYTES": 0, "PROMPT": 8}
+        numbers = {
+            "ROWS": (1, 2),
+            "CONTEXTS": (8,),
+            "CALLERS": (1, 2),
+            "WARM_UPS": 1,
+            "BURSTS": 1,
+            "TOKENS": 8,
+            "LEAST_BYTES": 0,
+            "PROMPT": 8,
+        }
         kinds = {"with kernels": f"{ranks}KernelRank", "without": f"{ranks}Rank"}
         classes = {
             "RANKS": kinds,

@@ -71,11 +71,11 @@ def test_kernels_compile_to_the_table(tmp_path: Path) -> None:
 def test_kernels_compile_with_the_oldest_triton(tmp_path: Path) -> None:
     version = re.search(r"^triton==(.*)$", OLDEST.read_text(), re.MULTILINE)
     assert version is not None
-    assert OLDEST_TRITON.is_dir(), f"`make setup` installs Triton {version[1]} to {OLDEST_TRITON}"
-    shapes = ["--shape", "Llama 3.1 8B", "--shape", "narrow heads"]
-    lines = compiled(tmp_path, "90", *shapes, version=version[1], packages=OLDEST_TRITON)
-    assert len(lines) == 16 + 15  # no sum of splits for narrow heads
-    assert_within_bars({name: cards for name, cards in lines.items() if "narrow" not in name})
+    assert OLDEST_TRITON.is_dir(), f"{OLDEST_TRITON} is missing; `make setup` installs Triton {version[1]} there"
+    lines = compiled(tmp_path, "90", "--shape", "narrow heads", version=version[1], packages=OLDEST_TRITON)
+    assert len(lines) == 15  # no sum of splits
+    del lines["attention, splits, narrow heads"]  # loads of less than 16 bytes
+    assert_within_bars(lines)
 
 
 @pytest.mark.slow
