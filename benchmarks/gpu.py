@@ -275,16 +275,27 @@ def below_the_best(
         quantize: quantization of the contestants' weights; None for bf16.
     """
     model, farthest = build(options.shape, options.device), {}
-    for layer in model.model.layers.modules() if quantize is not None else ():
-        if isinstance(layer, torch.nn.Linear):
-            encoding = Encoding(str(quantize), -1, 32 if quantize == "int4" else layer.in_features)
-            layer.weight.copy_(encoding.decode(*encoding.encode(layer.weight), layer.weight.dtype))
+    if quantize is not None:
+        round_weights(model, quantize)
     for name, ids in chosen.items():
         ids = ids.to(options.device)
         logits = model(ids[:, :-1], logits_to_keep=TOKENS).logits.float()
         logits_chosen = logits.gather(-1, ids[:, -TOKENS:, None]).squeeze(-1)
         farthest[name] = ((logits.amax(-1) - logits_chosen) / logits.std(-1)).max().item()
     return farthest
+
+
+def round_weights(model: LlamaForCausalLM, quantize: str) -> None:
+    """Quantize the weights of the decoder layers, and dequantize them."""
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            encoding = encoding_of(quantize, layer.in_features)
+            layer.weight.copy_(encoding.decode(*encoding.encode(layer.weight), layer.weight.dtype))
+
+
+def encoding_of(quantize: str, inputs: int) -> Encoding:
+    """Return the encoding of a weight with `inputs` inputs: int4 in groups of 32, others with a scale per output."""
+    return Encoding(quantize, -1, 32 if quantize == "int4" else inputs)
 
 
 def weight_bytes(shape: str, quantize: str | None) -> float:

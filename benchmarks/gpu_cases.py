@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from benchmarks import gpu
-from parallelformers_ng.sharding.encoding import Encoding
 
 Tensors = tuple[torch.Tensor, ...]
 SPLITS = 4
@@ -62,8 +61,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
         return randn(splits, rows, outputs).to(torch.bfloat16 if splits == 1 else torch.float32)
 
     def quantized(kind: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        encoding = Encoding(kind, -1, 32 if kind == "int4" else inputs)
-        numbers, scales = encoding.encode(randn(outputs, inputs))
+        numbers, scales = gpu.encoding_of(kind, inputs).encode(randn(outputs, inputs))
         return [numbers], [scales]
 
     def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

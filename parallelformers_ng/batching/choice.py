@@ -26,8 +26,7 @@ class Newest:
 
     def __init__(self, on_device: torch.Tensor) -> None:
         self.on_device = on_device
-        tokens, bounds = on_device.flatten(), look_ups.bounds()
-        numbers = tokens if bounds is None else torch.cat((tokens, bounds))
+        numbers = torch.cat((on_device.flatten(), *look_ups.bounds()))
         self._on_host = numbers.to("cpu", non_blocking=True)  # page-locked, so that nothing waits
         self._has_arrived = torch.cuda.Event()
         self._has_arrived.record()
@@ -39,10 +38,10 @@ class Newest:
             IndexError: an id that was looked up is out of range; see `look_ups.check`.
         """
         self._has_arrived.synchronize()
-        tokens = self._on_host.tolist()
-        look_ups.check(tokens[len(self.on_device) :])
+        numbers = self._on_host.tolist()
+        look_ups.check(numbers[len(self.on_device) :])
         for row, place in zip(rows, places, strict=True):
-            row.take(tokens[place], row.after(tokens[place]))
+            row.take(numbers[place], row.after(numbers[place]))
 
 
 class Choice:

@@ -80,23 +80,22 @@ def checked_look_ups(at_end: bool = True) -> Iterator[None]:
         raise
 
 
-def bounds() -> torch.Tensor | None:
-    """Return the lowest and the highest recorded id of each table, int64 `[2 · tables]`; None without a look-up."""
-    return torch.cat([*_seen.values()]) if _seen else None
+def bounds() -> list[torch.Tensor]:
+    """Return the lowest and the highest recorded id of each table, int64 `[2]`, on the device."""
+    return [*_seen.values()]
 
 
 def check(recorded: Sequence[int] | None = None) -> None:
     """Check the ids that were looked up so far.
 
     Args:
-        recorded: result of `bounds`, on the host; None to wait for the device.
+        recorded: numbers of `bounds`, on the host; None to wait for the device.
 
     Raises:
         IndexError: an id was out of range. The message names the id and the rows of its table.
     """
     if recorded is None:
-        newest = bounds()
-        recorded = [] if newest is None else newest.tolist()
+        recorded = torch.cat(bounds()).tolist() if _seen else []
     for (_, rows), low, high in zip(_seen, recorded[::2], recorded[1::2], strict=False):  # a table may be new
         if low < 0 or high >= rows:
             raise IndexError(f"index out of range in self: id {low if low < 0 else high}, vocabulary of {rows}")
