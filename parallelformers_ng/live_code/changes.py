@@ -109,15 +109,15 @@ class AppliedChanges:
     """The changes that a rank has made to imported code.
 
     Attributes:
-        of_step: names of the changed places that a forward pass reaches.
+        of_step: whether a forward pass reaches changed code of a library.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Any, str, Any]] = {}
-        self.of_step: set[str] = set()
+        self.of_step = False
 
     def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
-        """Set the new values at their places, and restore the places that have the imported value again.
+        """Set the new values at their places.
 
         Args:
             model: the model of the rank; None before the model is built.
@@ -127,8 +127,6 @@ class AppliedChanges:
             ImportError, AttributeError: this process has no module, class or registry with the name of a place. Other
                 exceptions of unpickled code are passed on.
         """
-        for place in changes.restored:
-            self._restore(place)
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         for place, value in values.items():
@@ -136,39 +134,31 @@ class AppliedChanges:
                 holder, key = _holder_of(place)
                 self._before.setdefault(place, (holder, key, value_in(holder, key, _NOTHING)))
                 _put(holder, key, value)
-        imported = {p: _look_up(p) for p in changes.restored if module_of(p) not in changes.by_value}
-        restored = {place: value for place, value in imported.items() if value is not _NOTHING}
-        copied = {place: value for place, value in {**values, **restored}.items() if may_be_copied(place)}
+        copied = {place: value for place, value in values.items() if may_be_copied(place)}
         scopes = scopes_of(classes, values.values()) if copied else {}
         named_classes = {f"{base.__module__}:{base.__qualname__}": base for cls in classes for base in cls.__mro__}
         for place, value in copied.items():
             _put_by_value(place, value, named_classes, scopes)
-        if changes.of_step:
-            self.of_step |= values.keys()
+        self.of_step |= changes.of_step
 
     def undo(self) -> None:
         """Restore the imported value of every changed place."""
-        for place in [*self._before]:
-            self._restore(place)
+        self.of_step = False
+        while self._before:
+            _, (holder, key, value) = self._before.popitem()
+            if value is not _NOTHING:
+                _put(holder, key, value)
+            elif isinstance(holder, type):
+                delattr(holder, key)
+            elif isinstance(holder, GeneralInterface):
+                type(holder)._global_mapping.pop(key, None)
+                holder._local_mapping.pop(key, None)
+            else:
+                del holder[key]
 
     def _imported(self, place: str) -> Any:
         """Return the value that this rank imported at a place, even if the place was changed."""
         return self._before[place][2] if place in self._before else _look_up(place)
-
-    def _restore(self, place: str) -> None:
-        self.of_step.discard(place)
-        if place not in self._before:
-            return
-        holder, key, value = self._before.pop(place)
-        if value is not _NOTHING:
-            _put(holder, key, value)
-        elif isinstance(holder, type):
-            delattr(holder, key)
-        elif isinstance(holder, GeneralInterface):
-            type(holder)._global_mapping.pop(key, None)
-            holder._local_mapping.pop(key, None)
-        else:
-            del holder[key]
 
 
 def is_local(place: str) -> bool:
@@ -245,8 +235,7 @@ def _put_by_value(
         return
     module, _, key = place.partition(":")
     for scope in scopes.get(module, ()):
-        if key in scope:
-            scope[key] = value
+        scope[key] = value
 
 
 def _classes_named(place: str, scopes: Mapping[str, list[dict[str, Any]]]) -> list[type]:

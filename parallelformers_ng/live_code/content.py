@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import hashlib
 import marshal
+import pickle
+import sys
 import types
 from typing import Any
 
@@ -27,8 +30,8 @@ def digest(value: Any) -> bytes:
     `__wrapped__` covers the function or the getter.
 
     Numbers, strings, containers, partial functions, and CPU tensors of at most 1 MiB are digested by value. The digest
-    of a namespace, or of an object of the program, covers its public attributes. The digest of any other object covers
-    only the name of its class.
+    of a namespace, or of an object of the program, covers its public attributes. The digest of an object of the
+    standard library covers its pickle. The digest of any other object covers only the name of its class.
     """
     hasher = hashlib.blake2b(digest_size=8)
     _feed(hasher, value, frozenset())
@@ -94,6 +97,9 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
         _feed(hasher, {name: part for name, part in attributes.items() if not name.startswith("_")}, inner)
     else:
         hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
+        if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
+            with contextlib.suppress(Exception):  # a lock, for example; reducers may raise any exception
+                hasher.update(pickle.dumps(value, 5))  # of a decimal, an ordered dictionary, a pattern
 
 
 def _in_slots(value: Any) -> dict[str, Any] | None:

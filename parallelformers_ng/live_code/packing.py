@@ -15,7 +15,7 @@ import cloudpickle
 
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.live_code.content import digest
-from parallelformers_ng.live_code.reach import Slot
+from parallelformers_ng.live_code.reach import Slot, is_library, module_of
 from parallelformers_ng.wire.by_value import ByValuePickler
 
 Digests = dict[str, bytes]
@@ -24,17 +24,15 @@ Digests = dict[str, bytes]
 
 @dataclass(frozen=True)
 class CodeChanges:
-    """Changes of code that are sent to the ranks.
+    """Code that a rank imports differently, and later values of places that the code reads.
 
     Attributes:
         data: pickle of a mapping: name of a place → new value.
-        restored: names of places that have the imported value again.
-        of_step: whether a forward pass reaches a changed place.
+        of_step: whether a forward pass reaches changed code of a library.
         by_value: names of modules whose code was pickled by value, because ranks cannot import that code.
     """
 
     data: bytes
-    restored: tuple[str, ...]
     of_step: bool
     by_value: frozenset[str] = frozenset()
 
@@ -43,18 +41,12 @@ class CodeChanges:
         vars(self).update(state)
 
 
-def pack(
-    slots: Mapping[str, Slot],
-    imported: Digests,
-    restored: Iterable[str] = (),
-    modules: Collection[str] = frozenset(),
-) -> CodeChanges:
+def pack(slots: Mapping[str, Slot], imported: Digests, modules: Collection[str]) -> CodeChanges:
     """Pickle the values of changed places.
 
     Args:
         slots: name of a changed place → the place and its value.
         imported: name of a place → digest of the value that a rank imports.
-        restored: names of places that have the imported value again.
         modules: names of the modules whose code is pickled by value.
 
     Raises:
@@ -70,7 +62,8 @@ def pack(
             f"{place.replace(':', '.')} was changed by this program, and the change cannot be sent to the workers:"
             f" {error}. Remove everything from it that cannot be copied (a lock, an open file)"
         ) from error
-    return CodeChanges(data, tuple(restored), any(slot.of_step for slot in slots.values()), frozenset(modules))
+    of_step = any(slot.of_step and is_library(module_of(place)) for place, slot in slots.items())
+    return CodeChanges(data, of_step, frozenset(modules))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import site
 import sys
+import sysconfig
 import types
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -41,8 +43,16 @@ _NOT_COMPUTING = tuple(
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
-_SETTINGS = (int, float, str, list, tuple, dict, set, torch.Tensor, types.SimpleNamespace, type)
-"""Kinds of the attributes of the program's classes that count as settings; a nested class may have settings."""
+_SITES = tuple({*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("purelib")})
+
+
+def is_library(name: str) -> bool:
+    """Whether a module is a library's: a known package, or installed in site-packages and not editable."""
+    if name.partition(".")[0] in LIBRARIES:
+        return True
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return str(file).startswith(_SITES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +81,11 @@ def reach(
 
     A method is listed if listed code contains the name of the method, for an object of any class. Global variables are
     followed into transformers, and into the packages of the classes and functions. torch's code is not followed, but
-    the functions that torch's layers name are listed.
+    the functions that torch's layers name are listed. Of modules of the program, values are listed, too.
 
     Args:
         classes: classes of a model's modules.
-        functions: further functions that modules have as attributes.
+        functions: further functions, and objects with methods, that modules have as attributes.
         attentions: names of the attention functions whose code is followed; None for all registered functions.
 
     Returns:
@@ -115,7 +125,7 @@ class _Walk:
         self.scopes: dict[str, dict[int, dict[str, Any]]] = {}
         self.classes = list(dict.fromkeys(classes))
         self._packages = {_FOLLOWED_LIBRARY} | {
-            package_of(part) for part in (*classes, *functions) if package_of(part) not in LIBRARIES
+            package_of(part) for part in (*classes, *functions) if package_of(part) not in {*LIBRARIES, ""}
         }
         self._named: set[str] = set()
         self._methods: dict[str, list[type]] = {}
@@ -139,23 +149,32 @@ class _Walk:
                 self._note(f"{owner.__module__}:{owner.__qualname__}.{name}", owner, name, value)
             if isinstance(value, type):
                 self._add(value)
+            elif not is_library(type(value).__module__):
+                self._add(type(value))
             for function in functions_in(value):
                 if id(function) not in self._known:
                     self._known.add(id(function))
                     self._read(function)
+            for part in _contents(value):
+                if id(part) not in self._known and not isinstance(part, _PLAIN) and len(self._known) < _MOST_PARTS:
+                    self._known.add(id(part))
+                    self._pending.append((None, "", part))
 
     def _add(self, cls: type) -> None:
         """Register the methods of a class by name."""
         for base in cls.__mro__:
-            followed = package_of(base) in self._packages or (
-                package_of(base) == "torch" and issubclass(base, nn.Module)
+            of_program = not is_library(base.__module__)
+            followed = (
+                of_program
+                or package_of(base) in self._packages
+                or (package_of(base) == "torch" and issubclass(base, nn.Module))
             )
             if base in self._known_classes or not followed or base.__module__.startswith(_NOT_COMPUTING):
                 continue
             self._known_classes.add(base)
             for name, value in vars(base).items():
                 is_setting = isinstance(value, (int, float, str)) and issubclass(base, nn.Module)
-                is_setting = is_setting or (package_of(base) not in LIBRARIES and isinstance(value, _SETTINGS))
+                is_setting = is_setting or (of_program and not name.startswith("__"))
                 skipped = name in _NOT_FOLLOWED and not (name == "__init__" and base.__module__ == _CACHES)
                 if skipped or not (is_setting or any(True for _ in functions_in(value))):
                     continue
@@ -177,23 +196,27 @@ class _Walk:
         if package_of(function) in LIBRARIES - self._packages or module.startswith(_NOT_COMPUTING):
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
-        names = names_in(function.__code__)
+        names, of_program = names_in(function.__code__), not is_library(module)
+        read = names | words_in(function.__code__) if of_program else names  # getattr takes names as strings
+        for name in (read - names) & scope.keys():  # globals()["NAME"]
+            if not callable(scope[name]) and not isinstance(scope[name], types.ModuleType):
+                self._note(f"{module}:{name}", scope, name, scope[name])
+                self._pending.append((None, name, scope[name]))
         for name in names:
             self._name(name)
             self._read_method_of_tensors(name)
+            if name not in scope and of_program and name in sys.modules:  # imported inside the function
+                self._read_module(sys.modules[name], read, of_program)
             if name not in scope or name.startswith("__"):
                 continue
             value = scope[name]
             if isinstance(value, types.ModuleType):
-                self._read_module(value, names)
-                continue
-            self._note(f"{module}:{name}", scope, name, value)
-            if isinstance(value, type):
-                self._add(value)
-            elif isinstance(value, (GeneralInterface, dict)):
+                self._read_module(value, read, of_program)
+            if of_program or not isinstance(value, types.ModuleType):
+                self._note(f"{module}:{name}", scope, name, value)
+            if isinstance(value, (GeneralInterface, dict)):
                 self._read_registry(f"{module}:{name}", value)
-            else:
-                self._pending.append((None, name, value))
+            self._pending.append((None, name, value))
 
     def _read_method_of_tensors(self, name: str) -> None:
         """Record a method that the program has added to `torch.Tensor`."""
@@ -203,16 +226,30 @@ class _Walk:
             self._pending.append((None, name, method))
 
     def _read_module(
-        self, module: types.ModuleType, names: frozenset[str], above: frozenset[types.ModuleType] = frozenset()
+        self,
+        module: types.ModuleType,
+        names: frozenset[str],
+        for_program: bool = False,
+        above: frozenset[types.ModuleType] = frozenset(),
     ) -> None:
-        """Record the functions of a module that code names, for example `silu` for the code `nn.functional.silu`."""
-        if module in above or package_of(module) not in self._packages | {"torch"}:
+        """Record the functions of a module that code names, for example `silu` for the code `nn.functional.silu`.
+
+        Of a module of the program, record all values.
+        """
+        of_program = not is_library(module.__name__)
+        is_followed = of_program or package_of(module) in self._packages | {"torch"}
+        if module in above or not (is_followed or for_program):
             return
+        if of_program:
+            self.scopes.setdefault(module.__name__, {})[id(vars(module))] = vars(module)
         for name in names & vars(module).keys():
             value = vars(module)[name]
-            if isinstance(value, types.ModuleType):
-                self._read_module(value, names, above | {module})
-            elif callable(value) and not isinstance(value, type):
+            is_module = isinstance(value, types.ModuleType)
+            if is_module:
+                self._read_module(value, names, for_program, above | {module})
+            if (of_program and not name.startswith("__")) or (
+                callable(value) and not is_module and not isinstance(value, type)
+            ):
                 self._note(f"{module.__name__}:{name}", vars(module), name, value)
                 self._pending.append((None, name, value))
 
@@ -291,6 +328,32 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
                 yield from functions_in(inner, seen)
     if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         yield from functions_in(wrapped, seen)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype, nn.Module)
+_MOST_ITEMS = 1_000
+_MOST_PARTS = 10_000
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    """Return the values through which the program's code may reach further code of the program."""
+    if isinstance(value, types.FunctionType):
+        if is_library(value.__globals__.get("__name__", "")):
+            return ()
+        cells = (part for cell in value.__closure__ or () for part in contents_of(cell))
+        return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
+    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) <= _MOST_ITEMS:
+        return [*value.values()] if isinstance(value, dict) else [*value]
+    if isinstance(value, (type, nn.Module, types.ModuleType)) or is_library(type(value).__module__):
+        return ()
+    return [*getattr(value, "__dict__", {}).values()]
+
+
+@functools.cache
+def words_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names and the strings in a code object, also in nested functions."""
+    inner = (words_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner, (part for part in code.co_consts if isinstance(part, str)))
 
 
 @functools.cache

@@ -6,8 +6,10 @@ import argparse
 import collections
 import copyreg
 import functools
+import operator
 import types
 import weakref
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,42 +19,59 @@ from torch import nn
 
 from parallelformers_ng.live_code.reach import LIBRARIES, contents_of, function_behind, package_of
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_MOST = 500
-_LONGEST = 1000
-_LARGEST_ARRAY = 1 << 16
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+_MOST_ITEMS = 100_000
 
 
 class State:
     """The mutable objects that a value contains, and what they contained when the state was made.
 
     A dictionary, a list, a set, a tensor, the attributes of an object of the program, and a variable of an enclosing
-    function count. At most 500 objects are followed, and none beyond a container of more than 1000 items.
+    function count.
 
     Args:
         value: value of a global, an attribute or a closure of the program.
+
+    Attributes:
+        is_too_large: whether the value has more than 100,000 parts, so that not all are followed.
     """
 
     def __init__(self, value: Any) -> None:
         self._parts: list[tuple[Any, tuple[Any, ...]]] = []
         seen: dict[int, Any] = {}
-        pending = [value]
-        while pending and len(self._parts) < _MOST:
+        pending, items = [value], 0
+        while pending and items < _MOST_ITEMS:
             attributes = attributes_of(part := pending.pop())
             part = part if attributes is None else attributes
-            if id(part) in seen:
+            if id(part) in seen or isinstance(part, PLAIN):
                 continue
             seen[id(part)] = part  # an id is unique only while the object lives
             if (content := _content(part)) is not None:
                 self._parts.append((part, content))
+                items += len(content)
             pending += _inner(part)
+        self.is_too_large = bool(pending)
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def holds(self) -> bool:
         """Return whether every object contains what it contained at first."""
-        return all(_is_same(_content(part), content) for part, content in self._parts)
+        return all(_are_same(_content(part), content) for part, content in self._parts)
+
+    def has_other_code(self) -> bool:
+        """Whether a function, a class or a module was put into, or taken out of, an object."""
+        for part, before in self._parts:
+            if not _are_same(now := _content(part), before):
+                first, second = ({id(item): item for item in content} for content in (before, now or ()))
+                if any(is_code({**first, **second}[each]) for each in first.keys() ^ second.keys()):
+                    return True
+        return False
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is code to the contract: a function, a method, a property, a class or a module."""
+    return callable(value) or isinstance(value, types.ModuleType) or function_behind(value) is not None
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -68,15 +87,15 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 def _content(part: Any) -> tuple[Any, ...] | None:
     """Return what a mutable object contains now; None if the object is not followed."""
     if isinstance(part, dict):
-        return (*part, *part.values()) if len(part) <= _LONGEST else (len(part),)
+        return (*part, *part.values())
     if isinstance(part, (list, set, collections.deque)):
-        return tuple(part) if len(part) <= _LONGEST else (len(part),)
+        return tuple(part)
     if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
         return (part.data_ptr(), part._version) if part.device.type != "meta" and not part.is_inference() else None
     if isinstance(part, types.CellType):
         return contents_of(part)
     if isinstance(part, np.ndarray):
-        return (part.tobytes() if part.nbytes <= _LARGEST_ARRAY and not part.dtype.hasobject else part.shape,)
+        return tuple(part.flat) if part.dtype.hasobject else (part.shape, zlib.crc32(np.ascontiguousarray(part)))
     if package_of(type(part)) not in LIBRARIES and (slots := in_slots(part)):
         return tuple(slots.values())
     return None
@@ -88,12 +107,15 @@ def in_slots(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _is_same(now: tuple[Any, ...] | None, before: tuple[Any, ...]) -> bool:
-    return now is not None and len(now) == len(before) and all(map(_is_equal, now, before))
+def _are_same(now: tuple[Any, ...] | None, before: tuple[Any, ...]) -> bool:
+    if now is None or len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) or all(map(is_same, now, before))
 
 
-def _is_equal(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before))
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two values are one object, or equal plain values."""
+    return now is before or (type(now) is type(before) and isinstance(now, PLAIN) and bool(now == before))
 
 
 def _inner(part: Any) -> Iterator[Any]:
@@ -107,7 +129,7 @@ def _inner(part: Any) -> Iterator[Any]:
     elif isinstance(part, types.FunctionType) and package_of(part) not in LIBRARIES:
         yield from (part.__defaults__, part.__kwdefaults__, *(part.__closure__ or ()))
     elif isinstance(part, tuple):
-        yield from part[:_LONGEST]
+        yield from part
     elif not isinstance(part, (nn.Module, type, torch.Tensor, np.ndarray, types.FunctionType, types.ModuleType)):
         yield from _content(part) or ()
 

@@ -21,6 +21,7 @@ from parallelformers_ng.live_code.reach import (
     package_named_in,
     package_of,
     reach,
+    words_in,
 )
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 
@@ -104,18 +105,7 @@ def names_of_class(cls: type) -> set[str]:
 def words_of_program(values: Iterable[Any]) -> set[str]:
     """Return the names and strings in the program's functions among some values; `getattr` takes names as strings."""
     functions = (function for value in values for function in functions_in(value))
-    return {word for function in functions if not _is_of_library(function) for word in _words_in(function.__code__)}
-
-
-def _words_in(code: types.CodeType) -> set[str]:
-    """Return the names and the strings in a code object, also in nested functions."""
-    words = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            words |= _words_in(constant)
-        elif isinstance(constant, str):
-            words.add(constant)
-    return words
+    return {word for function in functions if not _is_of_library(function) for word in words_in(function.__code__)}
 
 
 def is_stock(slot: Slot) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copyreg
 import gc
 import operator
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +16,55 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_of
-from parallelformers_ng.live_code.state import State
+from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, functions_in, is_library, module_of, package_of
+from parallelformers_ng.live_code.state import State, is_same
 
 try:
-    from parallelformers_ng.live_code._places import are_unchanged
+    from parallelformers_ng.live_code._places import are_unchanged, have_parts
 except ImportError:  # installed without a compiler
     are_unchanged = None  # type: ignore[assignment]
+
+    def have_parts(functions: tuple[types.FunctionType, ...], parts: tuple[Any, ...], /) -> bool:
+        return all(map(operator.is_, parts, _parts_of(functions)))
+
+
+@dataclass
+class _Table:
+    """Names of a class, of a module or of a registry, and their values when the watch began.
+
+    Attributes:
+        items: the names and their present values.
+        owner: the class that has the names.
+        values: the watched names and their first values.
+        size: number of names, if it must stay; otherwise -1.
+    """
+
+    items: dict[str, Any]
+    owner: type | None
+    values: dict[str, Any] = field(default_factory=dict)
+    size: int = -1
+
+    def hold(self, values: dict[str, Any]) -> None:
+        """Watch some values, and the number of names."""
+        self.values |= values
+        self.size = len(self.items)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.values)
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        return tuple(self.values.values())
+
+    def holds(self) -> bool:
+        same = all(is_same(self.items.get(key, _MISSING), value) for key, value in self.values.items())
+        return same and self.size in (-1, len(self.items))
+
+
+_MISSING = object()
+_COLUMNS = ("items", "keys", "objects", "size", "owner")
+"""Attributes of a `_Table` that are arguments of `are_unchanged`."""
 
 
 class CodeWatch:
@@ -29,39 +73,62 @@ class CodeWatch:
     Args:
         slots: places and their values.
         states: mutable objects that the code reads.
+        functions: further functions that the code runs.
     """
 
-    def __init__(self, slots: Iterable[Slot], states: Iterable[State] = ()) -> None:
+    def __init__(
+        self, slots: Iterable[Slot], states: Iterable[State] = (), functions: Iterable[types.FunctionType] = ()
+    ) -> None:
         self._states = tuple(states)
-        groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        classes: dict[int, dict[str, Any]] = {}
+        slots = list(slots)
+        values = (*(slot.value for slot in slots), *functions)
+        self._functions = tuple({id(part): part for value in values for part in functions_in(value)}.values())
+        self._parts = tuple(_parts_of(self._functions))
+        tables: dict[int, _Table] = {}
+
+        def table_of(holder: Any) -> _Table:
+            items = _items_of(holder)
+            return tables.setdefault(id(items), _Table(items, holder if isinstance(holder, type) else None))
+
+        self._attributes = [(f, dict(vars(f))) for f in self._functions if not is_library(f.__globals__["__name__"])]
+        for function, attributes in self._attributes:
+            table_of(vars(function)).hold(attributes)
         for slot in slots:
-            table = _table_of(slot.holder)
-            if slot.key in STEP and isinstance(slot.holder, type):
-                classes[id(table)] = table
+            of_program = not is_library(module_of(slot.place))
+            if isinstance(slot.holder, type) and (of_program or slot.key in STEP):
                 copyreg._slotnames(slot.holder)  # type: ignore[attr-defined]  # pickle would add an attribute to the class later
-            if slot.key in table:
-                groups.setdefault(id(table), (table, {}))[1][slot.key] = slot.value
-        self._tables = tuple(table for table, _ in groups.values())
-        self._keys = tuple((*values, *list(values)[:1]) for _, values in groups.values())
-        self._getters = [operator.itemgetter(*keys) for keys in self._keys]  # with two keys or more, they return tuples
-        self._values = tuple(getter(table) for getter, table in zip(self._getters, self._tables, strict=True))
-        self._classes = (*classes.values(), _table_of(torch.Tensor))
-        self._sizes = tuple(map(len, self._classes))
+            if of_program or (isinstance(slot.holder, type) and slot.key in STEP):
+                table_of(slot.holder).hold({})  # a new name may hide another, or be read by getattr with a default
+            if of_program and isinstance(slot.value, types.ModuleType) and not is_library(slot.value.__name__):
+                table_of(vars(slot.value)).hold({})
+            if slot.key in (table := table_of(slot.holder)).items:
+                table.values[slot.key] = slot.value
+        table_of(torch.Tensor).hold({})
+        self._tables = [*tables.values()]
+        columns = [[getattr(table, name) for table in self._tables] for name in _COLUMNS]
+        self._fast: tuple[Any, ...] = (*map(tuple, columns), bytearray(4 * len(tables)))
 
     def holds(self) -> bool:
         """Return whether all places and states have their first values, and each watched class as many attributes."""
         if self._states and not all(state.holds() for state in self._states):
             return False
-        if are_unchanged is not None and are_unchanged(
-            self._tables, self._keys, self._values, self._classes, self._sizes
-        ):
-            return True
-        try:  # another object may still be an equal one
-            same = tuple(map(operator.call, self._getters, self._tables)) == self._values
-            return same and tuple(map(len, self._classes)) == self._sizes
-        except (KeyError, RuntimeError, ValueError):  # a value is missing, or is a tensor now
+        if not have_parts(self._functions, self._parts):
             return False
+        if are_unchanged is not None and are_unchanged(*self._fast):
+            return True
+        return all(table.holds() for table in self._tables)  # another object may still be an equal one
+
+    def changed_functions(self) -> Iterator[types.FunctionType]:
+        """Yield the functions whose code, defaults or attributes were exchanged in place."""
+        for number, function in enumerate(self._functions):
+            if not have_parts((function,), self._parts[3 * number : 3 * number + 3]):
+                yield function
+        yield from (function for function, attributes in self._attributes if vars(function) != attributes)
+
+
+def _parts_of(functions: tuple[types.FunctionType, ...]) -> Iterator[Any]:
+    for function in functions:
+        yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
 
 
 def refuse_modes() -> None:
@@ -80,7 +147,7 @@ def refuse_modes() -> None:
             )
 
 
-def _table_of(holder: Any) -> dict[str, Any]:
+def _items_of(holder: Any) -> dict[str, Any]:
     """Return the dictionary with the values of a class, of a module's globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read

@@ -27,6 +27,7 @@ from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.spawn import module_path
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
@@ -144,6 +145,7 @@ class Deployment:
 
     def _find_foreign_code(self, model: nn.Module, group: WorkerGroup) -> None:
         """Add to the skeleton the code that the ranks of a group cannot import or import differently."""
+        group.call("extend_path", module_path())
         modules_by_value = set(self.code.by_value)
         changes = self.code.compare(functools.partial(group.call, "differences"))
         if self.code.by_value != modules_by_value:  # the ranks cannot import some modules

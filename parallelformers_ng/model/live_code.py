@@ -1,10 +1,12 @@
-"""Keeps the code on the ranks equal to the code in the caller's process, even if the caller's code changes later."""
+"""Sends the ranks the code that they import differently, then later values that the code reads; refuses later code."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,21 +14,22 @@ from torch import nn
 from parallelformers_ng.autopolicy.code_check import ATTENTION_SETTING, CodeCheck
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.changes import (
+    ABSENT,
     attentions_of,
     classes_of,
     digests_of,
     is_by_value,
     is_filled_in,
-    is_local,
 )
 from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
-from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach
-from parallelformers_ng.live_code.state import State
+from parallelformers_ng.live_code.reach import Slot, functions_in, module_of, reach
+from parallelformers_ng.live_code.state import PLAIN, State, is_code, is_same
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
 
-_FOLLOWED = ("torch", "transformers")
+log = logging.getLogger("parallelformers_ng")
 
 
 class LiveCode:
@@ -39,8 +42,8 @@ class LiveCode:
     Attributes:
         check: argument `check`.
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
-        changes: changes of the code since `compare`; None before the first change.
-        count: number of changes of the code since `compare`.
+        changes: values of places that changed since `compare`; None before the first change.
+        count: number of changes since `compare`.
         moved: attributes of modules whose objects changed inside: (path, name) → number of the change, value.
         step: watch of the code of a forward pass.
         rest: watch of the code that only `generate` and other methods use.
@@ -51,19 +54,23 @@ class LiveCode:
         self._functions = check.edits.functions
         self.check = check
         self._attentions = attentions_of(model)
-        self._slots = reach(self._classes, self._functions, self._attentions)
+        self._slots = reach(self._classes, self._reached, self._attentions)
         self._on_ranks: Digests = {}
-        self._sent: set[str] = set()
         self._lock = threading.Lock()
         modules = {cls.__module__ for cls in self._classes} | {module_of(place) for place in self._slots}
         self.by_value = {name for name in modules if is_by_value(name)}
         self.count = 0
         self.moved: dict[tuple[str, str], tuple[int, Any]] = {}
-        self._moved_places: set[str] = set()
+        self._later: set[str] = set()
         self._numbers = itertools.count(1)
         self.changes: CodeChanges | None = None
         self._words: tuple[int, frozenset[str]] = -1, frozenset()
         self._watch()
+
+    @property
+    def _reached(self) -> list[Any]:
+        """Functions and objects in attributes of modules."""
+        return [*self._functions, *(value for _, _, value in self.check.edits.objects())]
 
     @property
     def words(self) -> frozenset[str]:
@@ -95,24 +102,23 @@ class LiveCode:
         self.by_value |= absent
         unlike = {place: digest for place, digest in unlike.items() if module_of(place) not in absent}
         self._on_ranks = {**local_digests, **unlike}
-        self._sent = set(unlike)
         if not unlike:
             return None
-        return pack({place: self._slots[place] for place in unlike}, self._on_ranks, modules=self.by_value)
+        return pack({place: self._slots[place] for place in unlike}, self._on_ranks, self.by_value)
 
     def update(self) -> None:
-        """Compare the code with its last known state, and prepare the changes for the ranks.
+        """Compare code and values with their last known state, and prepare changed values for the ranks.
 
         Raises:
-            ParallelError: the plan of the model is not valid for the changed code.
-            NotPortableError: a change of the code cannot be sent to the ranks.
+            ParallelError: code was changed, or the plan of the model is not valid for a changed value.
+            NotPortableError: a changed value cannot be sent to the ranks.
         """
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
                 self._update()
 
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
-        """Check that the plan fits new settings, and follow the code of attention functions that they name.
+        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name.
 
         Args:
             model: the parallelized model.
@@ -120,8 +126,8 @@ class LiveCode:
             configs: dotted name of an attribute of a configuration → new value.
 
         Raises:
-            ParallelError: the plan of the model is not valid for the settings.
-            NotPortableError: the code of an attention function cannot be sent to the ranks.
+            ParallelError: the plan of the model is not valid for the settings, or the program registered the attention
+                function later.
         """
         with self._lock:
             attention = getattr(model.config, "_attn_implementation", None)
@@ -132,67 +138,74 @@ class LiveCode:
                     f"{', '.join(names[:3])} was changed after the model was parallelized, and the plan is not valid"
                     f" for the new value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
                 )
-            named = {
-                value
-                for name, value in configs.items()
-                if name.endswith(ATTENTION_SETTING) and isinstance(value, str) and value not in self._attentions
-            }
-            if named:
-                self._attentions |= named
-                self._update()
+            named = {value for name, value in configs.items() if name.endswith(ATTENTION_SETTING)} - self._attentions
+            if named or not all(isinstance(value, PLAIN) for value in attributes.values()):
+                slots = {**reach(self._classes, self._reached, self._attentions | named), **self._slots}
+            else:
+                slots = self._slots
+            for place in slots.keys() - self._slots.keys():
+                if named and not is_stock(slots[place]):
+                    raise ParallelError(
+                        f"config._attn_implementation was changed to {', '.join(map(repr, named))}, which runs"
+                        f" {_in_short(place)}: code that the workers do not have. Restore the value, or call"
+                        " deparallelize(), then parallelize() again"
+                    )
+            self._attentions |= named
+            self._slots = slots
             self._watch()
 
     def _update(self) -> None:
-        before, current = self._slots, reach(self._classes, self._functions, self._attentions)
-        changed_places = {
-            place
-            for place in before.keys() | current.keys()
-            if place not in before or place not in current or before[place].value is not current[place].value
-        }
+        before, current = self._slots, reach(self._classes, self._reached, self._attentions)
+        now = {place: replace(slot, value=_value_of(slot)) for place, slot in before.items()}
+        changed = {place for place, slot in before.items() if not is_same(now[place].value, slot.value)}
+        changed |= {place for place, slot in current.items() if place not in before and _is_new(slot)}
+        now = {**current, **now}
+        changed -= {p for p in changed if is_filled_in(now[p], digest(before[p].value) if p in before else ABSENT)}
+        self._refuse_code({**current, **before}, changed)
         for owner, state in self._of_functions.items():
             if not state.holds():
                 raise ParallelError(
                     f"a value that {owner} reads was changed after the model was parallelized, and the workers have"
                     " their own copy of it. Restore the value, or call deparallelize(), then parallelize() again"
                 )
-        moved_places = {place for place, state in self._of_places.items() if not state.holds()} & current.keys()
-        changed_places |= moved_places
-        self._moved_places |= moved_places
+        changed |= {place for place, state in self._of_places.items() if not state.holds()}
+        if changed:
+            self._take_values(now, changed)
         for key, (value, state) in self._of_modules.items():
             if not state.holds():
                 self.moved[key] = next(self._numbers), value
-        if not changed_places:
-            return self._watch()
-        if why := self.check.objection(changed_places):
-            known = changed_places & before.keys()
-            names = ", ".join(sorted(map(_in_short, known & current.keys() or known))[:3])
-            raise ParallelError(
-                f"{names} was changed after the model was parallelized, and the plan is not valid for the new code:"
-                f" {why}. Call deparallelize(), then parallelize() again"
-            )
-        current_digests = {place: digest(slot.value) for place, slot in current.items()}
-        values = {
-            place: slot
-            for place, slot in current.items()
-            if place in self._moved_places
-            or (current_digests[place] != self._on_ranks.get(place) and not self._is_known(slot, before))
-        }
-        restored = self._sent - values.keys()
-        self.changes = pack(values, self._on_ranks, restored, self.by_value)
-        self._sent |= set(values)
-        self._slots = current
-        self.count += 1
+        self._slots = now
         self._watch()
 
-    def _is_known(self, slot: Slot, before: dict[str, Slot]) -> bool:
-        """Return whether ranks already have the value of a slot that `compare` did not check: stock code that newly
-        became reachable, or unchanged code of a module in `by_value`."""
-        if slot.place in self._on_ranks:
-            return False
-        if is_local(slot.place) or module_of(slot.place) in self.by_value:
-            return slot.place in before and before[slot.place].value is slot.value and slot.place not in self._sent
-        is_plain = isinstance(slot.value, (bool, int, float, str, property))
-        return package_named_in(slot.place) in _FOLLOWED and not is_plain and is_stock(slot)
+    def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
+        """Raise ParallelError if code was changed, or a value was deleted, at some places or inside their functions."""
+        swapped = {id(f) for watch in (self.step, self.rest) for f in watch.changed_functions()}
+        refused = {p for p in changed if any(map(is_code, (slots[p].value, _value_of(slots[p]))))}
+        refused |= {p for p, slot in slots.items() if not swapped.isdisjoint(map(id, functions_in(slot.value)))}
+        refused |= {p for p, state in self._of_places.items() if state.has_other_code()}
+        names = [*map(_in_short, sorted(refused))]
+        if swapped and not names:
+            names = ["a function that the program assigned to a module"]
+        names += [f"{path}.{name}" for (path, name), (_, state) in self._of_modules.items() if state.has_other_code()]
+        if names:
+            raise ParallelError(
+                f"{', '.join(names[:3])} was changed after the model was parallelized, and the workers keep the code"
+                " that they got: code is frozen, only values may change. Restore it, or call deparallelize(), then"
+                " parallelize() again"
+            )
+
+    def _take_values(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
+        """Prepare the new values of some places for the ranks."""
+        if why := self.check.objection(changed):
+            raise ParallelError(
+                f"{', '.join([*map(_in_short, sorted(changed))][:3])} was changed after the model was parallelized, and"
+                f" the plan is not valid for the new value: {why}. Restore the value, or call deparallelize(), then"
+                " parallelize() again"
+            )
+        later = self._later | changed
+        self.changes = pack({place: slots[place] for place in later}, self._on_ranks, self.by_value)
+        self._later = later
+        self.count += 1
 
     def _watch(self) -> None:
         edits = self.check.edits
@@ -204,8 +217,27 @@ class LiveCode:
         self._of_functions = {owner: state for owner, state in functions.items() if state}
         states = [*self._of_places.values(), *self._of_functions.values()]
         states += [state for _, state in self._of_modules.values()]
-        self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), states)
+        for place in (place for place, state in self._of_places.items() if state.is_too_large):
+            log.warning("%s is too large to follow: a change inside it, after parallelize, may not be noticed", place)
+        self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), states, self._functions)
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
+
+
+def _value_of(slot: Slot) -> Any:
+    """Return the present value of a place; `_REMOVED` without one."""
+    return value_in(slot.holder, slot.key, _REMOVED)
+
+
+def _is_new(slot: Slot) -> bool:
+    """Whether a place that appeared later counts: an attribute of a class, or a value in a module of the program.
+
+    A later function in a module is no change: if code calls it, the rank raises NameError.
+    """
+    return isinstance(slot.holder, type) or (is_of_program(slot.place) and not is_code(slot.value))
+
+
+def _REMOVED() -> None:
+    """Stands for the value of a place that the program deleted; it counts as code, so that deleting is refused."""
 
 
 def _in_short(place: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import random
+import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -79,6 +81,12 @@ class ModelRunner(RankWeights):
     """
 
     differences = staticmethod(differences)
+
+    @staticmethod
+    def extend_path(paths: list[str]) -> None:
+        """Let this rank import what the caller can import: a group may be older than entries of the caller's path."""
+        sys.path += [path for path in paths if path not in sys.path]
+        importlib.invalidate_caches()
 
     def __init__(self, rank: int, world_size: int, device: torch.device, communicator: Communicator, emit: Any) -> None:
         super().__init__(rank, device, emit)

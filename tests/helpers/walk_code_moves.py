@@ -9,9 +9,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import is_parallelized
 
 Step = Callable[[Any], Any]
@@ -86,18 +88,21 @@ class CodeMoves:
         return [self._patch, self._replace_forward, self._wrap, self._subclass]
 
     def _patch(self) -> tuple[str, Step]:
-        """Patch a class before or after `parallelize`, call, undo it, and call again."""
+        """Patch a class before `parallelize` and call, or later, which the call refuses; undo it, and call again."""
         classes = {type(module): None for module in self.whole.modules() if "transformers" in type(module).__module__}
         cls = self._random.choice([cls for cls in classes if "forward" in vars(cls)])
         forward, function = vars(cls)["forward"], self._random.choice(FUNCTIONS[:2])
         before, call = self._random.random() < 0.5, self._call()
 
         def take(model: Any) -> list[Any]:
+            is_cut, patched = is_parallelized(model), None
             cls.forward = followed_by(function, forward)
             try:
-                if before and is_parallelized(model):
-                    model = self.cut = self.parallelize(copy.deepcopy(self.whole))
-                patched = call(model)
+                if is_cut and not before:
+                    with pytest.raises(ParallelError, match=f"{cls.__name__}.forward was changed after"):
+                        call(model)
+                elif before:
+                    patched = call(self.parallelize(copy.deepcopy(self.whole)) if is_cut else model)
             finally:
                 cls.forward = forward
             return [patched, call(model)]

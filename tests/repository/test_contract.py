@@ -1,4 +1,4 @@
-"""Compares docs/contract.md with the tests: each promise names its test files, and each marked file names its promise."""
+"""Compares docs/contract.md with the tests: promises name their test files, and marked files name their promise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def anchor(heading: str) -> str:
 def test_each_promise_names_the_files_that_are_marked_with_it() -> None:
     sections = dict(SECTION.findall((ROOT / "docs/contract.md").read_text()))
     named = {
-        (anchor(heading), file) for heading, text in sections.items() for file in re.findall(r"`(tests/[^`]+\.py)`", text)
+        (anchor(heading), file)
+        for heading, text in sections.items()
+        for file in re.findall(r"`(tests/[^`]+\.py)`", text)
     }
     marked = {
         (promise, str(file.relative_to(ROOT)))

@@ -280,16 +280,3 @@ PATCHES: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a method of tensors": (lambda: decoder("Llama"), torch.Tensor, "pow", followed_by(torch.sqrt, torch.Tensor.pow)),
     "a product of torch": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
 }
-AFTERWARDS = {
-    "a norm",
-    "positions",
-    "a function named after what it replaces",
-    "a model's forward",
-    "the forward of GPT-2's model",
-    "torch's layer norm",
-    "a method that the class inherits",
-    "how a model prepares its inputs",
-    "a property in the place of an attribute",
-    "a cache's layer",
-}
-"""Patches that the present cut of the model allows."""

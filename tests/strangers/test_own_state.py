@@ -204,25 +204,6 @@ def test_method_added_after_an_earlier_model_is_seen(groups, monkeypatch) -> Non
         assert_agree(cut, whole, prompt())
 
 
-def sharper(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return sdpa_attention_forward(module, 3 * query, *args, **kwargs)
-
-
-def test_attention_chosen_later_is_sent_or_refused(groups, monkeypatch) -> None:
-    whole, cut = decoder("Llama"), decoder("Llama")
-    with parallelize(cut, workers=groups(2)):
-        register(monkeypatch, "sharper", sharper)
-        register(monkeypatch, "gated")
-        for model in (whole, cut):
-            model.config._attn_implementation = "sharper"
-        assert_agree(cut, whole, prompt())
-        cut.config._attn_implementation = "gated"
-        with pytest.raises(ParallelError, match=r"config\._attn_implementation was changed"):
-            cut(prompt())
-        cut.config._attn_implementation = "sharper"
-        assert_agree(cut, whole, prompt())
-
-
 def test_torchscript_modules_are_refused() -> None:
     model = decoder("Llama")
     model.model.layers[0].mlp.act_fn = torch.jit.script(nn.Sequential(nn.SiLU(), nn.Tanh()))
