@@ -30,7 +30,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 
@@ -241,23 +240,3 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
     launch, y = byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases)
     launch.run()
     return y
-
-
-def byte_product_twin(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """Return the sum of the result of `byte_product`, `[rows, sum of the outputs]`, computed by plain torch.
-
-    Each weight is widened in memory.
-
-    Args:
-        x: `[rows, inputs]`, with any number of rows.
-        weights, scales, biases: the arguments of `byte_product`, for any number of weights.
-    """
-    outputs = [
-        functional.linear(x, weight.to(x.dtype)) * scale.flatten()
-        for weight, scale in zip(weights, scales, strict=True)
-    ]
-    if biases:
-        outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
-    return torch.cat(outputs, -1).to(x.dtype)
