@@ -131,33 +131,26 @@ def byte_product_launch(
         "INPUTS": at_once(_INPUTS_AT_ONCE, len(x)),
     }
     arguments = joint_arguments(x, weights, scales, biases)
-    return split_launch(byte_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=4)
+    return split_launch(byte_product_kernel, x, weights, arguments, constants, stages=4)
 
 
 def split_launch(
-    kernel: Any,
-    weights: Sequence[Tensor],
-    inputs: int,
-    dtype: torch.dtype,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    stages: int,
+    kernel: Any, x: Tensor, weights: Sequence[Tensor], arguments: dict[str, Any], constants: dict[str, Any], stages: int
 ) -> tuple[Launch, Tensor]:
     """Return the launch of a product, and its output: new partial results, `[splits, rows, outputs]`.
 
     Args:
         kernel: kernel of the product.
+        x: `[rows, inputs]`. If the inputs are not split, the output has its data type.
         weights: tensors, `[outputs, …]`.
-        inputs: number of inputs of the product.
-        dtype: data type of the output if the inputs are not split.
         arguments: arguments of the kernel by name, apart from the output and the number of splits.
         constants: constants of the kernel by name, apart from the number of outputs of a program.
         stages: see `Launch`.
     """
     tiles, outputs = programs(weights), sum(weight.shape[0] for weight in weights)
-    splits = splits_of(tiles, inputs)
+    splits = splits_of(tiles, x.shape[1])
     shape = (splits, arguments["rows"], outputs)
-    y = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=weights[0].device)
+    y = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=weights[0].device)
     arguments, constants = arguments | {"y": y, "splits": splits}, constants | {"OUTPUTS": OUTPUTS_OF_PROGRAM}
     return Launch(kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=stages), y
 

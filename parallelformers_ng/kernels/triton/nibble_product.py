@@ -161,7 +161,7 @@ def nibble_product_launch(
     }
     arguments = joint_arguments(x.view(torch.int32), signed, scales, biases)
     arguments |= {"group_steps": groups // group_step}
-    return split_launch(nibble_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=3)
+    return split_launch(nibble_product_kernel, x, weights, arguments, constants, stages=3)
 
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
