@@ -45,9 +45,10 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
         contexts: keys of each row, for attention.
     """
     from parallelformers_ng.kernels.triton import gate_kernel, norm_kernel, rotary_kernel, slot_attention
-    from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product, byte_product_twin
-    from parallelformers_ng.kernels.triton.nibble_product import nibble_product, nibble_product_twin
-    from parallelformers_ng.kernels.triton.partial_results import sum_twin, summed
+    from parallelformers_ng.kernels.triton.byte_product import MOST_ROWS, byte_product
+    from parallelformers_ng.kernels.triton.nibble_product import nibble_product
+    from parallelformers_ng.kernels.triton.partial_results import summed
+    from tests.kernels.triton import twins
 
     sizes = gpu.SHAPES[shape]
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
@@ -68,7 +69,7 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
         return slot_attention.attend(q, keys, values, lengths, 0, width**-0.5)
 
     def attended_by_twin(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> Any:
-        return slot_attention.attention_twin(q, keys, values, lengths, 0, width**-0.5)
+        return twins.attention_twin(q, keys, values, lengths, 0, width**-0.5)
 
     def rotated(by: Callable[..., Any]) -> Callable[..., Any]:
         def run(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, place: Any) -> Tensors:
@@ -85,13 +86,13 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
                     randn(rows, 1, hidden), partial_results(splits, rows, hidden), randn(hidden),
                 ),
                 lambda x, d, w: norm_kernel.sum_and_norm(x, d, w, None, 1e-5, False),
-                lambda x, d, w: norm_kernel.norm_twin(x, d, w, None, 1e-5, False),
+                lambda x, d, w: twins.norm_twin(x, d, w, None, 1e-5, False),
             )  # fmt: skip
             yield Case(
                 f"gate{of}, {rows} rows", rows * inner * (2 + 2 * each),
                 lambda rows=rows, splits=splits: partial_results(splits, rows, 2 * inner).chunk(2, -1),
                 lambda g, u: gate_kernel.gated(g, u, "silu", torch.bfloat16),
-                lambda g, u: gate_kernel.gate_twin(g, u, "silu", torch.bfloat16),
+                lambda g, u: twins.gate_twin(g, u, "silu", torch.bfloat16),
             )  # fmt: skip
             yield Case(
                 f"rotary and write{of}, {rows} rows",
@@ -103,16 +104,18 @@ def cases(shape: str, device: str, numbers_of_rows: Sequence[int], contexts: Seq
                     randn(rows, width), randn(rows, width), randn(rows, kv_heads, 16, width),
                     randn(rows, kv_heads, 16, width), torch.full((rows,), 7, device=device),
                 ),
-                rotated(rotary_kernel.rotate_and_write), rotated(rotary_kernel.rotary_twin), twin_waits=True,
+                rotated(rotary_kernel.rotate_and_write), rotated(twins.rotary_twin), twin_waits=True,
             )  # fmt: skip
         yield Case(
             f"sum of {SPLITS} splits, {rows} rows", rows * hidden * (4 * SPLITS + 2),
             lambda rows=rows: (partial_results(SPLITS, rows, hidden),),
-            lambda p: summed(p, torch.bfloat16), lambda p: sum_twin(p, torch.bfloat16),
+            lambda p: summed(p, torch.bfloat16), lambda p: twins.sum_twin(p, torch.bfloat16),
         )  # fmt: skip
         for kind, size in (("int8", 1.0), ("fp8", 1.0), ("int4", 0.5625)) if rows <= MOST_ROWS else ():
             product, twin = (
-                (nibble_product, nibble_product_twin) if kind == "int4" else (byte_product, byte_product_twin)
+                (nibble_product, twins.nibble_product_twin)
+                if kind == "int4"
+                else (byte_product, twins.byte_product_twin)
             )
             for what, outputs, inputs in (("up", inner, hidden), ("down", hidden, inner)):
                 yield Case(

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
@@ -19,7 +17,7 @@ class BartPolicy(Policy):
     number of heads, `-1` would become a wrong length.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "BartEncoderLayer", "BartDecoderLayer", "MBartEncoderLayer", "MBartDecoderLayer", "PegasusEncoderLayer",
         "PegasusDecoderLayer", "MarianEncoderLayer", "MarianDecoderLayer", "BlenderbotEncoderLayer",
         "BlenderbotDecoderLayer", "BlenderbotSmallEncoderLayer", "BlenderbotSmallDecoderLayer", "M2M100EncoderLayer",

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 ATTENTION = {
@@ -18,10 +16,10 @@ class BertPolicy(Policy):
     The blocks differ in what needs no rule: places of norms, and positions, boxes or images in the embeddings.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "BertLayer", "BertGenerationLayer", "BlipTextLayer", "ElectraLayer", "LayoutLMLayer", "MegatronBertLayer",
         "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer", "CamembertLayer", "RobertaPreLayerNormLayer",
         "Data2VecTextLayer", "RoFormerLayer", "TapasLayer", "VisualBertLayer",
     )  # fmt: skip
     plan = {**ATTENTION, **moved(ATTENTION, "attention", "crossattention"), **MLP}
-    optional: ClassVar[tuple[str, ...]] = ("crossattention",)
+    optional = ("crossattention",)

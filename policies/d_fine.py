@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
@@ -7,7 +5,7 @@ from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 class DFineEncoderPolicy(Policy):
     """RT-DETR's encoder layer. `DFineMLPPolicy` cuts its MLP, which keeps layers in a list."""
 
-    block: ClassVar[str | tuple[str, ...]] = ("DFineEncoderLayer", "Deimv2EncoderLayer")
+    block = ("DFineEncoderLayer", "Deimv2EncoderLayer")
     plan = {**ATTENTION, "self_attn": Heads("config.num_attention_heads")}
 
 

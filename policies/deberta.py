@@ -1,3 +1,4 @@
+from parallelformers_ng.policies.bert import MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, Slice
 
 
@@ -17,8 +18,7 @@ class DebertaPolicy(Policy):
         "attention.self.pos_proj": Column(),
         "attention.self.pos_q_proj": Column(),
         "attention.output.dense": Row(heads="attention.self"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
+        **MLP,
     }
     optional = ("attention.self.pos_proj", "attention.self.pos_q_proj")
     requires = {"attention.self.talking_head": False}
@@ -37,8 +37,7 @@ class DebertaV2Policy(Policy):
         "attention.self.pos_key_proj": Column(),
         "attention.self.pos_query_proj": Column(),
         "attention.output.dense": Row(heads="attention.self"),
-        "intermediate.dense": Column(),
-        "output.dense": Row(),
+        **MLP,
     }
     optional = ("attention.self.pos_key_proj", "attention.self.pos_query_proj")
 

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Reduce, Row
 
@@ -20,18 +18,18 @@ class DeepseekV2Policy(Policy):
     every rank computes whole, so that all ranks attend to the same keys.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "DeepseekV2DecoderLayer", "DeepseekV3DecoderLayer", "DeepseekV32DecoderLayer", "Glm4MoeLiteDecoderLayer",
         "GlmMoeDsaDecoderLayer", "Mistral4DecoderLayer",
     )  # fmt: skip
     plan = {**LATENT_ATTENTION, **MLP}
-    optional: ClassVar[tuple[str, ...]] = ("self_attn.q_proj", "self_attn.q_b_proj", "mlp")
+    optional = ("self_attn.q_proj", "self_attn.q_b_proj", "mlp")
 
 
 class DeepseekV2MoEPolicy(Policy):
     """Routed experts and shared experts; the ranks sum the outputs of all experts in one exchange."""
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "DeepseekV2Moe", "DeepseekOcr2TextMoe", "DeepseekV3MoE", "DeepseekV32MoE", "Glm4MoeMoE", "Glm4MoeLiteMoE",
         "GlmMoeDsaMoE", "Glm4vMoeTextMoE", "KimiLinearMoE", "Mistral4MoE", "UnlimitedOcrTextMoe",
     )  # fmt: skip

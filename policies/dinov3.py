@@ -1,13 +1,13 @@
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
-ATTENTION = {
+HEADS = {
     "attention": Heads("num_heads", scaled=("embed_dim",)),
     "attention.q_proj": Column(),
     "attention.k_proj": Column(),
     "attention.v_proj": Column(),
-    "attention.o_proj": Row(),
 }
+ATTENTION = {**HEADS, "attention.o_proj": Row()}
 
 
 class DINOv3Policy(Policy):

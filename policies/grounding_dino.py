@@ -37,14 +37,10 @@ class GroundingDinoFusionPolicy(Policy):
     because the module returns the weights of both directions."""
 
     block = ("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoBiMultiHeadAttention")
-    plan = {
-        "vision_proj": Column(gather=True),
-        "text_proj": Column(gather=True),
-        "values_vision_proj": Column(gather=True),
-        "values_text_proj": Column(gather=True),
-        "out_vision_proj": Column(gather=True),
-        "out_text_proj": Column(gather=True),
-    }
+    plan = dict.fromkeys(
+        ("vision_proj", "text_proj", "values_vision_proj", "values_text_proj", "out_vision_proj", "out_text_proj"),
+        Column(gather=True),
+    )
 
 
 class GroundingDinoFeedForwardPolicy(Policy):

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Norm, Policy, Row
+from parallelformers_ng.policies.dinov3 import HEADS
+from parallelformers_ng.sharding.rules import Column, Norm, Policy, Row
 
 
 class InternVLVisionPolicy(Policy):
@@ -6,10 +7,7 @@ class InternVLVisionPolicy(Policy):
 
     block = "InternVLVisionLayer"
     plan = {
-        "attention": Heads("num_heads", scaled=("embed_dim",)),
-        "attention.q_proj": Column(),
-        "attention.k_proj": Column(),
-        "attention.v_proj": Column(),
+        **HEADS,
         "attention.q_norm": Norm(),
         "attention.k_norm": Norm(),
         "attention.projection_layer": Row(),

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Experts, Heads, Policy, Row
+from parallelformers_ng.policies.llama import HEADS
+from parallelformers_ng.sharding.rules import Column, Experts, Policy, Row
 
 
 class Lfm2Policy(Policy):
@@ -6,10 +7,7 @@ class Lfm2Policy(Policy):
 
     block = ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer")
     plan = {
-        "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column("key"),
-        "self_attn.v_proj": Column("key"),
+        **HEADS,
         "self_attn.out_proj": Row(),
         "feed_forward.w1": Column(),
         "feed_forward.w3": Column(),

@@ -2,13 +2,13 @@ from typing import ClassVar
 
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
-ATTENTION = {
+HEADS = {
     "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
     "self_attn.q_proj": Column(),
     "self_attn.k_proj": Column("key"),
     "self_attn.v_proj": Column("key"),
-    "self_attn.o_proj": Row(),
 }
+ATTENTION = {**HEADS, "self_attn.o_proj": Row()}
 MLP = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
 
 

@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.sharding.rules import Column, Heads, Norm, Part, Policy, Row, Slice
 
 INNER = Part("query", "head_dim")
@@ -13,7 +11,7 @@ class Mamba2Policy(Policy):
     `in_proj` packs gate, x, B, C and time step. The gated norm is over the channels of a group, or over all channels.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "Mamba2Mixer", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer",
     )  # fmt: skip
     plan = {

@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.llama import HEADS
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class PhiPolicy(Policy):
@@ -7,10 +8,7 @@ class PhiPolicy(Policy):
 
     block = "PhiDecoderLayer"
     plan = {
-        "self_attn": Heads("config.num_attention_heads", "config.num_key_value_heads", groups="num_key_value_groups"),
-        "self_attn.q_proj": Column(),
-        "self_attn.k_proj": Column("key"),
-        "self_attn.v_proj": Column("key"),
+        **HEADS,
         "self_attn.dense": Row(),
         "mlp.fc1": Column(),
         "mlp.fc2": Row(),

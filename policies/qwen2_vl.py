@@ -3,21 +3,21 @@ from typing import ClassVar
 from parallelformers_ng.policies.llama import MLP
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
 
-_VISION_ATTENTION = {"attn": Heads("num_heads"), "attn.qkv": Column(fused=3), "attn.proj": Row()}
+VISION_ATTENTION = {"attn": Heads("num_heads"), "attn.qkv": Column(fused=3), "attn.proj": Row()}
 
 
 class Qwen2VLVisionPolicy(Policy):
     """The layer of Qwen2-VL's vision tower."""
 
     block: ClassVar[str | tuple[str, ...]] = "Qwen2VLVisionBlock"
-    plan = {**_VISION_ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
+    plan = {**VISION_ATTENTION, "mlp.fc1": Column(), "mlp.fc2": Row()}
 
 
 class Qwen25VLVisionPolicy(Qwen2VLVisionPolicy):
     """Qwen2-VL's vision layer with Llama's MLP. Most layers attend to a window of the image."""
 
     block = ("Qwen2_5_VLVisionBlock", "Glm4vVisionBlock", "Glm4vMoeVisionBlock")
-    plan = {**_VISION_ATTENTION, **MLP}
+    plan = {**VISION_ATTENTION, **MLP}
 
 
 class Qwen2VLMergerPolicy(Policy):

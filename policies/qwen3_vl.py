@@ -1,4 +1,5 @@
-from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row
+from parallelformers_ng.policies.qwen2_vl import VISION_ATTENTION
+from parallelformers_ng.sharding.rules import Column, Policy, Row
 
 
 class Qwen3VLVisionPolicy(Policy):
@@ -8,9 +9,7 @@ class Qwen3VLVisionPolicy(Policy):
         "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock", "Qwen3_5VisionBlock", "Qwen3_5MoeVisionBlock",
     )  # fmt: skip
     plan = {
-        "attn": Heads("num_heads"),
-        "attn.qkv": Column(fused=3),
-        "attn.proj": Row(),
+        **VISION_ATTENTION,
         "mlp.linear_fc1": Column(),
         "mlp.linear_fc2": Row(),
     }

@@ -6,12 +6,7 @@ class RwkvAttentionPolicy(Policy):
     recurrence on gathered inputs."""
 
     block = "RwkvSelfAttention"
-    plan = {
-        "key": Column(gather=True),
-        "value": Column(gather=True),
-        "receptance": Column(gather=True),
-        "output": Column(gather=True),
-    }
+    plan = dict.fromkeys(("key", "value", "receptance", "output"), Column(gather=True))
 
 
 class RwkvFeedForwardPolicy(Policy):

@@ -1,4 +1,5 @@
 from parallelformers_ng.policies.bart import ATTENTION
+from parallelformers_ng.policies.qwen2_vl import VISION_ATTENTION
 from parallelformers_ng.sharding.rules import Column, Heads, Policy, Row, moved
 
 
@@ -9,11 +10,7 @@ class SamVisionPolicy(Policy):
     block = (
         "SamVisionLayer", "SamHQVisionLayer", "DeepseekOcr2SamVisionLayer", "UnlimitedOcrSamVisionLayer",
     )  # fmt: skip
-    plan = {
-        "attn": Heads("num_attention_heads"),
-        "attn.qkv": Column(fused=3),
-        "attn.proj": Row(),
-    }
+    plan = {**VISION_ATTENTION, "attn": Heads("num_attention_heads")}
 
 
 class SamDecoderAttentionPolicy(Policy):

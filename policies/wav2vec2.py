@@ -1,5 +1,3 @@
-from typing import ClassVar
-
 from parallelformers_ng.policies.bart import ATTENTION
 from parallelformers_ng.sharding.rules import Column, Policy, Row, moved
 
@@ -11,7 +9,7 @@ class Wav2Vec2Policy(Policy):
     The massively multilingual checkpoints also have an adapter. The convolutions before the encoder stay whole.
     """
 
-    block: ClassVar[str | tuple[str, ...]] = (
+    block = (
         "Wav2Vec2EncoderLayer", "Wav2Vec2EncoderLayerStableLayerNorm",
         "HubertEncoderLayer", "HubertEncoderLayerStableLayerNorm",
         "UniSpeechEncoderLayer", "UniSpeechEncoderLayerStableLayerNorm",

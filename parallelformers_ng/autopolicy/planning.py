@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,13 @@ from parallelformers_ng.sharding.adapters import with_adapters, without_adapters
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.pipeline import in_stages
 from parallelformers_ng.sharding.plan import ShardPlan
-from parallelformers_ng.sharding.rules import Policy
+from parallelformers_ng.sharding.policy import CustomPolicies
 from parallelformers_ng.sharding.wording import human_bytes
 
 _MUCH_LESS = 0.8
 """Strategy "auto" chooses a pipeline only if its fullest rank holds less than this share of tensor parallelism's.
 
 In a pipeline, only one rank computes at a time."""
-
-CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
 
 
 def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:

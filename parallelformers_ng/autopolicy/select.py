@@ -9,16 +9,12 @@ from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import UnsupportedModelError
 from parallelformers_ng.live_code.stock import foreign_modules
-from parallelformers_ng.sharding.policy import Selection
+from parallelformers_ng.sharding.policy import CustomPolicies, Selection
 from parallelformers_ng.sharding.policy_registry import is_covered, known_policies, repeated_blocks
-from parallelformers_ng.sharding.rules import Policy
 
 
 def select(
-    model: nn.Module,
-    custom: type[Policy] | Sequence[type[Policy]] | None = None,
-    world_size: int | None = None,
-    parts: Sequence[float] = (),
+    model: nn.Module, custom: CustomPolicies = None, world_size: int | None = None, parts: Sequence[float] = ()
 ) -> Selection:
     """Select the policies for a model.
 

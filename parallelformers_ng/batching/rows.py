@@ -56,11 +56,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        model: Any,
-        communicator: Communicator | None,
-        prefixes: Prefixes,
-        captured: CapturedRows | None = None,
+        self, model: Any, communicator: Communicator | None, prefixes: Prefixes, captured: CapturedRows | None = None
     ) -> None:
         self.token_bytes = 0
         self._model = model

@@ -21,13 +21,7 @@ from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
 from parallelformers_ng.checkpoint.formats.unpacking import unpacked
 from parallelformers_ng.checkpoint.lazy import LazyTensor
-from parallelformers_ng.checkpoint.location import (
-    Location,
-    Source,
-    open_weights,
-    read_source,
-    stored_quantization,
-)
+from parallelformers_ng.checkpoint.location import Location, Source, open_weights, read_source, stored_quantization
 from parallelformers_ng.checkpoint.model_class import class_of, on_meta
 from parallelformers_ng.checkpoint.nodes import Node, leaves, release
 from parallelformers_ng.checkpoint.reading import lies_in_file

@@ -15,13 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import _add_variant
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from parallelformers_ng.checkpoint.files import CheckpointFile, open_file
@@ -149,10 +143,7 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
 
 
 def read_source(
-    path: str,
-    arguments: Mapping[str, Any],
-    model_class: type[PreTrainedModel] | None = None,
-    of_its_own: bool = True,
+    path: str, arguments: Mapping[str, Any], model_class: type[PreTrainedModel] | None = None, of_its_own: bool = True
 ) -> Source:
     """Check arguments of `from_pretrained`, and read the configuration.
 

@@ -26,6 +26,7 @@ from parallelformers_ng.checkpoint.mapping import Mapping, map_file
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.reading import read, read_copy
+from parallelformers_ng.checkpoint.writing import bytes_of_tensor
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.runtime.freed_memory import TRIM_EVERY, give_back_freed
@@ -316,9 +317,7 @@ def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Ten
 
 
 def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
-    if tensor.numel() == 0:
-        return
-    view = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    view = memoryview(bytes_of_tensor(tensor))
     while view:
         count = os.pwrite(fd, view[: 1 << 30], offset)
         view, offset = view[count:], offset + count

@@ -81,7 +81,7 @@ def write_safetensors(
             value = tensor(name).detach().to("cpu", entries[name][1])
             assert value.nbytes == bytes_of(*entries[name]), f"{name} has a different size than its entry"
             checksums[name] = checksum(value)
-            file.write(_bytes_of(value))
+            file.write(bytes_of_tensor(value))
             if progress is not None:
                 progress(value.nbytes)
             del value
@@ -96,7 +96,7 @@ def checksum(tensor: torch.Tensor) -> int:
     The checksum detects flipped bits, lost pages and swapped blocks, but not deliberate changes. It is computed about
     as fast as memory is read.
     """
-    data = _bytes_of(tensor)
+    data = bytes_of_tensor(tensor)
     blocks = len(data) // _BLOCK
     words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
     sums = words.sum(axis=1, dtype=np.uint64)
@@ -187,5 +187,6 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def bytes_of_tensor(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a CPU tensor, uint8 `[bytes]`, without a copy if the tensor is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)

@@ -7,26 +7,22 @@ mask.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from parallelformers_ng.runtime.limits import set_within
+
 _converted: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("_converted", default=None)
 """The masks of this thread with their numbers. While a mask is kept here, no other mask can have its identity."""
 
 
-@contextlib.contextmanager
-def masks_converted_once() -> Iterator[None]:
+def masks_converted_once() -> AbstractContextManager[None]:
     """Make `added` convert each mask only once inside the `with` block, which is one forward pass. The pass must not
     change a mask."""
-    outside = _converted.set([])
-    try:
-        yield
-    finally:
-        _converted.reset(outside)
+    return set_within(_converted, [])
 
 
 def added(mask: Tensor, dtype: torch.dtype) -> Tensor:

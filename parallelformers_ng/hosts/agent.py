@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
+from parallelformers_ng.runtime.spawn import poll_of
 from parallelformers_ng.wire.frame import FileDescriptor, FrameKind
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
@@ -175,11 +175,8 @@ class _Agent:
 
     def _watch(self, processes: Processes) -> None:
         """Carry out the caller's commands; report to the caller each rank that ends or aborts."""
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
         running = {worker.pidfd: worker for worker in processes.workers}
-        for fd in running:
-            poll.register(fd, select.POLLIN)
+        poll = poll_of([self._control.fileno(), *running])
         while True:
             ready = [fd for fd, _ in poll.poll(_WATCH_SECONDS * 1000)]
             for worker in [running.pop(fd) for fd in ready if fd in running]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from parallelformers_ng.hosts.agent import machine, purpose
 from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.spawn import is_readable
+from parallelformers_ng.runtime.spawn import is_readable, poll_of
 from parallelformers_ng.runtime.startup import StartSettings
 from parallelformers_ng.wire.frame import FrameKind
 from parallelformers_ng.wire.meeting import Listener
@@ -241,11 +240,8 @@ class Hosts:
 
     def _watch(self) -> None:
         """Receive reports from the agents until the group is closed."""
-        poll = select.poll()
-        poll.register(self._wakeup, select.POLLIN)
         hosts = {host.control.fileno(): host for host in self._hosts}
-        for fd in hosts:
-            poll.register(fd, select.POLLIN)
+        poll = poll_of([self._wakeup, *hosts])
         ready: list[int] = []
         while self._wakeup not in ready:
             ready = [fd for fd, _ in poll.poll()]

@@ -224,7 +224,7 @@ class _StackInC:
 
     def run(self, *steps: StepInC) -> list[Tensor]:
         """Append new keys and values to the caches, and return the last layer's output for each step, `[batch, tokens,
-        hidden]`."""
+        hidden]`. The steps fit beside each other, and read the weights once."""
         is_alone = len(steps) == 1
         out = steps[0].hidden.clone() if is_alone else torch.cat([each.hidden.flatten(0, 1) for each in steps])
         of_steps = [(self._lengthened(each.cache, each.step), *each.step.arguments) for each in steps]
@@ -259,18 +259,13 @@ class StepInC(NamedTuple):
 
     def run(self) -> Tensor:
         """Return the last layer's output, `[batch, tokens, hidden]`."""
-        return run_together([self])[0]
+        return self.stack.run(self)[0]
 
     def fits_beside(self, others: Sequence[StepInC]) -> bool:
         """Return whether one call of C can compute the step and other steps."""
         rows = sum(each.hidden.shape[:2].numel() for each in (self, *others))
         differ = all(self.stack is other.stack and self.cache is not other.cache for other in others)
         return differ and len(others) < MOST_STEPS and rows <= self.stack.most_rows
-
-
-def run_together(steps: Sequence[StepInC]) -> list[Tensor]:
-    """Return the last layer's outputs for steps that fit beside each other, which read the weights once."""
-    return steps[0].stack.run(*steps)
 
 
 def _is_partial(half: AttentionHalf | FeedHalf) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC, run_together
+from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC
 from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.live_code.stock import foreign_class
 from parallelformers_ng.sharding.placed import Placed
@@ -114,13 +114,13 @@ class JointPass:
         step = self._stack.step_in_c(hidden, **kwargs)
         if step is None or hidden.shape[1] > 1 or not self._waiting or not step.fits_beside(self._waiting):
             return self._stack.run_alone(hidden, **kwargs)
-        of_rows, *of_prompts = run_together([step, *self._waiting])
+        of_rows, *of_prompts = step.stack.run(step, *self._waiting)
         self._waiting, self._rows = [], len(of_rows)
         return torch.cat((of_rows, *self._last_tokens(of_prompts)))
 
     def _run_alone(self) -> None:
         """Run the layers for the waiting steps, and then the head."""
-        outputs, self._waiting = run_together(self._waiting), []
+        outputs, self._waiting = self._waiting[0].stack.run(*self._waiting), []
         if last_tokens := self._last_tokens(outputs):
             hidden = torch.cat(last_tokens)
             self._stack.instead = lambda *_, **__: hidden

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from parallelformers_ng.cuda_graphs.masks import added
 from parallelformers_ng.kernels.operators import may_serve
 from parallelformers_ng.kernels.recognition import agree, fused_norm, mixed
-from parallelformers_ng.kernels.sdpa import is_plain_attention
+from parallelformers_ng.kernels.sdpa import with_single_queries
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.quantized import QuantizedLinear
 
@@ -144,24 +144,12 @@ def with_packed_queries(attention: Any) -> Any:
     """Return a version of `attention`, a function of transformers' attention interface, that does not copy keys and
     values for one query. All query heads of a key/value head become queries of that head; all heads must share one
     mask."""
-
-    @functools.wraps(attention)
-    def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if (
-            attention_mask is None
-            or not _serves(query)
-            or not is_plain_attention(query, kwargs)
-            or not _packs(module, query, key, value, attention_mask)
-        ):
-            return attention(module, query, key, value, attention_mask, **kwargs)
-        return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
-
-    return forward
+    return with_single_queries(attention, _packs, _attend)
 
 
-def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    if mask is None or not _serves(query):
+        return False
     batch, heads, *_ = query.shape
     kv_heads = key.shape[1]
     return (

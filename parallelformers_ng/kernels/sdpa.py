@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,23 +25,30 @@ def install() -> None:
 def with_kernel(attention: Any) -> Any:
     """Return a version of `attention`, a function of transformers' attention interface, that calls the kernel if the
     kernel can compute the arguments."""
+    return with_single_queries(attention, _fits_attention, _attend)
+
+
+def with_single_queries(attention: Any, fits: Callable[..., bool], attend: Callable[..., Tensor]) -> Any:
+    """Return a version of `attention`, a function of transformers' attention interface, for calls with one query.
+
+    Args:
+        attention: the function that computes all other calls.
+        fits: function of module, query, key, value and mask, which returns whether `attend` can compute the call.
+        attend: function of query, key, value, mask and scaling, which returns the attention.
+    """
 
     @functools.wraps(attention)
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if (
-            may_serve()
-            and is_plain_attention(query, kwargs)
-            and _fits_attention(module, query, key, value, attention_mask)
-        ):
-            return _attend(query, key, value, attention_mask, kwargs.get("scaling")), None
+        if fits(module, query, key, value, attention_mask) and _is_plain_attention(query, kwargs):
+            return attend(query, key, value, attention_mask, kwargs.get("scaling")), None
         return attention(module, query, key, value, attention_mask, **kwargs)
 
     return forward
 
 
-def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
+def _is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
     """Return whether a call of attention has one query, `[batch, heads, 1, width]`, and no options except a mask and a
     scaling."""
     return (
@@ -52,6 +60,8 @@ def is_plain_attention(query: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    if not may_serve():
+        return False
     batch, heads, _, width = query.shape
     key_batch, kv_heads, tokens, key_width = key.shape
     dtype = query.dtype

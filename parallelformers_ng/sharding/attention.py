@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelformers_ng.sharding.heads import HeadParallel, NarrowedHeadParallel, of_heads
@@ -92,10 +91,6 @@ class XLNetAttentionParallel(HeadParallel):
     `[length, batch, width]`, equal on all ranks.
     """
 
-    o: torch.Tensor
-    dropout: nn.Dropout
-    layer_norm: nn.LayerNorm
-
     def post_attention(self, h: torch.Tensor, attn_vec: torch.Tensor, residual: bool = True) -> torch.Tensor:
         partial = torch.einsum("ibnd,hnd->ibh", attn_vec, self.o)
         projected = self.dropout(self.communicator.all_reduce(partial))
@@ -121,15 +116,6 @@ class WavLMAttentionParallel(HeadParallel):
 
     renews = True
     head_indices: Sequence[int]
-    head_dim: int
-    scaling: float
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    out_proj: nn.Linear
-    gru_rel_pos_linear: nn.Linear
-    gru_rel_pos_const: torch.Tensor
-    compute_bias: Callable[[int, int], torch.Tensor]
 
     def forward(
         self,

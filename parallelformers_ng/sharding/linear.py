@@ -246,8 +246,6 @@ class GroupedColumnParallel(ParallelLayer):
     """
 
     takes_part = False
-    weight: torch.Tensor
-    bias: torch.Tensor
     pieces: Sequence[tuple[int, int, int]]
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -33,8 +33,6 @@ class RMSNormParallel(ParallelLayer):
             earlier rank also holds are counted only on that rank.
     """
 
-    weight: torch.Tensor
-    variance_epsilon: float
     group_count: int
     group_width: int
     runs: Sequence[tuple[int, int, int, bool]]
@@ -88,7 +86,6 @@ class GaussianTopKParallel(ParallelLayer):
     """
 
     width: int
-    activation_sparsity: float
 
     def _gaussian_topk(self, inputs: torch.Tensor) -> torch.Tensor:
         quantile = torch.special.ndtri(torch.tensor(self.activation_sparsity, device=inputs.device)).to(inputs.dtype)
@@ -104,7 +101,6 @@ class HeadNormsParallel(ParallelLayer):
         head_indices: indices of this rank's heads in the list `norms`.
     """
 
-    norms: nn.ModuleList
     head_indices: Sequence[int]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.utils import output_capturing
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import share
+from parallelformers_ng.runtime.limits import set_within
 from parallelformers_ng.sharding.layers import ParallelLayer
 from parallelformers_ng.sharding.own_heads import AllHeads, OwnHeads
 
@@ -170,11 +171,8 @@ class Stack(_OverStages):
     stack_lists: Sequence[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        token = _run.set(None if self._is_watched(kwargs) else _Run(self.stack_path))
-        try:
+        with set_within(_run, None if self._is_watched(kwargs) else _Run(self.stack_path)):
             return super().forward(*args, **kwargs)
-        finally:
-            _run.reset(token)
 
     def _is_watched(self, kwargs: dict[str, Any]) -> bool:
         config = getattr(self, "config", None)

@@ -11,7 +11,7 @@ beneath the block. The terms come from Megatron-LM (Shoeybi et al. 2019, arXiv:1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -68,6 +68,10 @@ class Policy:
     def blocks(cls) -> tuple[str, ...]:
         """Return the class names in `block`, also a single name as a tuple."""
         return (cls.block,) if isinstance(cls.block, str) else tuple(cls.block)
+
+
+CustomPolicies = type[Policy] | Sequence[type[Policy]] | None
+"""Policies of the caller: one, several or none."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.errors import PolicyError
 from parallelformers_ng.sharding.builder import misfit
-from parallelformers_ng.sharding.policy import Policy, Selection, block_names, is_block
+from parallelformers_ng.sharding.policy import CustomPolicies, Policy, Selection, block_names, is_block
 from parallelformers_ng.sharding.policy_check import check_policy
 from parallelformers_ng.sharding.vocabulary import find_vocabulary
 
@@ -25,7 +25,7 @@ _LEFT_AT_MOST = 0.1
 
 
 def known_policies(
-    model: nn.Module, custom: type[Policy] | Sequence[type[Policy]] | None = None, world_size: int | None = None
+    model: nn.Module, custom: CustomPolicies = None, world_size: int | None = None
 ) -> tuple[Selection, list[str]]:
     """Return the caller's and the written policies for a model, and the reasons why other written policies do not fit.
 
@@ -81,7 +81,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(type(child).__name__ for items in lists for child in items.children()))
 
 
-def check_custom(custom: type[Policy] | Sequence[type[Policy]] | None) -> tuple[type[Policy], ...]:
+def check_custom(custom: CustomPolicies) -> tuple[type[Policy], ...]:
     """Check the caller's policies, and return them as a tuple.
 
     Args:

@@ -36,7 +36,6 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
     takes_part = False
     gives_part = False
-    weight: torch.Tensor
     first_row: int
     row_count: int
     gathered_sizes: Sequence[int]

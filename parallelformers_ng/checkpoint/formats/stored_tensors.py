@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,42 +25,29 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
 
+@dataclass(eq=False)
 class StoredTensors:
     """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
-    Args:
-        state: name → tensor, for all stored tensors; copied.
+    Attributes:
+        state: name → tensor, for the tensors that no format reader has taken yet; at first, all stored tensors.
         quantization: quantization configuration of the checkpoint.
         where: name of the checkpoint, for errors.
         dtype: data type of weights in high precision.
         plain: function that returns the model for the weights.
-        header: name → text about tensors; None for the text in the files.
+        given_header: name → text about tensors; None for the text in the files.
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
-
-    Attributes:
-        state: name → tensor, for the tensors that no format reader has taken yet.
-        quantization, where, dtype, dequantize: the arguments of the same names.
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, LazyTensor],
-        quantization: Mapping[str, Any],
-        where: object,
-        dtype: torch.dtype,
-        plain: Callable[[], PreTrainedModel],
-        header: Mapping[str, str] | None = None,
-        dequantize: bool = False,
-    ) -> None:
-        self.state = dict(state)
-        self.quantization = quantization
-        self.where = where
-        self.dtype = dtype
-        self.dequantize = dequantize
-        self.reasons: dict[str, str] = {}
-        self._plain = plain
-        self._header = header
+    state: dict[str, LazyTensor]
+    quantization: Mapping[str, Any]
+    where: object
+    dtype: torch.dtype
+    plain: Callable[[], PreTrainedModel]
+    given_header: Mapping[str, str] | None = None
+    dequantize: bool = False
+    reasons: dict[str, str] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def transposed(self) -> frozenset[str]:
@@ -67,7 +55,7 @@ class StoredTensors:
 
         The set has each name with and without the prefix of the base model, because checkpoints use either.
         """
-        model = self._plain()
+        model = self.plain()
         prefix = f"{model.base_model_prefix}."
         kinds = {path: getattr(module, "source_cls", type(module)) for path, module in model.named_modules()}
         names = {f"{path}.weight" for path, kind in kinds.items() if issubclass(kind, Conv1D)}
@@ -192,7 +180,7 @@ class StoredTensors:
         if zeros is not None and not bool(read(zeros, {}).float().any()):
             zeros = None
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
-        why = _why_not(kind, values, scales, sizes, zeros, inputs, self.dtype)
+        why = self._why_not(kind, values, scales, sizes, zeros, inputs)
         if not why:
             size, block = shape[inputs], sizes[inputs]
             assert isinstance(block, int)
@@ -201,6 +189,24 @@ class StoredTensors:
                 return self._in_stored_format(name, values, scales, sizes, encoding)
         self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, sizes, zeros)
+
+    def _why_not(
+        self, kind: str, values: Node, scales: Node, blocks: Sequence[Blocks], zeros: Node | None, inputs: int
+    ) -> str:
+        """Return why ranks cannot hold a weight in its stored format; "" if ranks can. See `scaled`."""
+        if zeros is not None:
+            return "it has zero points"
+        if values.dtype not in (torch.int8, torch.float8_e4m3fn):
+            return f"it is {values.dtype}"
+        size, block = values.shape[inputs], blocks[inputs]
+        if not isinstance(block, int):
+            return "the inputs of a group are not contiguous"
+        if size % block or (kind == "int4" and block % 2):
+            even = " and be even" if kind == "int4" else ""
+            return f"its group size is {block}; the group size must divide its {size} inputs{even}"
+        if kind == "int4" and torch.promote_types(scales.dtype, self.dtype) is not self.dtype:
+            return f"its scales are {scales.dtype}, which {self.dtype} cannot represent; pass another dtype="
+        return ""
 
     def _in_stored_format(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
@@ -239,33 +245,8 @@ class StoredTensors:
 
     def header(self) -> dict[str, str]:
         """Return name → text, for all text in the headers of the files of the tensors in `state`."""
-        if self._header is not None:
-            return dict(self._header)
+        if self.given_header is not None:
+            return dict(self.given_header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))
         files = dict.fromkeys(leaf.file for leaf in stored if isinstance(leaf, FileLeaf))
         return {key: value for file in files for key, value in file.metadata.items()}
-
-
-def _why_not(
-    kind: str,
-    values: Node,
-    scales: Node,
-    blocks: Sequence[Blocks],
-    zeros: Node | None,
-    inputs: int,
-    dtype: torch.dtype,
-) -> str:
-    """Return why ranks cannot hold a weight in its stored format; "" if ranks can. See `StoredTensors.scaled`."""
-    if zeros is not None:
-        return "it has zero points"
-    if values.dtype not in (torch.int8, torch.float8_e4m3fn):
-        return f"it is {values.dtype}"
-    size, block = values.shape[inputs], blocks[inputs]
-    if not isinstance(block, int):
-        return "the inputs of a group are not contiguous"
-    if size % block or (kind == "int4" and block % 2):
-        even = " and be even" if kind == "int4" else ""
-        return f"its group size is {block}; the group size must divide its {size} inputs{even}"
-    if kind == "int4" and torch.promote_types(scales.dtype, dtype) is not dtype:
-        return f"its scales are {scales.dtype}, which {dtype} cannot represent; pass another dtype="
-    return ""

@@ -8,7 +8,7 @@
 
 For few outputs, programs of a product split its inputs. `partial_results.py` says how the next kernel adds their sums.
 
-Each file has a kernel, its launch, an operator of torch that launches it, and a twin: the same function in plain torch.
+Each file has a kernel, its launch, and an operator of torch that launches it.
 `launch.py` describes a launch. No program of a launch waits for another one of it.
 
 Tests run every kernel in Triton's interpreter and compile it for five kinds of cards. Figures of an H100:

@@ -30,7 +30,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, splits_for
 
@@ -132,33 +131,26 @@ def byte_product_launch(
         "INPUTS": at_once(_INPUTS_AT_ONCE, len(x)),
     }
     arguments = joint_arguments(x, weights, scales, biases)
-    return split_launch(byte_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=4)
+    return split_launch(byte_product_kernel, x, weights, arguments, constants, stages=4)
 
 
 def split_launch(
-    kernel: Any,
-    weights: Sequence[Tensor],
-    inputs: int,
-    dtype: torch.dtype,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    stages: int,
+    kernel: Any, x: Tensor, weights: Sequence[Tensor], arguments: dict[str, Any], constants: dict[str, Any], stages: int
 ) -> tuple[Launch, Tensor]:
     """Return the launch of a product, and its output: new partial results, `[splits, rows, outputs]`.
 
     Args:
         kernel: kernel of the product.
+        x: `[rows, inputs]`. If the inputs are not split, the output has its data type.
         weights: tensors, `[outputs, …]`.
-        inputs: number of inputs of the product.
-        dtype: data type of the output if the inputs are not split.
         arguments: arguments of the kernel by name, apart from the output and the number of splits.
         constants: constants of the kernel by name, apart from the number of outputs of a program.
         stages: see `Launch`.
     """
     tiles, outputs = programs(weights), sum(weight.shape[0] for weight in weights)
-    splits = splits_of(tiles, inputs)
+    splits = splits_of(tiles, x.shape[1])
     shape = (splits, arguments["rows"], outputs)
-    y = torch.empty(shape, dtype=dtype if splits == 1 else torch.float32, device=weights[0].device)
+    y = torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=weights[0].device)
     arguments, constants = arguments | {"y": y, "splits": splits}, constants | {"OUTPUTS": OUTPUTS_OF_PROGRAM}
     return Launch(kernel, (tiles, splits), arguments, constants, warps=WARPS, stages=stages), y
 
@@ -241,23 +233,3 @@ def byte_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases:
     launch, y = byte_product_launch(x.reshape(-1, x.shape[-1]), weights, scales, biases)
     launch.run()
     return y
-
-
-def byte_product_twin(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """Return the sum of the result of `byte_product`, `[rows, sum of the outputs]`, computed by plain torch.
-
-    Each weight is widened in memory.
-
-    Args:
-        x: `[rows, inputs]`, with any number of rows.
-        weights, scales, biases: the arguments of `byte_product`, for any number of weights.
-    """
-    outputs = [
-        functional.linear(x, weight.to(x.dtype)) * scale.flatten()
-        for weight, scale in zip(weights, scales, strict=True)
-    ]
-    if biases:
-        outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
-    return torch.cat(outputs, -1).to(x.dtype)

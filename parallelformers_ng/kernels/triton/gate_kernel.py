@@ -15,10 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator
-from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _BLOCK = 1024
@@ -73,15 +72,3 @@ def gated(g: Tensor, u: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
     y = torch.empty(g.shape[1:], dtype=dtype, device=g.device)
     gate_launch(g, u, y, activation).run()
     return y
-
-
-def gate_twin(g: Tensor, u: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
-    """Return the result of `gated`, computed by plain torch.
-
-    Args:
-        g, u, activation, dtype: the arguments of `gated`.
-    """
-    g, u = (sum_twin(each, dtype) for each in (g, u))
-    if activation == "silu":
-        return functional.silu(g) * u
-    return functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none") * u

@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from parallelformers_ng.kernels.triton.byte_product import at_once, joint_arguments, split_launch, weight_and_tile
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
@@ -162,7 +161,7 @@ def nibble_product_launch(
     }
     arguments = joint_arguments(x.view(torch.int32), signed, scales, biases)
     arguments |= {"group_steps": groups // group_step}
-    return split_launch(nibble_product_kernel, weights, x.shape[1], x.dtype, arguments, constants, stages=3)
+    return split_launch(nibble_product_kernel, x, weights, arguments, constants, stages=3)
 
 
 @operator("nibble_product(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases) -> Tensor")
@@ -179,25 +178,3 @@ def nibble_product(x: Tensor, weights: list[Tensor], scales: list[Tensor], biase
     launch, y = nibble_product_launch(x.reshape(-1, x.shape[-1]).contiguous(), weights, scales, biases)
     launch.run()
     return y
-
-
-def nibble_product_twin(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    """Return the sum of the result of `nibble_product`, `[rows, sum of the outputs]`, computed by plain torch.
-
-    Each weight is dequantized in memory.
-
-    Args:
-        x: `[rows, inputs]`, with any number of rows.
-        weights, scales, biases: the arguments of `nibble_product`, for any number of weights.
-    """
-    outputs = []
-    for weight, scale in zip(weights, scales, strict=True):
-        signed = weight.view(torch.int8)
-        numbers = torch.stack((signed << 4 >> 4, signed >> 4), -1).flatten(1)
-        whole = (numbers.unflatten(1, (-1, GROUP)) * scale.unsqueeze(-1)).flatten(1).to(x.dtype)
-        outputs.append(functional.linear(x, whole))
-    if biases:
-        outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
-    return torch.cat(outputs, -1)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
-from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 MOST_COLUMNS = 1 << 14
 """Widest row that the registers of a program hold."""
@@ -108,23 +108,3 @@ def sum_and_norm(
     s, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     norm_launch(x.reshape(-1, x.shape[-1]), d, w, b, epsilon, centered, s, y).run()
     return s, y
-
-
-def norm_twin(
-    x: Tensor, d: Tensor | None, w: Tensor, b: Tensor | None, epsilon: float, centered: bool
-) -> tuple[Tensor, Tensor]:
-    """Return s = x + d and the norm of s, computed by plain torch. If d is None, s is x.
-
-    Args:
-        x: `[…, columns]`.
-        d: partial results, `[splits, rows, columns]`, or None.
-        w, b: weight and bias of the norm, `[columns]`; b is None for no bias.
-        epsilon: ε of the norm.
-        centered: True for LayerNorm, False for RMSNorm.
-    """
-    s = x if d is None else x + sum_twin(d, x.dtype).view_as(x)
-    wide = s if s.dtype is torch.float64 else s.float()
-    if centered:
-        wide = wide - wide.mean(-1, keepdim=True)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * w
-    return s, (normed if b is None else normed + b).to(x.dtype)

@@ -107,13 +107,3 @@ def summed(p: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: data type of the sum; with one split, that of p.
     """
     return p[0] if len(p) == 1 else sum_of_splits(p, dtype)
-
-
-def sum_twin(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the result of `summed`, computed by plain torch.
-
-    Args:
-        p: partial results, `[splits, rows, outputs]`.
-        dtype: data type of the sum.
-    """
-    return p.sum(0).to(dtype)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton.launch import Launch, operator, power_of_two
-from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance, sum_twin
+from parallelformers_ng.kernels.triton.partial_results import load_sum, row_distance
 
 
 @triton.jit
@@ -141,30 +141,3 @@ def rotate_and_write(
     rotated = torch.empty(q.shape[1:], dtype=keys.dtype, device=q.device)
     rotary_launch(q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions, rotated).run()
     return rotated
-
-
-def rotary_twin(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    epsilon: float, keys: Tensor, values: Tensor, positions: Tensor,
-) -> Tensor:  # fmt: skip
-    """Return the result of `rotate_and_write`, and change keys and values like it, by plain torch.
-
-    Args:
-        q, k, v, cos, sin, q_norm, k_norm, epsilon, keys, values, positions: the arguments of `rotary_launch`.
-    """
-    rows, kv_heads, room, width = keys.shape
-    q, k, v = (sum_twin(each, keys.dtype) for each in (q, k, v))
-
-    def turned(states: Tensor, w: Tensor | None) -> Tensor:
-        heads = states.reshape(rows, -1, width)
-        if w is not None:
-            heads = (heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + epsilon) * w).to(states.dtype)
-        first, second = heads.chunk(2, -1)
-        return heads * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
-
-    new = turned(k, k_norm), v.reshape(rows, kv_heads, width)
-    for row, position in enumerate(positions.expand(rows).tolist()):
-        if 0 <= position < room:
-            for cache, states in zip((keys, values), new, strict=True):
-                cache[row, :, position] = states[row]
-    return turned(q, q_norm).flatten(1)

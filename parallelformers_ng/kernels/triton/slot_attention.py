@@ -206,29 +206,3 @@ def attend(
     for launch in attention_launches(q, keys, values, lengths, new, scale, y, mask, window, slopes, counter):
         launch.run()
     return y
-
-
-def attention_twin(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, new: int, scale: float,
-    mask: Tensor | None = None, window: int = 0, slopes: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the result of `attend`, computed by plain torch, row by row, on the CPU.
-
-    Args:
-        q, keys, values, lengths, new, scale, mask, window, slopes: the arguments of `attention_launches`.
-    """
-    rows, kv_heads, room, width = keys.shape
-    y = torch.zeros_like(q)
-    for row, length in enumerate(lengths.expand(rows).tolist()):
-        end = min(length + new, room)
-        position = torch.arange(max(0, end - window) if window else 0, end)
-        if mask is not None:
-            position = position[mask.expand(rows, -1)[row, position] != 0]
-        if len(position):
-            queries = q[row].view(kv_heads, -1, width)
-            scores = queries @ keys[row][:, position].transpose(1, 2) * scale
-            if slopes is not None:
-                scores = scores + slopes.view(kv_heads, -1, 1).to(q.dtype) * (position - end + 1).to(q.dtype)
-            wide = scores if scores.dtype is torch.float64 else scores.float()
-            y[row] = (wide.softmax(-1).to(q.dtype) @ values[row][:, position]).flatten()
-    return y

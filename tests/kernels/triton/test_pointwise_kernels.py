@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelformers_ng.kernels.triton.gate_kernel import ACTIVATIONS, gate_twin, gated
-from parallelformers_ng.kernels.triton.norm_kernel import norm, norm_twin, sum_and_norm
-from parallelformers_ng.kernels.triton.rotary_kernel import rotary_twin, rotate_and_write
+from parallelformers_ng.kernels.triton.gate_kernel import ACTIVATIONS, gated
+from parallelformers_ng.kernels.triton.norm_kernel import norm, sum_and_norm
+from parallelformers_ng.kernels.triton.rotary_kernel import rotate_and_write
 from tests.kernels.triton.agreement import DTYPES, assert_agrees, randn, wide
 from tests.kernels.triton.interpreter import interpret
+from tests.kernels.triton.twins import gate_twin, norm_twin, rotary_twin
 
 interpret()
 

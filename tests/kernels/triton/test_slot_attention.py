@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.kernels.triton import slot_attention
-from parallelformers_ng.kernels.triton.slot_attention import attend, attention_twin, splits_of
+from parallelformers_ng.kernels.triton.slot_attention import attend, splits_of
 from tests.kernels.triton.agreement import DTYPES, assert_agrees, randn
 from tests.kernels.triton.interpreter import interpret
+from tests.kernels.triton.twins import attention_twin
 
 interpret()
 

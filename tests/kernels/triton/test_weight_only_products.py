@@ -10,14 +10,14 @@ from parallelformers_ng.kernels.triton.byte_product import (
     MOST_ROWS,
     byte_product,
     byte_product_launch,
-    byte_product_twin,
     splits_of,
 )
-from parallelformers_ng.kernels.triton.nibble_product import nibble_product, nibble_product_twin
+from parallelformers_ng.kernels.triton.nibble_product import nibble_product
 from parallelformers_ng.kernels.triton.partial_results import summed
 from parallelformers_ng.sharding.encoding import Encoding
 from tests.kernels.triton.agreement import SIXTEEN_BITS, assert_agrees, randn
 from tests.kernels.triton.interpreter import interpret
+from tests.kernels.triton.twins import byte_product_twin, nibble_product_twin
 
 interpret()
 
