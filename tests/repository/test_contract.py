@@ -14,7 +14,7 @@ def anchor(heading: str) -> str:
     return heading.lower().replace(" ", "-")
 
 
-def test_each_promise_names_the_files_that_are_marked_with_it() -> None:
+def test_promises_and_marked_files_name_each_other() -> None:
     sections = dict(SECTION.findall((ROOT / "docs/contract.md").read_text()))
     named = {
         (anchor(heading), file)
