@@ -58,7 +58,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     kind: str = type(value).__name__
     hasher.update(kind.encode())
     if isinstance(value, types.FunctionType):
-        hasher.update(_instructions(value.__code__))
+        hasher.update(instructions(value.__code__))
         hasher.update(
             str(value.__globals__.get("__name__")).encode()
         )  # equal code in another module uses other globals
@@ -107,8 +107,13 @@ def _in_slots(value: Any) -> dict[str, Any] | None:
     return None if package_of(type(value)) in LIBRARIES else in_slots(value) or None
 
 
+def is_equal_code(first: Any, second: Any) -> bool:
+    """Whether two functions compute the same, as after a reload of their module; a class equals only itself."""
+    return isinstance(first, types.FunctionType) and type(first) is type(second) and digest(first) == digest(second)
+
+
 @functools.cache
-def _instructions(code: types.CodeType) -> bytes:
+def instructions(code: types.CodeType) -> bytes:
     """Return a code object as bytes that are equal in every process that has read the same file.
 
     The bytes are in version 2 of the marshal format. Later versions have references, which depend on reference counts.
@@ -117,6 +122,6 @@ def _instructions(code: types.CodeType) -> bytes:
 
 
 def _without_origin(code: types.CodeType) -> types.CodeType:
-    """Return a code object without the names of its file and class, which may differ between equal code objects."""
+    """Return a code object without its file, class and lines, which may differ between equal code objects."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
-    return code.replace(co_filename="", co_qualname="", co_consts=constants)
+    return code.replace(co_filename="", co_qualname="", co_firstlineno=0, co_linetable=b"", co_consts=constants)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.content import digest, instructions
 from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, functions_in, is_library, module_of, package_of
 from parallelformers_ng.live_code.state import State, is_same
 
@@ -119,9 +120,11 @@ class CodeWatch:
         return all(table.holds() for table in self._tables)  # another object may still be an equal one
 
     def changed_functions(self) -> Iterator[types.FunctionType]:
-        """Yield the functions whose code, defaults or attributes were exchanged in place."""
+        """Yield the functions whose code, defaults or attributes were exchanged in place for others."""
         for number, function in enumerate(self._functions):
-            if not have_parts((function,), self._parts[3 * number : 3 * number + 3]):
+            code, *defaults = self._parts[3 * number : 3 * number + 3]
+            is_equal = instructions(function.__code__) == instructions(code)
+            if not is_equal or digest(defaults) != digest([function.__defaults__, function.__kwdefaults__]):
                 yield function
         yield from (function for function, attributes in self._attributes if vars(function) != attributes)
 

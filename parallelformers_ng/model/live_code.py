@@ -21,7 +21,7 @@ from parallelformers_ng.live_code.changes import (
     is_by_value,
     is_filled_in,
 )
-from parallelformers_ng.live_code.content import digest
+from parallelformers_ng.live_code.content import digest, is_equal_code
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, functions_in, module_of, reach
@@ -157,7 +157,11 @@ class LiveCode:
     def _update(self) -> None:
         before, current = self._slots, reach(self._classes, self._reached, self._attentions)
         now = {place: replace(slot, value=_value_of(slot)) for place, slot in before.items()}
-        changed = {place for place, slot in before.items() if not is_same(now[place].value, slot.value)}
+        changed = {
+            place
+            for place, slot in before.items()
+            if not is_same(now[place].value, slot.value) and not is_equal_code(now[place].value, slot.value)
+        }
         changed |= {place for place, slot in current.items() if place not in before and _is_new(slot)}
         now = {**current, **now}
         changed -= {p for p in changed if is_filled_in(now[p], digest(before[p].value) if p in before else ABSENT)}

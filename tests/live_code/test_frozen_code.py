@@ -152,3 +152,17 @@ def test_attention_registered_later_is_refused(groups, monkeypatch: pytest.Monke
         for model in (whole, cut):
             model.config._attn_implementation = "eager"
         assert_agree(cut, whole, prompt())
+
+
+def test_equal_code_is_no_change(groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that reload a module get new functions, or new code in the old ones, that compute the same."""
+    whole, cut = own(), own()
+    with parallelize(cut, workers=groups(2)):
+        copied = types.FunctionType(scaled.__code__, globals(), "scaled", scaled.__defaults__)
+        copied.__kwdefaults__ = dict(scaled.__kwdefaults__)
+        monkeypatch.setitem(globals(), "scaled", copied)
+        monkeypatch.setattr(OwnMLP.scaled, "__code__", OwnMLP.scaled.__code__.replace(co_firstlineno=1))
+        assert_agree(cut, whole, prompt())
+        monkeypatch.setattr(copied, "__defaults__", (0.75,))
+        with pytest.raises(ParallelError, match="scaled was changed after"):
+            cut(prompt())
