@@ -199,7 +199,7 @@ class ServeOptions:
             device, equals, size = word.partition("=")
             if not equals:
                 raise ParallelError(f"max_memory has {word!r}; write DEVICE=SIZE, such as 0=10GiB or cpu=64GiB")
-            sizes[int(device) if device.isdecimal() else device] = size
+            sizes[int(device) if device.isdecimal() else device] = int(size) if size.isdecimal() else size
         folder, cache = self.offload_folder, self.cache
         return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
 
