@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from parallelformers_ng.cli import commands
+from tests.helpers.ended_commands import ended
 from tests.helpers.patience import RESTART_SECONDS, await_end, workers_of
 from tests.helpers.real_weights import GGUF, folder_of, smollm2
 from tests.helpers.server import save_served_model
@@ -189,19 +189,6 @@ _WRONG = [
     *((f"{{model}} --{name} -1", f"--{name} is -1") for name in ("drain", "timeout", "prefix-tokens")),
 ]
 """Words after `serve`, and the error message."""
-_ALL = """
-import contextlib, io, json, sys
-from parallelformers_ng.cli.commands import main
-results = []
-for words in json.load(sys.stdin):
-    with contextlib.redirect_stderr(io.StringIO()) as text:
-        try:
-            status = main(words)
-        except SystemExit as ended:
-            status = ended.code
-    results.append([status, text.getvalue(), "torch" in sys.modules])
-print(json.dumps(results))
-"""
 
 
 def test_wrong_flags_end_the_command_before_torch_is_imported(tmp_path):
@@ -213,9 +200,8 @@ def test_wrong_flags_end_the_command_before_torch_is_imported(tmp_path):
         places = {name: str(tmp_path / name) for name in ("empty", "model", "broken")}
         places["taken"] = str(taken.getsockname()[1])
         words = [["serve", *shlex.split(flags.format(**places))] for flags, _ in _WRONG]
-        run = [sys.executable, "-c", _ALL]
-        done = subprocess.run(run, input=json.dumps(words), capture_output=True, text=True, cwd=tmp_path, check=True)
-    for (flags, why), (status, text, has_torch) in zip(_WRONG, json.loads(done.stdout), strict=True):
+        results = ended(words, tmp_path)
+    for (flags, why), (status, text, has_torch) in zip(_WRONG, results, strict=True):
         assert why.format(**places) in text, (flags, text)
         assert (status, len(text.splitlines()), has_torch) == (2, 1, False), flags
 
