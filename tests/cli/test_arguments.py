@@ -27,6 +27,7 @@ _WRONG = [
     ("plan llama --device h100 --ratio 1,1", "--ratio is for a plan"),
     ("verify llama --num-gpus -1", "argument --num-gpus"),
     ("verify llama --quantize int3", "argument --quantize"),
+    ("shard llama out --num-gpus 0", "argument --num-gpus: '0' is no number"),
     ("shard ./absent out", "argument MODEL: the folder ./absent does not exist"),
     ("shard llama out --max-shard-size huge", "argument --max-shard-size: max_shard_size is 'huge'"),
     ("bench llama --prompt 0", "argument --prompt: '0' is no number"),
