@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from parallelformers_ng.errors import ParallelError, did_you_mean
+from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_mean
 
 Seconds = int | float
 _Options = TypeVar("_Options")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def check_switches(**switches: Any) -> None:
@@ -87,6 +89,56 @@ def checked_seconds(seconds: Any, name: str) -> Seconds:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ParallelError(f"{name} is {seconds!r}; it takes seconds, more than 0")
     return seconds
+
+
+def parse_size(
+    size: int | str, argument: str = "max_shard_size", refusal: type[ParallelError] = CheckpointError
+) -> int:
+    """Return a size in bytes: "5GB" → 5 000 000 000, "1GiB" → 1 073 741 824.
+
+    Args:
+        size: number of bytes, or a number with a unit: KB, MB, GB, TB, KiB, MiB, GiB or TiB.
+        argument: name of the caller's argument, for the error.
+        refusal: class of the error for an invalid size.
+
+    Raises:
+        ParallelError: the size is not positive or not of this form. The class of the error is `refusal`.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    text = str(size).strip().upper()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    with contextlib.suppress(ValueError):  # the error for every invalid size is raised below
+        if unit and (count := float(text.removesuffix(unit))) > 0:
+            return int(count * _UNITS[unit])
+    raise refusal(f"{argument} is {size!r}; it takes bytes, or a text like '5GB' or '500MB'")
+
+
+CPU = "cpu"
+"""Key of `max_memory` for the RAM of weights without room on a device."""
+
+
+def sizes_in_bytes(max_memory: Mapping[int | str, int | str]) -> dict[int | str, int]:
+    """Return the sizes of the option `max_memory` in bytes.
+
+    Raises:
+        ParallelError: a size is negative, or has no known unit.
+    """
+    return {
+        key: 0 if size == 0 else parse_size(size, f"fit: max_memory[{key!r}]", ParallelError)
+        for key, size in max_memory.items()
+    }
+
+
+def check_devices(max_memory: Mapping[int | str, object], devices: Sequence[int]) -> None:
+    """Raise ParallelError unless `max_memory` has a size for each of the devices, and for no others but CPU."""
+    known = ", ".join(map(str, devices))
+    for key in max_memory:
+        if key != CPU and key not in devices:
+            raise ParallelError(f"fit: max_memory has an unknown device {key!r}; known devices: {known}, {CPU!r}")
+    for key in devices:
+        if key not in max_memory:
+            raise ParallelError(f"fit: max_memory has no size for device {key}; give a size for each of {known}")
 
 
 def _words(kind: Any) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, PlacementError
-from parallelformers_ng.option_checks import Seconds, checked_seconds, read_options
+from parallelformers_ng.option_checks import Seconds, checked_seconds, read_options, sizes_in_bytes
 
 Number = int | float
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
@@ -132,6 +132,7 @@ class BatchingOptions:
                 raise ParallelError(f"batching: {name} is {value}; it takes a number, at least {least}")
 
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 BOTH = "tensor+pipeline"
 STRATEGIES = ("tensor", "pipeline", BOTH, "auto")
 
@@ -185,6 +186,13 @@ class FitOptions:
             )
         if self.ratio is not None and not all(0 < part < math.inf for part in self.ratio):
             raise ParallelError(f"fit: ratio is {self.ratio!r}; it takes numbers, each more than 0")
+        if self.offload_folder is not None and self.max_memory is None:
+            raise ParallelError(
+                "fit: offload_folder is for weights that do not fit in max_memory; give max_memory as well"
+            )
+        if self.cache is not None and self.has_stages:
+            raise ParallelError(f"cache is for strategy='tensor' so far, but fit's strategy is {self.strategy!r}")
+        sizes_in_bytes(self.max_memory or {})  # raises an error for an invalid size
 
     @property
     def has_stages(self) -> bool:

@@ -40,7 +40,7 @@ def check_fit(fit: FitOptions, world_size: int, **others: Any) -> None:
     """
     fit.parts(world_size)
     if fit.has_stages:
-        for name, value in {**others, "cache": fit.cache}.items():
+        for name, value in others.items():
             if value is not None:
                 raise ParallelError(f"{name} is for strategy='tensor' so far, but fit's strategy is {fit.strategy!r}")
 

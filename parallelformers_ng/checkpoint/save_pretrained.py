@@ -28,7 +28,8 @@ from parallelformers_ng.checkpoint.sharded_directory import (
     write_index,
     write_rank,
 )
-from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory, write_safetensors
+from parallelformers_ng.checkpoint.writing import replaced_directory, write_safetensors
+from parallelformers_ng.option_checks import parse_size
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor

@@ -19,14 +19,13 @@ import torch
 
 from parallelformers_ng.checkpoint.files import DTYPE_NAMES
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.errors import CheckpointError, ParallelError
+from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.tensor_plan import bytes_of
 
 Entry = tuple[tuple[int, ...], torch.dtype]
 """Shape and data type of a tensor."""
 
 _BLOCK = 1 << 20  # bytes of a tensor that are summed to one word of its checksum
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -101,29 +100,6 @@ def checksum(tensor: torch.Tensor) -> int:
     words = data[: blocks * _BLOCK].view("<u8").reshape(blocks, _BLOCK // 8)
     sums = words.sum(axis=1, dtype=np.uint64)
     return zlib.crc32(data[blocks * _BLOCK :].tobytes(), zlib.crc32(sums.tobytes()))
-
-
-def parse_size(
-    size: int | str, argument: str = "max_shard_size", refusal: type[ParallelError] = CheckpointError
-) -> int:
-    """Return a size in bytes: "5GB" → 5 000 000 000, "1GiB" → 1 073 741 824.
-
-    Args:
-        size: number of bytes, or a number with a unit: KB, MB, GB, TB, KiB, MiB, GiB or TiB.
-        argument: name of the caller's argument, for the error.
-        refusal: class of the error for an invalid size.
-
-    Raises:
-        ParallelError: the size is not positive or not of this form. The class of the error is `refusal`.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    text = str(size).strip().upper()
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    with contextlib.suppress(ValueError):  # the error for every invalid size is raised below
-        if unit and (count := float(text.removesuffix(unit))) > 0:
-            return int(count * _UNITS[unit])
-    raise refusal(f"{argument} is {size!r}; it takes bytes, or a text like '5GB' or '500MB'")
 
 
 @contextlib.contextmanager

@@ -5,14 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from parallelformers_ng import __version__
 from parallelformers_ng.cli import serve as serving
+from parallelformers_ng.cli.arguments import Parser, checked, count, numbers
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.options import QUANTIZE_HELP
+from parallelformers_ng.option_checks import parse_size
+from parallelformers_ng.options import DTYPES, QUANTIZE_HELP, SCHEMES, STRATEGIES, FitOptions
+from parallelformers_ng.planner.devices import device_named
+from parallelformers_ng.serving.listening import folder_of
+from parallelformers_ng.serving.serve_options import read_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,23 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: a word is wrong (status 2), or `--help` or `--version` is present (status 0).
 
     Returns:
-        The exit status: 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C.
+        The exit status: 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C,
+        141 if the reader of the output has ended.
     """
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options) or 0
+        status = options.command(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        return 128 + signal.SIGPIPE
     except (ParallelError, OSError, ValueError) as error:
         print(f"parallelformers-ng: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # Ctrl-C may come while torch is imported
         return 130
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that prints a wrong argument in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists the arguments\n")
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -55,9 +61,6 @@ def plan(options: argparse.Namespace) -> None:
         OSError: the configuration or the policy file cannot be found.
         ValueError: transformers does not know the model type of the configuration.
     """
-    import parallelformers_ng
-    from parallelformers_ng.checkpoint.model_class import empty_model
-
     given = {name: value for name, value in vars(options).items() if value is not None}
     layout: dict[str, Any] = {name: given[name] for name in ("ratio", "strategy", "tensor") if name in given}
     sizes = {name: given[name] for name in ("batch", "length") if name in given}
@@ -68,11 +71,16 @@ def plan(options: argparse.Namespace) -> None:
             f"--{next(iter(layout))} is for a plan, but --device makes a forecast, which chooses the strategy; leave"
             " one of the two flags out"
         )
+    fit = FitOptions(**layout)
+    fit.parts(options.num_gpus)
+    import parallelformers_ng
+    from parallelformers_ng.checkpoint.model_class import empty_model
+
     model = empty_model(options.model, options.revision)
     common = {"dtype": options.dtype, "custom_policies": _custom(options), "quantize": options.quantize}
     result: Any
     if options.device is None:
-        result = parallelformers_ng.plan(model, options.num_gpus, fit=layout, **common)
+        result = parallelformers_ng.plan(model, options.num_gpus, fit=fit, **common)
     else:
         result = parallelformers_ng.forecast(model, device=options.device, num_gpus=options.num_gpus, **sizes, **common)
     _print(options, result.as_dict(), _of_defaults(options, model) + str(result))
@@ -150,10 +158,6 @@ def bench(options: argparse.Namespace) -> None:
     _print(options, report.as_dict(), str(report))
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
 def _custom(options: argparse.Namespace) -> Any:
     """Return the policies of the file that `--policy` names; None without `--policy`."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
@@ -176,7 +180,7 @@ def _print(options: argparse.Namespace, data: Any, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="parallelformers-ng",
         description="Tensor parallelism for Hugging Face models.",
         epilog="Each command has its own --help.",
@@ -184,18 +188,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    model = _Parser(add_help=False)
-    model.add_argument("model", metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub")
-    model.add_argument("--num-gpus", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    model = Parser(add_help=False)
+    folder = checked(lambda name: folder_of(name, "config.json"))
+    model.add_argument(
+        "model", type=folder, metavar="MODEL", help="a model folder, a config.json or a name on the Hugging Face hub"
+    )
+    model.add_argument("--num-gpus", type=count, default=2, metavar="N", help="number of ranks (default: 2)")
     model.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    output = _Parser(add_help=False)
+    output = Parser(add_help=False)
     output.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    bits = _Parser(add_help=False)
-    bits.add_argument("--quantize", metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: the model's data type)")
+    dtypes: dict[str, Any] = {
+        "metavar": "TYPE",
+        "choices": ("auto", *DTYPES),
+        "type": lambda text: text.removeprefix("torch."),
+    }
+    bits = Parser(add_help=False)
+    bits.add_argument(
+        "--quantize", choices=SCHEMES, metavar="SCHEME", help=f"{QUANTIZE_HELP} (default: the model's data type)"
+    )
 
-    policy = _Parser(add_help=False)
-    policy.add_argument("--policy", metavar="FILE.py", help="your own policies, tried before those of this library")
+    policy = Parser(add_help=False)
+    policy_file = checked(lambda path: read_text(path, "policy"))
+    policy.add_argument(
+        "--policy", type=policy_file, metavar="FILE.py", help="your own policies, tried before those of this library"
+    )
 
     command = commands.add_parser(
         "plan",
@@ -205,24 +222,33 @@ def _parser() -> argparse.ArgumentParser:
         " whether the model fits on the devices, its speed, and the best options. The command reads only the"
         " configuration, and needs no weights and no GPU.",
     )
-    command.add_argument("--dtype", help="count bytes for this type: float16, bfloat16, float32 (default: the model's)")
+    command.add_argument(
+        "--dtype", **dtypes, help="count bytes for this type: float16, bfloat16, float32 (default: the model's)"
+    )
     command.add_argument(
         "--ratio",
-        type=_numbers,
+        type=numbers,
         metavar="R,R,…",
         help="relative share of each rank: 1,3 (default: equal shares)",
     )
     command.add_argument(
         "--strategy",
+        choices=STRATEGIES,
+        metavar="STRATEGY",
         help="tensor: a part of every layer on each rank; pipeline: whole layers; tensor+pipeline (default: tensor)",
     )
-    command.add_argument("--tensor", type=int, metavar="N", help="ranks of each stage, for tensor+pipeline")
+    command.add_argument("--tensor", type=count, metavar="N", help="ranks of each stage, for tensor+pipeline")
     flags = command.add_argument_group(
         "forecast", "Memory of each device, tokens per second and the best strategy, from data sheets."
     )
-    flags.add_argument("--device", metavar="NAME", help="h100, h200, a100, l40s, …; a wrong name lists all names")
-    flags.add_argument("--batch", type=int, metavar="N", help="total of sequences decoded together (default: 1)")
-    flags.add_argument("--length", type=int, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
+    flags.add_argument(
+        "--device",
+        type=checked(device_named),
+        metavar="NAME",
+        help="h100, h200, a100, l40s, …; a wrong name lists all names",
+    )
+    flags.add_argument("--batch", type=count, metavar="N", help="total of sequences decoded together (default: 1)")
+    flags.add_argument("--length", type=count, metavar="T", help="prompt and new tokens of a sequence (default: 4096)")
     command.set_defaults(command=plan)
 
     command = commands.add_parser(
@@ -255,7 +281,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("output", metavar="OUT", help="the directory to write; replaces an existing OUT in one step")
     command.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default: 5GB)"
+        "--max-shard-size",
+        type=checked(parse_size),
+        default="5GB",
+        metavar="SIZE",
+        help="largest size of a file (default: 5GB)",
     )
     command.set_defaults(command=shard)
 
@@ -270,10 +300,10 @@ def _parser() -> argparse.ArgumentParser:
         " model, or one copy with --no-baseline. Run no other program during the measurement.",
     )
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if available")
-    command.add_argument("--dtype", help="float32, bfloat16, float16 (default: the model's)")
-    command.add_argument("--prompt", type=int, default=512, metavar="T", help="tokens of the prompt (default: 512)")
-    command.add_argument("--tokens", type=int, default=64, metavar="T", help="tokens to decode (default: 64)")
-    command.add_argument("--rounds", type=int, default=5, metavar="R", help="repetitions (default: 5)")
+    command.add_argument("--dtype", **dtypes, help="float32, bfloat16, float16 (default: the model's)")
+    command.add_argument("--prompt", type=count, default=512, metavar="T", help="tokens of the prompt (default: 512)")
+    command.add_argument("--tokens", type=count, default=64, metavar="T", help="tokens to decode (default: 64)")
+    command.add_argument("--rounds", type=count, default=5, metavar="R", help="repetitions (default: 5)")
     command.add_argument(
         "--no-baseline", dest="baseline", action="store_false", help="measure only the ranks, not one process"
     )

@@ -21,8 +21,7 @@ def options_of(command: Sequence[str]) -> ServeOptions:
 
     Raises:
         ValueError: the command line has no word `serve`.
-        ParallelError: an option has a wrong value.
-        OSError, UnicodeDecodeError: the configuration file cannot be read.
+        ParallelError: an option has a wrong value, or the configuration file cannot be read.
         SystemExit: a flag is unknown.
     """
     parsed = commands._parser().parse_args(command[command.index("serve") :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import typing
 from dataclasses import MISSING, fields
 from typing import Any
@@ -11,9 +12,6 @@ from typing import Any
 from parallelformers_ng.errors import ParallelError
 
 KEY_VARIABLE = "PARALLELFORMERS_API_KEY"
-
-_NEEDS = {"fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "ray": "serve,ray"}
-"""Packages that a server needs, and the extras of this package that install them."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,27 +81,26 @@ def run(options: argparse.Namespace) -> int:
         The exit status of the server.
 
     Raises:
-        ParallelError: an option has a wrong value, or a package that the server needs is missing.
-        OSError: the configuration file or a file of the model cannot be read, or the server cannot listen on the
-            address.
-        ValueError, KeyError, ImportError: the configuration file is not UTF-8, or a file of the model is damaged or
-            needs a package that is missing; see `serving.run.serve`.
+        ParallelError: an option has a wrong value, a package that the server needs is missing, or the server cannot
+            listen on the address.
+        OSError: a file of the model cannot be read.
+        ValueError, KeyError, ImportError: a file of the model is damaged or needs a package that is missing; see
+            `serving.run.serve`.
     """
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options
 
-    serve_options = read_serve_options(options.config, given_options(options))
-    check_at_once(serve_options)
+    flags = given_options(options)
     try:
-        if serve_options.launcher == "ray":
-            from parallelformers_ng.serving.on_ray import serve_on_ray as serve
-        else:
-            from parallelformers_ng.serving.run import serve
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _NEEDS:
-            raise
-        raise ParallelError(
-            f"serve needs {package}, which is not installed: pip install 'parallelformers-ng[{_NEEDS[package]}]'"
-        ) from None
+        serve_options = read_serve_options(options.config, flags)
+        check_at_once(serve_options)
+    except ParallelError as error:
+        text = str(error).removeprefix("fit: ")
+        name = re.split(r"\W", text)[0]
+        is_flag = name in flags or name == "config"
+        raise ParallelError("--" + text.replace(name, name.replace("_", "-"), 1) if is_flag else text) from None
+    if serve_options.launcher == "ray":
+        from parallelformers_ng.serving.on_ray import serve_on_ray as serve
+    else:
+        from parallelformers_ng.serving.run import serve
     return serve(serve_options)

@@ -30,7 +30,7 @@ def _ray() -> Any:
         import ray.util.scheduling_strategies
     except ImportError:
         raise ParallelError(
-            "launcher is 'ray', but Ray is not installed; run pip install 'parallelformers-ng[ray]' on all hosts"
+            "launcher is 'ray', but Ray is not installed: pip install '.[ray]' in this library's folder on each host"
         ) from None
     return ray
 

@@ -26,7 +26,8 @@ _ELEMENT_WISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,
     nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus,
 )  # fmt: skip
-_HARMLESS = (*PLAIN_LAYERS, *_ELEMENT_WISE, *_OVER_COLUMNS, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # compute nothing; peft adds some
+_HARMLESS = (*PLAIN_LAYERS, *_ELEMENT_WISE, *_OVER_COLUMNS, *_CONTAINERS)
 _ELEMENT_WISE_FUNCTIONS = frozenset({
     "relu", "relu6", "gelu", "silu", "mish", "tanh", "sigmoid", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu",
     "elu", "selu", "celu", "softplus", "softsign", "logsigmoid", "sin", "cos", "erf", "square", "abs", "exp", "clamp",

@@ -23,7 +23,7 @@ from parallelformers_ng.errors import NotParallelizedError
 from parallelformers_ng.model import remote_tree
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
-from parallelformers_ng.model.marks import hf_device_map
+from parallelformers_ng.model.marks import REMOTE, hf_device_map
 from parallelformers_ng.model.remote_module import RemoteModule, remote_of
 from parallelformers_ng.runtime.limits import Cancellation, cancelled_by
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -278,11 +278,12 @@ def is_parallelized(model: object) -> bool:
 
 
 def deployment_of(model: object) -> Deployment:
-    """Return the workers and weights behind a parallelized model.
+    """Return the workers and weights behind a parallelized model, or behind peft's wrapper of such a model.
 
     Raises:
         NotParallelizedError: the model is not parallelized.
     """
-    if not isinstance(model, Parallelized):
+    remote = getattr(model, "__dict__", {}).get(REMOTE)
+    if remote is None or remote.path:
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")
-    return remote_of(model).calls.deployment
+    return remote.calls.deployment

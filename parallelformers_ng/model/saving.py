@@ -14,9 +14,10 @@ from parallelformers_ng.checkpoint.loading import load_skeleton
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.save_pretrained import shard_checkpoint
 from parallelformers_ng.checkpoint.sharded_directory import files_of, saved_names, write_index
-from parallelformers_ng.checkpoint.writing import parse_size, replaced_directory
+from parallelformers_ng.checkpoint.writing import replaced_directory
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.option_checks import parse_size
 from parallelformers_ng.options import read_quantize
 from parallelformers_ng.runtime.placement import check_count
 from parallelformers_ng.sharding.active_adapters import layers_with_adapters

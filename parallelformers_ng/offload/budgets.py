@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelformers_ng.checkpoint.writing import parse_size
 from parallelformers_ng.collectives.arena import available_memory
 from parallelformers_ng.errors import ParallelError, UnsupportedPlatformError
+from parallelformers_ng.option_checks import CPU, check_devices, sizes_in_bytes
 from parallelformers_ng.options import FitOptions
-
-CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -53,18 +51,11 @@ def budget_of(
         UnsupportedPlatformError: "cpu" has no limit, and the system does not report its available memory.
     """
     if options.max_memory is None:
-        if options.offload_folder is not None:
-            raise ParallelError(
-                "fit: offload_folder is for weights that do not fit in max_memory; give max_memory as well"
-            )
         return None
     apart = 1 if kind == "cpu" else replicas  # on CPU, replicas share one copy of the weights
     keys = list(range(world_size * apart) if kind == "cpu" or device_ids is None else device_ids)
-    _check_keys(options.max_memory, keys)
-    sizes = {
-        key: 0 if size == 0 else parse_size(size, f"fit: max_memory[{key!r}]", ParallelError)
-        for key, size in options.max_memory.items()
-    }
+    check_devices(options.max_memory, keys)
+    sizes = sizes_in_bytes(options.max_memory)
     if options.offload_folder is not None:
         _check_folder(options.offload_folder)
     cpu = (sizes[CPU] if CPU in sizes else _free_memory()) // apart
@@ -83,16 +74,6 @@ def _free_memory() -> int:
 def _name(key: int, keys: Sequence[int]) -> str:
     sharers = keys.count(key)
     return f"device {key}" + (f", for each of its {sharers} ranks," if sharers > 1 else "")
-
-
-def _check_keys(budget: Mapping[int | str, object], keys: Sequence[int]) -> None:
-    known = ", ".join(map(str, keys))
-    for key in budget:
-        if key != CPU and key not in keys:
-            raise ParallelError(f"fit: max_memory has an unknown device {key!r}; known devices: {known}, 'cpu'")
-    for key in keys:
-        if key not in budget:
-            raise ParallelError(f"fit: max_memory has no size for device {key}; give a size for each of {known}")
 
 
 def _check_folder(folder: str) -> None:

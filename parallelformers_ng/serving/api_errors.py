@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from parallelformers_ng.errors import BatchingError, ParallelError
-from parallelformers_ng.serving.logs import log
+from parallelformers_ng.errors import BatchingError, ParallelError, did_you_mean
+from parallelformers_ng.serving.logs import current, log
 from parallelformers_ng.serving.processors import GrammarError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+_JSON = re.compile(r"\s*application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
 class ApiError(Exception):
@@ -40,6 +44,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the response: an object with the key `error`, in OpenAI's format."""
+        current.get().why = str(self)  # for the line of the access log
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -127,7 +132,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         path = request.url.path
-        known = {404: f"no route has the path {path}", 405: f"{path} does not accept {request.method}"}
+        paths = [route.path for route in request.app.routes]
+        known = {
+            404: f"no route has the path {path}{did_you_mean(path, paths)}",
+            405: f"{path} does not accept {request.method}",
+        }
         response = ApiError(error.status_code, known.get(error.status_code, str(error.detail))).response()
         response.headers.update(error.headers or {})
         return response
@@ -135,6 +144,14 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValidationError)
     async def invalid(request: Request, error: RequestValidationError | ValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        # Each type of a union has its own error; the deepest error belongs to the type that the client meant.
+        first = max(error.errors(), key=lambda each: len(each["loc"]))
+        if first["type"] == "json_invalid":
+            place = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+            return bad_request(f"the body is not valid JSON: {place}").response()
+        if first["loc"] == ("body",):
+            sent = request.headers.get("content-type", "")
+            why = "is no JSON object" if _JSON.match(sent) else f"has the content type {sent[:60]!r}"
+            return bad_request(f"the body {why}; send JSON with the header Content-Type: application/json").response()
+        where = ".".join(str(part) for part in first["loc"] if part != "body" and not {*"[("} & {*str(part)})
         return bad_request(f"{where}: {first['msg']}" if where else first["msg"], where or None).response()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,7 +19,7 @@ from parallelformers_ng.serving.generation import Generation
 from parallelformers_ng.serving.guard import AccessGuard
 from parallelformers_ng.serving.model_kinds import Kind
 from parallelformers_ng.serving.pictures import Pictures
-from parallelformers_ng.serving.serve_options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions, read_text
 from parallelformers_ng.serving.status import Status
 from parallelformers_ng.serving.transcription import Transcription
 
@@ -67,10 +66,10 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
         ASGI application, wrapped in the access guard.
 
     Raises:
-        OSError, UnicodeDecodeError: the file of `chat_template` cannot be read.
+        ParallelError: the file of `chat_template` cannot be read.
         UnsupportedModelError: the model lower-cases texts, but its tokenizer is not a fast tokenizer.
     """
-    template = None if options.chat_template is None else Path(options.chat_template).read_text()
+    template = None if options.chat_template is None else read_text(options.chat_template, "chat_template")
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
     tokenizer = getattr(processor, "tokenizer", tokenizer)
     engine = Engine(model, options, kind.writes_text)

@@ -85,9 +85,11 @@ class BareReader:
     Args:
         form: JSON keys for the name and the arguments of a call.
         names: names of the tools; a JSON object without a tool name is text.
+        forced: whether the answer has only calls; then an incomplete call is dropped.
     """
 
-    def __init__(self, form: BareForm, names: set[str]) -> None:
+    def __init__(self, form: BareForm, names: set[str], forced: bool = False) -> None:
+        self._forced = forced
         self._form = form
         self._names = names
         self._buffer = ""
@@ -98,8 +100,8 @@ class BareReader:
 
         Args:
             text: new text of the answer.
-            last: whether no text follows. The text of an incomplete call is then returned, but white space and
-                separators after a call are dropped.
+            last: whether no text follows. The text of an incomplete call is then returned, unless the calls are
+                forced; white space and separators after a call are dropped.
         """
         self._buffer += text
         read = Read()
@@ -118,7 +120,7 @@ class BareReader:
             self._buffer, self._has_called = rest[size:], True
             read.calls.append(call)
         if self._is_text or (last and (not self._has_called or self._buffer.strip(_SEPARATORS))):
-            read.text, self._buffer = self._buffer, ""
+            read.text, self._buffer = "" if self._forced else self._buffer, ""
         return read
 
     def _call(self, value: dict[str, Any]) -> dict[str, Any] | None:

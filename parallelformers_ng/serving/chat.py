@@ -177,9 +177,12 @@ class Chat:
         """
         if choice.forced or (choice.tools and not isinstance(self._form, dict)):
             names = {tool["function"]["name"] for tool in choice.tools}
-            return BareReader(self._bare_form, names)
+            return BareReader(self._bare_form, names, choice.forced)
         if isinstance(self._form, dict) and (choice.tools or getattr(self.tokenizer, "response_template", None)):
-            return AnswerReader(self.tokenizer, self._form, prompt, choice.tools)
+            form = dict(self._form)
+            if not choice.tools:  # what looks like a call is text
+                form["fields"] = {name: field for name, field in form["fields"].items() if name != "tool_calls"}
+            return AnswerReader(self.tokenizer, form, prompt, choice.tools)
         return None
 
 
@@ -202,7 +205,7 @@ def _plain(message: Message, reads_pictures: bool) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             with refusing((ValueError,), "the arguments of a tool call are not valid JSON", "messages"):
-                call["function"]["arguments"] = json.loads(arguments)
+                call["function"]["arguments"] = json.loads(arguments or "{}")
     return plain
 
 
@@ -211,5 +214,7 @@ def _plain_part(part: MessagePart, reads_pictures: bool) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if part.type == "image_url" and part.image_url is not None and reads_pictures:
         return {"type": "image"}
+    if part.type == "text" or (part.type == "image_url" and reads_pictures):
+        raise bad_request(f"a message has a part of type {part.type!r} without the field {part.type!r}", "messages")
     types = "text and pictures (image_url)" if reads_pictures else "text"
     raise bad_request(f"a message has a part of type {part.type!r}; the model reads {types}", "messages")

@@ -75,6 +75,8 @@ class Generation:
             ValueError: llguidance cannot read the tokenizer, or transformers cannot read its response template.
         """
         name = self._engine.models.named(request.model)
+        if request.max_tokens == 0 and not request.echo:
+            raise bad_request("max_tokens is 0, which needs echo: true; set at least 1", "max_tokens")
         self._check(request, len(request.prompts))
         with self._engine.admitted((request.n or 1) * len(request.prompts)) as answers:
             prompts = [
@@ -208,7 +210,11 @@ class Generation:
         jobs = await self._jobs(request, prompts, answers, choice)
         self._engine.metrics.took(sum(len(prompt.ids) for prompt in prompts))
         shape.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        pieces = write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs, choice.most_calls)
+        pieces = (
+            _no_tokens(len(jobs))
+            if request.most_tokens == 0
+            else write_all(self._engine, self._chat.tokenizer, request.stop, reader, jobs, choice.most_calls)
+        )
         if not request.stream:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
@@ -293,6 +299,11 @@ class Generation:
 
 STOP_LENGTH = 256
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # headers that stop proxies from buffering
+
+
+async def _no_tokens(count: int) -> AsyncGenerator[Piece, None]:
+    for index in range(count):
+        yield Piece(index, finish="length")
 
 
 async def _events(first: Piece, pieces: AsyncGenerator[Piece, None], shape: Shape) -> AsyncGenerator[str, None]:

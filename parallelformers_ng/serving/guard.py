@@ -180,6 +180,8 @@ class AccessGuard:
         messages: asyncio.Queue[Message] = asyncio.Queue()
         messages.put_nowait({"type": "http.request", "body": body, "more_body": False})
         disconnected = asyncio.ensure_future(_pass_disconnect(receive, messages))
+        if scope["method"] == "HEAD":  # uvicorn sends the answer to GET without its body
+            scope = {**scope, "method": "GET"}
         work = asyncio.ensure_future(self._app(scope, messages.get, send))
         try:
             await asyncio.wait({work, disconnected}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import socket
 from pathlib import Path
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.serving.serve_options import ServeOptions
+from parallelformers_ng.serving.serve_options import ServeOptions, read_text
 
+_PACKAGES = {
+    "fastapi": "serve", "uvicorn": "serve", "prometheus_client": "serve", "ray": "serve,ray", "peft": "serve,lora"
+}  # fmt: skip
+"""Packages that a server needs, and the extras of this package that install them."""
 _DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # device files of NVIDIA, WSL and AMD
 
 
@@ -19,8 +24,8 @@ def bound(options: ServeOptions) -> socket.socket:
         options: options with the host and the port. A host with a colon is an IPv6 address.
 
     Raises:
-        ParallelError: another program uses the port.
-        OSError: the machine does not have the address, or this user may not use the port.
+        ParallelError: another program uses the port, the machine does not have the address, or this user may not use
+            the port.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sends small packets without a delay only if the protocol is named; the delay is 40 ms for each answer.
@@ -28,40 +33,81 @@ def bound(options: ServeOptions) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
-    except BaseException as error:
+    except (OSError, UnicodeError) as error:
         listener.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ParallelError(
-                f"port {options.port} of {options.host} is in use; set --port to another port, or 0 for any free port"
-            ) from None
-        raise
+            why = f"port {options.port} of {options.host} is in use; set --port to another port, or 0 for any free port"
+        else:
+            reason = getattr(error, "strerror", None) or error
+            why = f"the server cannot listen on --host {options.host} --port {options.port}: {reason}"
+        raise ParallelError(why) from None
     return listener
 
 
-def check_at_once(options: ServeOptions) -> None:
-    """Raise an error if the address, the model folder or the device is invalid. The checks do not import torch.
+def folder_of(name: str, *files: str, option: str = "") -> Path | None:
+    """Return the local folder or file of a model or an adapter; None for a name on the hub.
+
+    Args:
+        name: folder, file, or name on the hub.
+        files: names of files; the folder must have one of them.
+        option: option with the name, for the error message.
 
     Raises:
-        ParallelError: the port is in use, or the folder is missing or is not a model folder. Or the folder begins with
-            `~` and the name of a user that does not exist. Or `device` is "cuda", but the machine has no device file of
-            a GPU.
-        OSError: the machine does not have the address, or this user may not use the port.
+        ParallelError: the folder is missing, or has none of the files. Or the folder begins with `~` and the name of a
+            user that does not exist.
     """
-    bound(options).close()
+    what = f"{option}: the folder {name}" if option else f"the folder {name}"
     try:
-        path = Path(options.model).expanduser()
+        path = Path(name).expanduser()
     except RuntimeError:
         raise ParallelError(
-            f"the folder {options.model} does not exist: {Path(options.model).parts[0]} is no home directory of this"
-            " machine; write the whole path of the model folder"
+            f"{what} does not exist: {Path(name).parts[0]} is no home directory of this machine; write the"
+            " whole path of the folder"
         ) from None
-    is_path = options.model.count("/") > 1 or options.model.startswith((".", "/", "~"))  # not a name on the hub
+    is_path = name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".json"))
     if is_path and not path.exists():
-        raise ParallelError(
-            f"the folder {options.model} does not exist; MODEL is a model folder or a name on the Hugging Face hub"
-        )
-    if path.is_dir() and not (path / "config.json").exists() and not (path / "adapter_config.json").exists():
-        raise ParallelError(f"the folder {options.model} is not a model folder: it has no config.json")
+        raise ParallelError(f"{what} does not exist; write a folder or a name on the Hugging Face hub")
+    if path.is_dir() and not any((path / file).exists() for file in files):
+        raise ParallelError(f"{what} is of another kind: it has no {files[0]}")
+    return path if path.exists() else None
+
+
+def _check_template(text: str, file: str) -> None:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        if "'generation'" not in str(error) and "'endgeneration'" not in str(error):  # a tag of transformers
+            raise ParallelError(f"chat_template is {file!r}, which is no template: {error}") from None
+
+
+def check_at_once(options: ServeOptions) -> None:
+    """Raise an error if the address, a folder, a file or the device is invalid. The checks do not import torch.
+
+    Raises:
+        ParallelError: the port is in use, or a file or folder of an option is missing or of another kind. Or an
+            adapter needs peft, which is not installed. Or `device` is "cuda", but the machine has no device file of a
+            GPU.
+    """
+    bound(options).close()
+    path = folder_of(options.model, "config.json", "adapter_config.json")
+    for adapter in options.adapters.values():
+        folder_of(adapter, "adapter_config.json", option="lora_modules")
+    has_adapters = options.adapters or (path is not None and (path / "adapter_config.json").exists())
+    for package, extra in _PACKAGES.items():
+        is_needed = {"peft": has_adapters, "ray": options.launcher == "ray"}.get(package, True)
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ParallelError(
+                f"serve needs {package}, which is not installed: pip install '.[{extra}]' in the folder of this library"
+            )
+    if options.chat_template is not None:
+        _check_template(read_text(options.chat_template, "chat_template"), options.chat_template)
+    for name in ("media_folder", "offload_folder"):
+        folder = getattr(options, name)
+        # A missing offload folder is created.
+        if folder is not None and not Path(folder).is_dir() and (name == "media_folder" or Path(folder).exists()):
+            raise ParallelError(f"{name} is {folder!r}, which is no folder")
     if options.device == "cuda" and not any(
         device_file for name in _DEVICES for device_file in Path("/dev").glob(name)
     ):

@@ -8,9 +8,12 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+from parallelformers_ng.errors import did_you_mean
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -27,6 +30,7 @@ class Record:
         prompt_tokens: number of tokens in the prompts.
         tokens: number of tokens in the answers.
         first: time of the first token on the clock of `time.monotonic`; 0 if no token has come.
+        why: message of the error that the client got; "" for no error.
     """
 
     id: str
@@ -34,6 +38,25 @@ class Record:
     prompt_tokens: int = 0
     tokens: int = 0
     first: float = 0.0
+    why: str = ""
+
+
+_noted: set[tuple[str, str]] = set()
+_MOST_NOTED = 256  # clients choose the names
+
+
+def note_unknown(where: str, name: Any, known: Iterable[str]) -> None:
+    """Log once that a request has an unknown field, which the server ignores.
+
+    Args:
+        where: route, or class of a part of the request.
+        name: name of the field.
+        known: names of the known fields.
+    """
+    key = where, str(name)[:60]
+    if key not in _noted and len(_noted) < _MOST_NOTED:
+        _noted.add(key)
+        log.warning("%s: the server ignores the unknown field %r%s", *key, did_you_mean(key[1], known))
 
 
 _NONE = Record("-")
@@ -64,17 +87,17 @@ def log_access(record: Record, method: str, path: str, status: int) -> None:
         "method": method,
         "path": path[:200],
         "status": status,
-        "prompt_tokens": record.prompt_tokens,
-        "tokens": record.tokens,
-        "first_token_seconds": first,
         "seconds": round(time.monotonic() - record.began, 4),
     }
-    log.info(
-        "%(method)s %(path)r %(status)d: %(prompt_tokens)d prompt tokens, %(tokens)d answer tokens,"
-        " first token after %(first)s s, end after %(seconds).3f s",
-        {**facts, "first": "-" if first is None else f"{first:.3f}"},
-        extra={"facts": facts},
-    )
+    line = "%(method)s %(path)r %(status)d:"
+    if record.prompt_tokens:
+        facts |= {"prompt_tokens": record.prompt_tokens, "tokens": record.tokens, "first_token_seconds": first}
+        line += " %(prompt_tokens)d prompt tokens, %(tokens)d answer tokens,"
+        line += "" if first is None else " first token after %(first_token_seconds).3f s,"
+    if record.why:
+        facts["error"] = record.why[:300]
+    line += " end after %(seconds).3f s" + (": %(error)r" if record.why else "")
+    log.info(line, facts, extra={"facts": facts})
 
 
 _TIME = "%Y-%m-%dT%H:%M:%S"

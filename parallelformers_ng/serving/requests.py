@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, StrictInt, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
-from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, REFUSED, TOKENIZE
-from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, Tool
+from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, IGNORED, REFUSED, TOKENIZE
+from parallelformers_ng.serving.logs import note_unknown
+from parallelformers_ng.serving.structured import Fields, GuidedFields, Texts, Tool, as_url, without_custom
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -46,10 +47,13 @@ class ApiRequest(Fields):
 
     @model_validator(mode="after")
     def _refuse(self) -> ApiRequest:
-        extra = self.__pydantic_extra__ or {}
-        for name in sorted(REFUSED.keys() & extra.keys()):
-            field = REFUSED[name]
-            if self.route in field.routes and not field.takes(extra[name]):
+        for name, value in sorted((self.__pydantic_extra__ or {}).items()):
+            field = REFUSED.get(name)
+            if field is None or self.route not in field.routes:
+                field = None
+                if name not in IGNORED or self.route not in IGNORED[name].routes:
+                    note_unknown(self.route, name, type(self).model_fields)
+            if field is not None and not field.takes(value):
                 raise bad_request(f"{name} is not supported: {field.note}", name, "unsupported_parameter")
         return self
 
@@ -125,9 +129,11 @@ class CompletionRequest(GenerationRequest):
         logprobs: number of most likely tokens to return at each position; None to return no probabilities.
         echo: whether the answer begins with the prompt.
         add_special_tokens: whether the tokenizer adds special tokens, such as BOS, to a text.
+        max_tokens: maximum number of tokens in an answer; 0 with `echo` returns only the prompt.
     """
 
     route = COMPLETIONS
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -158,7 +164,7 @@ class MessagePart(Fields):
 
     type: str
     text: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: Annotated[ImageUrl | None, BeforeValidator(as_url, json_schema_input_type=ImageUrl | str)] = None
 
 
 class Function(Fields):
@@ -227,7 +233,7 @@ class TemplateFields(ApiRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], without_custom] | None = None
 
     @property
     def template_arguments(self) -> dict[str, Any]:

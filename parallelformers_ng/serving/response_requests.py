@@ -9,7 +9,7 @@ from pydantic import Field
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import RESPONSES
 from parallelformers_ng.serving.requests import MOST_MESSAGES, ChatRequest, Count, Sampling
-from parallelformers_ng.serving.structured import Fields, StructuredOutputs
+from parallelformers_ng.serving.structured import Fields, StructuredOutputs, without_custom
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
@@ -55,11 +55,11 @@ class TextConfig(Fields):
 
     Attributes:
         format: format of the answer; None for any text.
-        verbosity: field of OpenAI; only "medium" is supported, which has no effect.
+        verbosity: field of OpenAI without effect; the response repeats the value.
     """
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 class Reasoning(Fields):
@@ -89,7 +89,7 @@ class ResponsesRequest(Sampling):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], without_custom] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
@@ -133,7 +133,10 @@ class ResponsesRequest(Sampling):
         return {
             **{name: getattr(self, name) for name in (*as_sent, "top_logprobs", "top_p")},
             "tools": [tool.model_dump() for tool in self.tools],
-            "text": {"format": text_format.model_dump(by_alias=True, exclude=excluded), "verbosity": "medium"},
+            "text": {
+                "format": text_format.model_dump(by_alias=True, exclude=excluded),
+                "verbosity": self.text.verbosity or "medium",
+            },
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
         }
 

@@ -122,6 +122,7 @@ def serve(options: ServeOptions) -> int:
             log.info("%s", started(model, options, listener.getsockname()[1]))
             Server(app, options, deployment.close).run([listener])
         finally:
+            gc.unfreeze()  # `warm_up` has frozen the objects
             deployment.close()
     return 0
 
@@ -161,6 +162,10 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
             )
         names = peft_names(options)
         arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
+    device = options.device
+    if device == "auto" and options.launcher == "local" and not torch.cuda.is_available():
+        log.warning("the machine has no GPU: the ranks run on the CPU (--device cpu silences this warning)")
+        device = "cpu"
     model = parallelize(
         source,
         options.num_gpus,
@@ -168,7 +173,7 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
         fit=options.fit,
         quantize=options.quantize,
         workers={
-            "device": options.device,
+            "device": device,
             "timeout": options.timeout,
             "launcher": options.launcher,
             "replicas": options.replicas if options.launcher == "local" else 1,

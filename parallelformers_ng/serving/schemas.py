@@ -79,9 +79,7 @@ class Schemas:
         try:
             grammar = _grammar(constraint)
         except ImportError:
-            raise ApiError(
-                501, f"{param} needs the package llguidance on the server: pip install 'parallelformers-ng[serve]'"
-            ) from None
+            raise ApiError(501, f"{param} needs the package llguidance on the server: pip install llguidance") from None
         except (ValueError, RecursionError) as error:
             raise bad_request(f"{param}: {error}", param) from None
         if len(grammar) > MOST_CHARACTERS:

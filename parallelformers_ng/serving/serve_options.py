@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.option_checks import checked_seconds, read_options
+from parallelformers_ng.option_checks import check_devices, checked_seconds, read_options
 from parallelformers_ng.options import (
+    DTYPES,
     QUANTIZE_HELP,
+    SCHEMES,
     BatchingOptions,
     FitOptions,
     Number,
@@ -127,9 +131,17 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ParallelError("no model is set; pass a model folder or a name on the Hugging Face hub")
+        for name, value in vars(self).items():  # an unset variable of a shell: an empty host would be all addresses
+            if value == "" or (isinstance(value, list) and "" in value):
+                raise ParallelError(f"{name} is empty; set a value, or leave the option out")
         for name, allowed in _ALLOWED.items():
-            if getattr(self, name) not in allowed:
-                raise ParallelError(f"{name} is {getattr(self, name)!r}; set {' or '.join(map(repr, allowed))}")
+            if (value := getattr(self, name)) and value.removeprefix("torch.") not in allowed:
+                raise ParallelError(f"{name} is {value!r}; set {' or '.join(map(repr, allowed))}")
+        for name, (form, advice) in _FORMS.items():
+            value = getattr(self, name)
+            for word in [value] if isinstance(value, str) else value or ():
+                if not form.fullmatch(word):
+                    raise ParallelError(f"{name} {advice}" if name == "api_key" else f"{name} has {word!r}; {advice}")
         for name in ("ray_address", "autoscaling"):
             if getattr(self, name) and self.launcher != "ray":
                 raise ParallelError(f"{name} is {getattr(self, name)!r}, which needs launcher 'ray'")
@@ -141,7 +153,15 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ParallelError(f"{name} is {value}; set a number of at least {lowest}")
-        _ = self.fit, self.adapters  # each property raises an error for an invalid value
+        if self.cache == "offload" and self.device == "cpu":
+            raise ParallelError("cache is 'offload', which needs CUDA devices; remove it, or set 'int8'")
+        _ = self.adapters  # raises an error for an invalid value
+        fit = self.fit
+        count = self.num_gpus or (2 if self.device == "cpu" else None)
+        if count is not None and self.launcher == "local":
+            fit.parts(count)
+            if fit.max_memory is not None and self.replicas == 1:
+                check_devices(fit.max_memory, range(count))
 
     @property
     def name(self) -> str:
@@ -179,7 +199,7 @@ class ServeOptions:
             device, equals, size = word.partition("=")
             if not equals:
                 raise ParallelError(f"max_memory has {word!r}; write DEVICE=SIZE, such as 0=10GiB or cpu=64GiB")
-            sizes[int(device) if device.isdecimal() else device] = size
+            sizes[int(device) if device.isdecimal() else device] = int(size) if size.isdecimal() else size
         folder, cache = self.offload_folder, self.cache
         return FitOptions(self.strategy, self.tensor, self.ratio or None, sizes or None, folder, cache)
 
@@ -208,17 +228,41 @@ class ServeOptions:
 
 
 _ALLOWED = {
+    "dtype": ("auto", *DTYPES),
+    "quantize": tuple(SCHEMES),
     "device": ("auto", "cpu", "cuda"),
     "launcher": ("local", "ray"),
     "log_format": ("text", "json"),
     "log_level": ("debug", "info", "warning", "error"),
 }
+_FORMS = {
+    "api_key": (re.compile(r"[!-~]([ -~]*[!-~])?"), "takes ASCII characters, without white space at its ends"),
+    "cors": (
+        re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
+        "write an origin, such as https://example.org, or * for all origins",
+    ),
+    "autoscaling": (re.compile(r"\w+=[\d.]+"), "write NAME=NUMBER, such as min_replicas=1 max_replicas=4"),
+}
+"""Form of each word of an option, and advice; the key is secret, so its error does not show it."""
 _LOWEST = {
-    "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
+    "num_gpus": 1, "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
     "max_tokens": 1,
     "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
     "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
 }  # fmt: skip
+
+
+def read_text(path: str, option: str) -> str:
+    """Return the text of the file that an option names.
+
+    Raises:
+        ParallelError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ParallelError(f"{option} is {path!r}, which cannot be read: {reason}") from None
 
 
 def read_serve_options(file: str | None, flags: Mapping[str, Any]) -> ServeOptions:
@@ -229,15 +273,12 @@ def read_serve_options(file: str | None, flags: Mapping[str, Any]) -> ServeOptio
         flags: values of the flags on the command line, by field.
 
     Raises:
-        ParallelError: the file is not valid TOML, a name is unknown, or a value is invalid.
-        OSError: the file cannot be read.
-        UnicodeDecodeError: the file is not UTF-8.
+        ParallelError: the file cannot be read or is not valid TOML, a name is unknown, or a value is invalid.
     """
     file_values: dict[str, Any] = {}
     if file is not None:
         try:
-            with open(file, "rb") as opened:
-                file_values = tomllib.load(opened)
+            file_values = tomllib.loads(read_text(file, "config"))
         except tomllib.TOMLDecodeError as error:
             raise ParallelError(f"{file} is not valid TOML: {error}") from None
     return read_options(ServeOptions, {**file_values, **flags}, file or "serve")

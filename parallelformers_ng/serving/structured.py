@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
+from parallelformers_ng.serving.logs import note_unknown
 
 Choices = Annotated[list[str], Field(min_length=1)]
 
@@ -16,6 +17,11 @@ Choices = Annotated[list[str], Field(min_length=1)]
 def as_list(value: Any) -> Any:
     """Return a list of one text instead of the text; return another value unchanged."""
     return [value] if isinstance(value, str) else value
+
+
+def as_url(value: Any) -> Any:
+    """Return a picture's URL in OpenAI's format; return another value unchanged."""
+    return {"url": value} if isinstance(value, str) else value
 
 
 Texts = Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
@@ -135,6 +141,8 @@ class GuidedFields(Fields):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
         """Return the constraint on the answer, or None if any text is allowed.
@@ -150,10 +158,11 @@ class GuidedFields(Fields):
             guides.append(self.response_format.constraint())
         if self.structured_outputs is not None:
             guides.append(self.structured_outputs.constraint())
-        for kind in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{kind}")) is not None:
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "grammar"):
+            if (value := getattr(self, name)) is not None and value != "":  # llama.cpp's clients send grammar: ""
+                kind = name.removeprefix("guided_").removesuffix("_schema")
                 older: dict[str, Any] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
-                guides.append(StructuredOutputs(**older).constraint(f"guided_{kind}"))
+                guides.append(StructuredOutputs(**older).constraint(name))
         constraints = [each for each in guides if each is not None]
         if len(constraints) > 1:
             names = " and ".join(each.param for each in constraints)
@@ -209,6 +218,18 @@ class Tool(Fields):
 
     type: Literal["function"]
     function: ToolFunction
+
+
+def _without_custom(tools: Any) -> Any:
+    """Leave out custom tools beside functions; their input is free text, for which the model has no form."""
+    kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    if not {"custom", "function"} <= set(kinds):
+        return tools
+    note_unknown("tools", "type: custom", ())
+    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") == "custom")]
+
+
+without_custom = BeforeValidator(_without_custom)
 
 
 class _Allowed(Fields):

@@ -147,6 +147,11 @@ class Transcription:
         return inputs | ({"return_timestamps": True} if is_long else {}), len(samples) / extractor.sampling_rate
 
 
+class _Named(io.BytesIO):
+    def __repr__(self) -> str:  # soundfile's errors contain it
+        return "it"
+
+
 def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
     """Decode a sound file, and return samples with all channels mixed into one, a numpy array float32 `[samples]`.
 
@@ -168,7 +173,7 @@ def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
 
     with (
         refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file"),
-        soundfile.SoundFile(io.BytesIO(data)) as file,
+        soundfile.SoundFile(_Named(data)) as file,
     ):
         if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
             raise bad_request(

@@ -19,11 +19,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.options import DTYPES
 from parallelformers_ng.sharding.tensors import all_tensors
 
 log = logging.getLogger("parallelformers_ng")
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def target_dtype(fp16: bool, dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -241,7 +241,6 @@ def test_verify_compares_weights_in_few_bits_too(
 ) -> None:
     assert main(["verify", "gpt2", "--quantize", "int4"]) == 0
     assert "int4     48 tensors" in capsys.readouterr().out
-    assert main(["verify", "gpt2", "--quantize", "int7"]) == 2
     whole = ExpertStack.whole
     monkeypatch.setattr(ExpertStack, "whole", lambda self: whole(self) * 1.01)  # spoils the experts of ranks
     assert main(["verify", "gpt2", "--quantize", "fp8"]) == 1
@@ -251,17 +250,6 @@ def test_verify_compares_weights_in_few_bits_too(
 def test_verify_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "gpt2"]) == 0
     assert "GPT2LMHeadModel on 2 ranks: equal; policy: written" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [["verify", "gpt2"], ["shard", "gpt2", "out"]], ids=str)
-def test_commands_need_a_rank(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--num-gpus", "0"]) == 2
-    assert "num_gpus is 0; it takes a number, at least 1" in capsys.readouterr().err
-
-
-def test_an_unknown_model_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "/nowhere/at/all"]) == 2
-    assert "/nowhere/at/all" in capsys.readouterr().err
 
 
 def test_every_model_type_has_a_source() -> None:

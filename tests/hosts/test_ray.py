@@ -25,8 +25,8 @@ from tests.helpers.server import save_served_model
 from tests.pretend_cuda.caller import believe
 from tests.pretend_cuda.ray_agent import PretendedAgent
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'parallelformers-ng[ray]'")
-serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'parallelformers-ng[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
+serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORKERS = {"launcher": "ray", "device": "cpu", "start_timeout": 600}

@@ -23,10 +23,11 @@ from parallelformers_ng.checkpoint.mapping import file_at
 from parallelformers_ng.checkpoint.nodes import leaves, of_ranks
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy, read_shard
-from parallelformers_ng.checkpoint.writing import checksum, parse_size, replaced_directory, write_safetensors
+from parallelformers_ng.checkpoint.writing import checksum, replaced_directory, write_safetensors
 from parallelformers_ng.cli import commands as cli
 from parallelformers_ng.errors import CheckpointError, NotParallelizedError, ParallelError
 from parallelformers_ng.model.parallelized import deployment_of
+from parallelformers_ng.option_checks import parse_size
 from parallelformers_ng.sharding.builder import build_plan
 from tests.helpers.damage import DAMAGE, damaged, flip_weight, save_intact
 from tests.zoo.families import CASES

@@ -255,7 +255,7 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "parallelize", lambda *_, **options: options_seen.update(options))
     monkeypatch.setattr(run.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     run.load(read_serve_options(str(file), {"strategy": "auto", "cache": "int8", "offload_folder": "o"}), Kind())
-    sizes = {0: "10GiB", 1: "4", "cpu": "1GB"}
+    sizes = {0: "10GiB", 1: 4, "cpu": "1GB"}
     assert options_seen["fit"] == FitOptions("auto", None, [1, 3], sizes, "o", "int8")
     run.load(read_serve_options(None, {"model": "a"}), Kind())
     assert options_seen["fit"] == FitOptions()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from parallelformers_ng.cli import commands
+from tests.helpers.ended_commands import ended
 from tests.helpers.patience import RESTART_SECONDS, await_end, workers_of
 from tests.helpers.real_weights import GGUF, folder_of, smollm2
 from tests.helpers.server import save_served_model
@@ -42,8 +44,14 @@ def command(folder: Path, *flags: str, **variables: str) -> Iterator[tuple[subpr
     process = subprocess.Popen([*run, "--port", "0"], env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
-        line = next(line for line in process.stderr if "serving" in line)
-        url = re.findall(r"http://\S+", line)[0]
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "serving " in line:
+                break
+        else:
+            raise AssertionError("".join(lines))
+        url = re.findall(r"http://[^\s;]+", line)[0]
         key = {"Authorization": f"Bearer {variables.get('PARALLELFORMERS_API_KEY', 'none')}"}
         with httpx.Client(base_url=url, headers=key, timeout=60, trust_env=False) as client:
             end = time.monotonic() + RESTART_SECONDS
@@ -107,12 +115,7 @@ def test_second_ctrl_c_ends_the_server_at_once(tmp_path):
     ("arguments", "why"),
     [
         (["serve"], "no model is set"),
-        (["serve", "x", "--port", "99999"], "port is 99999"),
-        (["serve", "x", "--rows", "0"], "rows is 0"),
-        (["serve", "x", "--strategy", "circle"], "strategy is 'circle'"),
-        (["serve", "x", "--ratio", "1", "0"], "ratio is [1.0, 0.0]"),
-        (["serve", "x", "--max-memory", "10GiB"], "max_memory has '10GiB'; write DEVICE=SIZE"),
-        (["serve", "--config", "no/such/file.toml"], "no/such/file.toml"),
+        (["serve", "--config", "no/such/file.toml"], "--config is 'no/such/file.toml', which cannot be read"),
         (["serve", "no/such/model", "--port", "0"], "no/such/model"),
     ],
 )
@@ -140,34 +143,67 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
     assert "x.gguf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["no/such/model"], "the folder no/such/model does not exist"),
-        (["~nobody-here/x"], "the folder ~nobody-here/x does not exist: ~nobody-here is no home directory"),
-        (["{empty}"], "it has no config.json"),
-        (["{model}", "--port", "{taken}"], "is in use; set --port to another port"),
-        (["{model}", "--port", "many"], "invalid int value: 'many'"),
-        (["{model}", "--log-level", "loud"], "log_level is 'loud'"),
-    ],
-)
-def test_startup_errors_come_before_torch_is_imported(flags, why, tmp_path):
-    """The test runs a separate process, and checks that the process has not imported torch."""
+_WRONG = [
+    ("no/such/model", "the folder no/such/model does not exist"),
+    ("~nobody-here/x", "the folder ~nobody-here/x does not exist: ~nobody-here is no home directory"),
+    ("absent.gguf", "absent.gguf does not exist"),
+    ("{empty}", "it has no config.json"),
+    ("{model} --port {taken}", "is in use; set --port to another port"),
+    ("{model} --port many", "--port: invalid int value: 'many'"),
+    ("{model} --port 99999", "--port is 99999"),
+    ("{model} --host nowhere.invalid", "cannot listen on --host nowhere.invalid"),
+    ("{model} --host 192.0.2.1", "cannot listen on --host 192.0.2.1"),
+    ("{model} --host ''", "--host is empty"),
+    ("{model} --api-key ''", "--api-key is empty; set a value, or leave the option out"),
+    ("{model} --api-key ' x'", "--api-key takes ASCII characters"),
+    ("{model} --log-level loud", "--log-level is 'loud'"),
+    ("{model} --log-format xml", "--log-format is 'xml'"),
+    ("{model} --num-gpus 0", "--num-gpus is 0; set a number of at least 1"),
+    ("{model} --dtype foo", "--dtype is 'foo'; set 'auto' or 'float16'"),
+    ("{model} --quantize int3", "--quantize is 'int3'; set 'int8' or 'int4'"),
+    ("{model} --strategy circle", "--strategy is 'circle'"),
+    ("{model} --tensor 2", "--tensor is 2"),
+    ("{model} --strategy tensor+pipeline --tensor 2 --num-gpus 3", "--tensor is 2, and 3 ranks make no stages"),
+    ("{model} --ratio 1 2 3 --num-gpus 2", "--ratio has 3 numbers, and there are 2 ranks"),
+    ("{model} --cache int4", "--cache is 'int4'"),
+    ("{model} --cache offload --device cpu", "--cache is 'offload', which needs CUDA devices"),
+    ("{model} --cache int8 --strategy pipeline", "--cache is for strategy='tensor' so far"),
+    ("{model} --max-memory 10GiB", "--max-memory has '10GiB'; write DEVICE=SIZE"),
+    ("{model} --max-memory 0=much --num-gpus 1", "--max-memory[0] is 'much'"),
+    ("{model} --max-memory 7=1GiB --num-gpus 1", "--max-memory has an unknown device 7"),
+    ("{model} --offload-folder x", "--offload-folder is for weights that do not fit in max_memory"),
+    ("{model} --chat-template {empty}/none", "--chat-template is '{empty}/none', which cannot be read: No such file"),
+    ("{model} --chat-template {broken}", "--chat-template is '{broken}', which is no template"),
+    ("{model} --media-folder {empty}/none", "--media-folder is '{empty}/none', which is no folder"),
+    ("{model} --media-folder ''", "--media-folder is empty"),
+    ("{model} --cors foo", "--cors has 'foo'; write an origin"),
+    ("{model} --lora-modules sql", "--lora-modules has 'sql'; write NAME=PATH"),
+    ("{model} --lora-modules sql={empty}", "--lora-modules: the folder {empty} is of another kind"),
+    ("{model} --lora-modules sql=org/sql", "needs peft, which is not installed: pip install '.[serve,lora]'"),
+    ("{model} --device tpu", "--device is 'tpu'"),
+    ("{model} --launcher slurm", "--launcher is 'slurm'"),
+    ("{model} --ray-address auto", "--ray-address is 'auto', which needs launcher 'ray'"),
+    ("{model} --autoscaling three", "--autoscaling has 'three'; write NAME=NUMBER"),
+    ("{model} --config {empty}", "--config is '{empty}', which cannot be read: Is a directory"),
+    *((f"{{model}} --{name} 0", f"--{name} is 0") for name in ("replicas", "rows", "waiting", "max-tokens")),
+    *((f"{{model}} --{name} -1", f"--{name} is -1") for name in ("drain", "timeout", "prefix-tokens")),
+]
+"""Words after `serve`, and the error message."""
+
+
+def test_wrong_flags_end_the_command_before_torch_is_imported(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "broken").write_text("{% for %}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        places = {"empty": tmp_path / "empty", "model": tmp_path / "model", "taken": taken.getsockname()[1]}
-        arguments = ["serve", *(flag.format(**places) for flag in flags)]
-        code = (
-            "import sys\nfrom parallelformers_ng.cli.commands import main\n"
-            f"try: status = main({arguments!r})\nexcept SystemExit as ended: status = ended.code\n"
-            "print(status, 'torch' in sys.modules)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "2 False\n", done.stderr
-    assert why in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+        places = {name: str(tmp_path / name) for name in ("empty", "model", "broken")}
+        places["taken"] = str(taken.getsockname()[1])
+        words = [["serve", *shlex.split(flags.format(**places))] for flags, _ in _WRONG]
+        results = ended(words, tmp_path)
+    for (flags, why), (status, text, has_torch) in zip(_WRONG, results, strict=True):
+        assert why.format(**places) in text, (flags, text)
+        assert (status, len(text.splitlines()), has_torch) == (2, 1, False), flags
 
 
 def test_ctrl_c_while_torch_is_imported_ends_quietly(tmp_path):

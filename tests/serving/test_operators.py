@@ -90,7 +90,7 @@ def test_each_request_has_a_line_and_an_id():
         written[0],
     )
     assert len(written) == 5
-    assert "404: 0 prompt tokens, 0 answer tokens, first token after - s" in written[-1]
+    assert re.search(r" 404: end after [\d.]+ s: 'no route has the path /nothingForged line'$", written[-1])
     assert SECRET not in out.getvalue()
 
 

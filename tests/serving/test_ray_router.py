@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'parallelformers-ng[ray]'")
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install '.[ray]'")
 
 from parallelformers_ng.serving.ray_router import FewestRequests
 

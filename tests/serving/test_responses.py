@@ -223,7 +223,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "mcp"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "response_format"),
-    ({"text": {"verbosity": "low"}}, "verbosity"),
     ({"top_logprobs": 100, "include": ["message.output_text.logprobs"]}, "logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"presence_penalty": 5}, "presence_penalty"),
