@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
@@ -178,10 +179,12 @@ class _Walk:
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names = names_in(function.__code__)
+        # In the program's code, a global may have the name of an attribute: `model`. In a library, this is rare.
+        own = names if package_of(function) in LIBRARIES else globals_in(function.__code__)
         for name in names:
             self._name(name)
             self._read_method_of_tensors(name)
-            if name not in scope or name.startswith("__"):
+            if name not in scope or name.startswith("__") or name not in own:
                 continue
             value = scope[name]
             if isinstance(value, types.ModuleType):
@@ -291,6 +294,14 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
                 yield from functions_in(inner, seen)
     if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         yield from functions_in(wrapped, seen)
+
+
+@functools.cache
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a code object, or a nested function or class, looks up in its globals."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*map(globals_in, inner))
 
 
 @functools.cache
