@@ -8,7 +8,6 @@ import copy
 import functools
 import itertools
 import os
-import pickle
 import threading
 import weakref
 import zlib
@@ -20,7 +19,7 @@ from torch import nn
 
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.sharding.attributes import REMOVED
+from parallelformers_ng.sharding.attributes import REMOVED, are_equal
 from parallelformers_ng.worker.call import Call
 
 _generators = threading.Lock()
@@ -113,7 +112,7 @@ class Snapshot:
         return (
             len(configs) == len(self._roots)
             and all(configs.get(root) is config for root, config in self._roots)
-            and all(_are_equal(vars(part), values) for _, part, values in self._parts)
+            and all(are_equal(vars(part), values) for _, part, values in self._parts)
             and not self.moved()
         )
 
@@ -190,7 +189,7 @@ class Edits:
             ParallelError, NotPortableError: see `code_count`.
         """
         before, now = self._built.values(), Snapshot(self._configurations()).values()
-        changed = {name for name in before.keys() | now.keys() if not _are_equal(before.get(name), now.get(name))}
+        changed = {name for name in before.keys() | now.keys() if not are_equal(before.get(name), now.get(name))}
         changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
@@ -225,7 +224,7 @@ class Edits:
         call.configs = {
             name: value
             for name, value in now.items()
-            if name not in before or name in moved or not _are_equal(before[name], value)
+            if name not in before or name in moved or not are_equal(before[name], value)
         } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
         call.attributes = attributes
         if attributes or call.configs:
@@ -279,14 +278,6 @@ def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
 
 
 _CONTAINERS = (list, dict, set)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal, also if they contain tensors or arrays, whose comparison is no truth value."""
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):
-        return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _copied(value: Any) -> Any:

@@ -127,7 +127,7 @@ class Parallelized(RemoteModule):
         if inputs is not None:
             kwargs["inputs"] = inputs
         cancellation = Cancellation()
-        config = kwargs.get("generation_config") or model.generation_config
+        config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
         # Beam search accepts no streamer.
         takes = inspect.signature(type(model).generate).parameters.values()
         takes_streamer = any(each.name == "streamer" or each.kind is each.VAR_KEYWORD for each in takes)
