@@ -8,8 +8,11 @@ class RecurrentGemmaPolicy(Policy):
 
     block = "RecurrentGemmaRecurrentBlock"
     plan = {
+        # `hidden_size` is only the width of a new state, before a prompt of one token.
         "": Heads(
-            "rg_lru.num_attention_heads", scaled=("lru_width",), fresh=("conv1d_state", "rg_lru.recurrent_states")
+            "rg_lru.num_attention_heads",
+            scaled=("lru_width", "hidden_size"),
+            fresh=("conv1d_state", "rg_lru.recurrent_states"),
         ),
         "linear_x": Column(),
         "linear_y": Column(),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Sequence
 from itertools import chain, starmap
 from typing import Any
@@ -19,7 +21,7 @@ from parallelformers_ng.batching.prepared import prepare
 from parallelformers_ng.batching.prompts import Prompts
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
-from parallelformers_ng.errors import UnsupportedModelError
+from parallelformers_ng.errors import DeadlineExpiredError, UnsupportedModelError
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -53,30 +55,41 @@ class Trial:
         self._edits = edits
         self.is_due = self._at_once = at_once
         self._lock = threading.Lock()
-        self._has_begun = False
+        self._thread: threading.Thread | None = None
         self.in_pieces = False
         self._why_alone = _UNKNOWN
         self._code = 0
 
-    def why_alone(self, cls: Any, config: Any, code: int = 0) -> str:
+    def why_alone(self, cls: Any, config: Any, code: int = 0, end: float = math.inf) -> str:
         """Return the reason why calls of a model run alone; "" if calls may share a batch.
 
-        The first call, and the first call after a change of `code`, starts the proof. The proof runs in this thread if
-        the trial was made with `at_once`, and otherwise in a thread of its own.
+        The first call, and the first call after a change of `code`, starts the proof in a thread of its own. Calls wait
+        for its end if the trial was made with `at_once`.
 
         Args:
             cls, config: class and configuration of the model.
             code: number of changes of the model's code so far.
+            end: deadline of the call, by `time.monotonic`.
+
+        Raises:
+            DeadlineExpiredError: the deadline passed before the proof ended.
         """
         self.is_due = True
         with self._lock:
-            if code != self._code:
-                self._code, self._has_begun, self._why_alone, self.in_pieces = code, False, _UNKNOWN, False
-            begins, self._has_begun = not self._has_begun, True
-            if begins and self._at_once:
-                self._try(cls, config, code)  # other callers wait for the lock
-        if begins and not self._at_once:
-            threading.Thread(target=self._try, args=(cls, config, code), name="batching proof", daemon=True).start()
+            if code != self._code or self._thread is None:
+                self._code, self._why_alone, self.in_pieces = code, _UNKNOWN, False
+                self._thread = threading.Thread(
+                    target=self._try, args=(cls, config, code), name="batching proof", daemon=True
+                )
+                self._thread.start()
+            thread = self._thread
+        if self._at_once:
+            thread.join(min(max(end - time.monotonic(), 0), threading.TIMEOUT_MAX))
+            if thread.is_alive():
+                raise DeadlineExpiredError(
+                    "'generate' was not sent: its deadline passed while the model was tested for batching, which later"
+                    " calls need not wait for"
+                )
         return self._why_alone
 
     def _try(self, cls: Any, config: Any, code: int) -> None:

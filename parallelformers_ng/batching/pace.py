@@ -8,6 +8,7 @@ from parallelformers_ng.batching.rounds import News, Round
 
 _ROUND_SECONDS = 0.02
 """Target seconds of a round with short steps; a new call waits at most one round. Sending a round takes 0.2 ms."""
+_LEAST_SECONDS = 1e-6  # a test may freeze the clock
 _MOST_STEPS = 8
 _LEAST_PIECE, _FIRST_PIECE = 8, 128
 """Prompt tokens in a round: the minimum, and the number before the speed is known."""
@@ -67,7 +68,7 @@ class Pace:
         if news.prompt_tokens >= max(_LEAST_PIECE, typical):
             # At most a quarter of the pass, because a step on a cold processor takes several times as long.
             fixed = min(_FIXED_SHARE * self.step_seconds, news.prompt_seconds / 4)
-            speed = news.prompt_tokens / (news.prompt_seconds - fixed)
+            speed = news.prompt_tokens / max(news.prompt_seconds - fixed, _LEAST_SECONDS)
             # Later tokens of a prompt attend to more tokens, so the next piece is as much slower again.
             trend = min(1.0, speed / self._latest_speed) if news.prompt_begin else 1.0
             # Slower at once, for the rows. A wide pass counts alone, because short passes vary more.
@@ -75,7 +76,7 @@ class Pace:
             self._speed = _careful(self._speed, speed * trend, 1.0 if is_wide else 1 / 2)
             self._latest_speed = speed
         elif not news.prompt_tokens:
-            step = (seconds - news.prompt_seconds) / order.steps
+            step = max((seconds - news.prompt_seconds) / order.steps, _LEAST_SECONDS)
             self.step_seconds = _careful(self.step_seconds, step, 1 / 8)  # one slow step must not lengthen the pieces
             self.steps = max(1, min(_MOST_STEPS, int(_ROUND_SECONDS / step)))
 

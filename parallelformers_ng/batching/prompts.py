@@ -100,10 +100,12 @@ class Prompts:
         latest: number of tokens in the latest pass, padding included.
         latest_begin: first column of the last prompt of that pass.
         ran_beside: whether the latest pass has run `beside`.
+        is_causal: whether tokens see no later tokens. If they do, a prompt runs whole, alone and without kept prefixes.
     """
 
     def __init__(self, model: Any, prefixes: Prefixes) -> None:
         self.latest, self.latest_begin, self.ran_beside = 0, 0, False
+        self.is_causal = is_causal(model)
         self._model = model
         self._prefixes = prefixes
         self._waiting: deque[BatchRow] = deque()
@@ -145,6 +147,7 @@ class Prompts:
         Raises:
             BatchingError: the model keeps a cache that rows cannot be added to.
         """
+        most = most if self.is_causal else 0
         joint = JointPass.of(self._model)
         fits = joint is not None and 0 < most <= joint.most_tokens
         pieces = self._pieces(most, MOST_STEPS - (beside is not None) if fits else 1)
@@ -223,7 +226,7 @@ class Prompts:
 
     def _kept(self, row: BatchRow) -> int:
         """Return the number of a prompt's first tokens whose keys and values are kept."""
-        reuses = row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
+        reuses = self.is_causal and row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
         return self._prefixes.length(row.ids) if reuses else 0
 
     def _step(self, piece: _Piece) -> PromptStep:
@@ -281,6 +284,12 @@ class Prompts:
         for index, columns in enumerate(empty):
             mask[index, :columns] = 0
         return Ran(rows, logits, cache, mask)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether the settings of a model's attention leave it causal."""
+    attentions = (module for module in model.modules() if getattr(module, "layer_idx", None) is not None)
+    return all(getattr(each, "is_causal", True) for each in (model.config.get_text_config(), *attentions))
 
 
 def _fits_beside(row: BatchRow, longest: int) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.prompts import Prompts, Ran, rows_of
+from parallelformers_ng.batching.prompts import Prompts, Ran, is_causal, rows_of
 from parallelformers_ng.batching.row import ENDED, FAILED, BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.slots import CapturedRows
@@ -109,6 +109,7 @@ class RankBatch:
         """Drop the kept sequences, and keep no sequence of the current rows, because the model has changed."""
         if self._batch >= 0:
             self._prefixes.forget()
+            self._prompts.is_causal = is_causal(self._model)
             for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 

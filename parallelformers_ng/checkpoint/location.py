@@ -228,13 +228,13 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{file} is damaged: it has no weight_map from names to files")
-    if any(os.path.basename(name) != name for name in weight_map.values()):
+    if any(os.path.isabs(name) or ".." in Path(name).parts for name in weight_map.values()):
         raise CheckpointError(f"{file} is damaged: it names a file outside its directory")
     try:
         paths, _ = get_checkpoint_shard_files(location.path, file, **location.download)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"a file that {file} names is missing: {error}") from error
-    files = {os.path.basename(path): open_file(path) for path in paths}
+    files = dict(zip(sorted(set(weight_map.values())), map(open_file, paths), strict=True))
     for key, name in weight_map.items():
         if key not in files[name].entries:
             raise CheckpointError(f"{file} lists {key} in {name}, and {name} has no {key}: one of the files is damaged")

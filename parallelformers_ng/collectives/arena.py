@@ -220,4 +220,6 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 free, left = int(line.split()[1]) * 1024, memory_left()
                 return free if left is None else min(free, left)
-    raise UnsupportedPlatformError("/proc/meminfo reports no available memory; the workers need Linux 5.3 or later")
+    raise UnsupportedPlatformError(
+        "/proc/meminfo reports no available memory; the workers need Linux 5.3 or later, and /proc without subset=pid"
+    )

@@ -53,7 +53,7 @@ class AgreedCriteria(StoppingCriteriaList):
         """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
 
         Args:
-            input_ids: tokens of all sequences so far, int64 `[rows, tokens]`.
+            input_ids: tokens of all sequences so far, int64 `[rows, tokens]` or `[rows, tokens, codebooks]`.
 
         Raises:
             RequestCancelledError, DivergedError: see `check`. With several CUDA ranks, only `check` raises errors.
@@ -64,25 +64,25 @@ class AgreedCriteria(StoppingCriteriaList):
             if cancelled:
                 raise cancellation_error()
             return ended
-        self._length = input_ids.shape[-1]
+        self._length = input_ids.shape[1]
         if input_ids.device.type == "cpu" and not self._sends:
             return self._agree_now(ended, input_ids, cancelled)
         rows = len(ended)
-        mine = torch.empty(2 + rows * (1 + self._sends), dtype=torch.long, device=input_ids.device)
+        mine = torch.empty(2 + rows + self._sends * input_ids[:, -1].numel(), dtype=torch.long, device=input_ids.device)
         mine[:1] = cancelled  # assignment to a slice fills on the device; assignment to an element copies from the host
         mine[1:2] = 0 if self._sends else self._take_in(input_ids)
         mine[2 : 2 + rows] = ended
         if self._sends:
-            mine[2 + rows :] = input_ids[:, -1]
+            mine[2 + rows :] = input_ids[:, -1].flatten()
         self._seen = self._communicator.all_gather(mine).view(-1, len(mine))
         if self._sends:
-            input_ids[:, -1].copy_(self._seen[0, 2 + rows :])
+            input_ids[:, -1].copy_(self._seen[0, 2 + rows :].view_as(input_ids[:, -1]))
         amiss = (self._seen[:, 0] | (self._seen[:, 1] ^ self._seen[0, 1])).any()
         return self._seen[0, 2 : 2 + rows].bool() | amiss
 
     def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, cancelled: bool) -> torch.Tensor:
         """Return what `__call__` returns. Python computes the values: on CPU each operator of torch takes longer."""
-        for row, token in enumerate(input_ids[:, -1].tolist()):
+        for row, token in enumerate(input_ids[:, -1].flatten().tolist()):
             self._fingerprint = (31 * self._fingerprint + (row + 1) * 1000003 * token) % (1 << 63)
         mine = [int(cancelled), self._fingerprint, *ended.tolist()]
         seen = self._communicator.all_gather(torch.tensor(mine)).view(-1, len(mine)).tolist()
@@ -111,7 +111,7 @@ class AgreedCriteria(StoppingCriteriaList):
 
         fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
         """
-        newest = input_ids[:, -1]
+        newest = input_ids[:, -1].flatten()
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
         self._fingerprint = (newest * self._weights).sum() + 31 * self._fingerprint

@@ -58,6 +58,8 @@ class FusedDecoderLayer(nn.Module):
         known: tuple[AttentionHalf | None, FeedHalf | None] | None = self.__dict__.get("_kernel_halves")
         if known is None or not all(half is None or half.guard.holds() for half in known):
             known = self.__dict__["_kernel_halves"] = _attention_half(self), _feed_half(self)
+            if (half := known[0] or known[1]) is not None:
+                half.guard.watch((self._modules, name) for name in self._modules)
         return known
 
     def forget(self) -> None:
@@ -70,7 +72,7 @@ def _attention_half(layer: Any) -> AttentionHalf | None:
     attention = layer.self_attn
     kind: type = type(attention)
     normed = normed_heads(kind)
-    if normed is None:
+    if normed is None or attention.training:  # in training, attention drops scores
         return None
     norms = (layer.input_layernorm, *((attention.q_norm, attention.k_norm) if normed else (None, None)))
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)

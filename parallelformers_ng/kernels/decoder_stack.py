@@ -66,10 +66,12 @@ class LayersAsOne(nn.ModuleList):
     def view(self) -> Any:
         """Return the kernels' view of the layers; None if the kernels cannot compute all layers. The view is kept until
         a parameter is replaced or moved."""
+        if any(layer.training for layer in self):
+            return None
         if not self._was_read or not all(guard.holds() for guard in self._guards):
             self._view, self._guards = self._new_view()
             self._was_read = True
-        return None if any(layer.training for layer in self) else self._view
+        return self._view
 
     def _new_view(self) -> tuple[Any, Sequence[Guard]]:
         """Return a new view of the layers, and the guards that say whether the view is still valid."""
@@ -131,6 +133,8 @@ class DecoderStack(LayersAsOne):
     def _new_view(self) -> tuple[_StackInC | None, Sequence[Guard]]:
         own_layers = [layer for layer in self if not isinstance(layer, Placed) or layer.is_here]
         stack = _StackInC.of(own_layers)
+        if stack is not None:
+            stack.guard.watch((self._modules, name) for name in self._modules)
         return stack, () if stack is None else (stack.guard,)
 
 
@@ -188,7 +192,7 @@ class _StackInC:
         flat = [half for pair in known for half in pair]
         alike = (
             len({(half.hidden, half.dtype) for half in flat}) == 1
-            and len({(id(half.config), half.heads, half.width) for half, _ in known}) == 1
+            and len({(id(half.config), half.heads, half.width, half.is_causal) for half, _ in known}) == 1
             and len({half.layer_idx for half, _ in known}) == len(known)
             and len({half.communicator for half in flat if _is_partial(half)}) <= 1
         )

@@ -28,10 +28,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticCache
 
 from parallelformers_ng.cuda_graphs.static_caches import ReusableLayer
-from parallelformers_ng.kernels.layer_halves import HARMLESS, is_rotation
+from parallelformers_ng.kernels.layer_halves import is_rotation
 from parallelformers_ng.kernels.on_devices import DeviceRMSNorm
 from parallelformers_ng.kernels.operators import Guard, is_usual, shape_of
-from parallelformers_ng.kernels.recognition import is_decoder_layer, is_gated_feed_forward, is_silu, normed_heads
+from parallelformers_ng.kernels.recognition import (
+    are_harmless,
+    is_decoder_layer,
+    is_gated_feed_forward,
+    is_silu,
+    normed_heads,
+)
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.linear import RowParallel
@@ -81,6 +87,7 @@ class DeviceStep:
             others: further arguments of the layer, by name; one is the static cache.
         """
         cache = others.pop(CACHE, None)
+        others.pop("is_causal", None)  # a single new token sees all earlier tokens in any case
         if attention_mask is None or position_embeddings is None:
             return None
         rows = hidden.shape[0]
@@ -97,7 +104,7 @@ class DeviceStep:
             and attention_mask.is_contiguous()
             and all(is_rotation(angles, (rows, 1, *angles.shape[2:]), hidden.dtype) for angles in position_embeddings)
             and all(angles.is_contiguous() for angles in position_embeddings)
-            and not any(others[name] is not None and others[name] is not False for name in others.keys() - HARMLESS)
+            and are_harmless(others)
         )
         return cls(*position_embeddings, attention_mask, cache) if fits else None
 
@@ -122,7 +129,9 @@ class DeviceLayer:
         self._norms: tuple[Any, Any] = (layer.input_layernorm, layer.post_attention_layernorm)
         self._head_norms: list[Any] = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         norms = [*self._norms, *self._head_norms]
-        self.guard = Guard([(norm, "weight") for norm in norms], (layer, attention, mlp, mlp.act_fn, *norms))
+        places = [(norm._parameters, "weight") for norm in norms]
+        places += [(module._modules, name) for module in (layer, attention, mlp) for name in module._modules]
+        self.guard = Guard(places, (layer, attention, mlp, mlp.act_fn, *norms))
 
     @classmethod
     def of(cls, layer: Any, operators: Any) -> DeviceLayer | None:

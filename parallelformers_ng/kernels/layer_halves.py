@@ -32,12 +32,12 @@ from parallelformers_ng.kernels.operators import (
     shape_of,
     spans_of,
 )
+from parallelformers_ng.kernels.recognition import are_harmless
 from parallelformers_ng.sharding.cache_names import CACHE
 from parallelformers_ng.sharding.encoding import SCALE
 from parallelformers_ng.sharding.linear import RowParallel
 
-HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
-"""Arguments of a layer that do not change the result for new tokens over a cache."""
+_READ_BY_ATTENTION = ("config", "head_dim", "is_causal", "layer_idx", "num_key_value_groups", "scaling", "training")
 
 
 def is_step(hidden: Tensor) -> bool:
@@ -49,7 +49,7 @@ class Half:
     """The kernel's arguments for one half of a decoder layer.
 
     Args:
-        above: modules that the kernel replaces, apart from `linears` and `norms`.
+        above: modules that the kernel replaces, with their children, apart from `linears` and `norms`.
         linears: linear layers in the kernel's order; the outputs of the last layer are summed over the ranks.
         norms: norms in the kernel's order; None for a norm that the layer does not have.
 
@@ -69,9 +69,11 @@ class Half:
     ) -> None:
         present = [norm for norm in norms if norm is not None]
         names = ("weight", "weight" + SCALE, "bias")
-        parameters: list[tuple[nn.Module, str]] = [(module, name) for module in linears for name in names]
-        parameters += [(norm, "weight") for norm in present]
-        self.guard = Guard(parameters, (*above, *linears, *present))
+        places: list[tuple[dict[str, Any], str]] = [(module._parameters, name) for module in linears for name in names]
+        places += [(norm._parameters, "weight") for norm in present]
+        places += [(vars(norm), "variance_epsilon") for norm in present]
+        places += [(module._modules, name) for module in above for name in module._modules]
+        self.guard = Guard(places, (*above, *linears, *present))
         last = linears[-1]
         self.communicator = last.communicator if isinstance(last, RowParallel) else None
         self.hidden, self.dtype = shape_of(linears[0])[1], data_type_of(linears[0])
@@ -120,6 +122,7 @@ class AttentionHalf(Half):
 
     def __init__(self, attention: Any, linears: Sequence[nn.Linear], norms: Sequence[FusedRMSNorm | None]) -> None:
         super().__init__((attention,), linears, norms)
+        self.guard.watch([(vars(attention), name) for name in _READ_BY_ATTENTION])
         self.layer_idx = attention.layer_idx
         self.config = attention.config
         self.width = attention.head_dim
@@ -144,18 +147,20 @@ class AttentionHalf(Half):
             position_embeddings: cosines and sines of the positions, `[batch or 1, tokens, width]` each.
             others: further arguments of the layer, by name; one is the cache.
         """
-        cache = others.pop(CACHE, None)
+        cache, is_causal = others.pop(CACHE, None), others.pop("is_causal", None)
+        batch, queries, _ = hidden.shape
         if (
             not self.may_stand_for_modules(hidden)
             or type(cache) is not DynamicCache
             or cache.offloading
             or position_embeddings is None
-            or any(others[name] is not None and others[name] is not False for name in others.keys() - HARMLESS)
+            or not are_harmless(others)
+            # A single new token sees all earlier tokens in any case.
+            or (queries > 1 and (self.is_causal if is_causal is None else is_causal) is not True)
         ):
             return None
-        batch, queries, _ = hidden.shape
         step = Step.of(self, (batch, queries), position_embeddings, attention_mask)
-        return step if step.fits and (queries == 1 or self.is_causal) and self.may_extend(cache, step) else None
+        return step if step.fits and self.may_extend(cache, step) else None
 
     def may_extend(self, cache: DynamicCache, step: Step) -> bool:
         """Return whether the kernel can read this layer's keys and values in the cache, and append new tokens.

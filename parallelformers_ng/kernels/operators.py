@@ -11,6 +11,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,28 +265,35 @@ def mask_arguments(mask: Tensor | None) -> tuple[int, int, int, int]:
 
 
 class Guard:
-    """A check whether a kernel may replace modules: the parameters are the known tensors, and no module has a hook.
+    """A check whether a kernel may replace modules: parameters, children and attributes are the known objects, and no
+    module has a hook.
 
     Every step checks hundreds of modules. The check is fast because it only passes over flat lists.
 
     Args:
-        places: pairs of a module and the name of a parameter; the parameter may be None.
+        places: pairs of a dictionary of a module and the name of a parameter (may be None), child or attribute in it.
         modules: modules that the kernel replaces. The kernel must not replace the modules if one of them has a hook.
 
     Attributes:
         patched: modules whose forward is set on the object, not on the class. These modules must be called.
     """
 
-    def __init__(self, places: Iterable[tuple[nn.Module, str]], modules: Iterable[nn.Module]) -> None:
-        places, modules = list(places), list(modules)
+    def __init__(self, places: Iterable[tuple[dict[str, Any], str]], modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         self.patched = [module for module in modules if "forward" in vars(module)]
-        self._parameters = [module._parameters for module, _ in places]
-        self._names = [name for _, name in places]
-        self._tensors = list(map(dict.get, self._parameters, self._names))
-        present = [tensor for tensor in self._tensors if tensor is not None]
-        self._first = present[:1]  # one address is enough: `to` moves all parameters of a module
+        self._dictionaries, self._names, self._values = list[dict[str, Any]](), list[str](), list[Any]()
+        self.watch(places)
+        # One address is enough: `to` moves all parameters of a module.
+        self._first = [value for value in self._values if isinstance(value, Tensor)][:1]
         self._addresses = [tensor.data_ptr() for tensor in self._first]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def watch(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
+        """Check further places, too."""
+        for dictionary, name in places:
+            self._dictionaries.append(dictionary)
+            self._names.append(name)
+            self._values.append(dictionary.get(name))
 
     @classmethod
     def together(cls, parts: Sequence[Guard]) -> Guard:
@@ -296,11 +304,11 @@ class Guard:
         return whole
 
     def holds(self) -> bool:
-        """Return whether the parameters are still the same tensors, and the first parameter is at the same address.
+        """Return whether all places have the same objects, and the first parameter is at the same address.
 
         `Module.to` may keep the tensors, and then changes the addresses of all parameters of a module.
         """
-        same = _still_contain(self._parameters, self._names, self._tensors)
+        same = _still_contain(self._dictionaries, self._names, self._values)
         return same and [tensor.data_ptr() for tensor in self._first] == self._addresses
 
     def has_hooks(self) -> bool:

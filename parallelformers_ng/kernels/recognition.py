@@ -36,6 +36,10 @@ NORMS = {
 """Known norm classes, by the name of the torch function that computes the norm. All have a weight and a
 `variance_epsilon`; the classes differ in the intermediate results that are rounded to 16 bits."""
 
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position"})
+"""Arguments of a layer that do not change the result for new tokens over a cache."""
+_HARMLESS_IF_OFF = frozenset({"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"})
+
 _TOLERANCE = 1e-4
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +62,15 @@ def agree(what: str, results: Callable[[], tuple[Tensor, Tensor]]) -> bool:
     if reason:
         _logger.warning("%s computed by the modelling code: %s", what, reason)
     return not reason
+
+
+def are_harmless(others: dict[str, Any]) -> bool:
+    """Whether further arguments of a layer leave its result unchanged. Arguments that nobody knows do not: a later
+    release of transformers may read them."""
+    return all(
+        name in _HARMLESS or (name in _HARMLESS_IF_OFF and (value is None or value is False))
+        for name, value in others.items()
+    )
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import site
 import sys
@@ -197,6 +198,8 @@ class _Walk:
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names, of_program = names_in(function.__code__), not is_library(module)
+        # In the program's code, a global may have the name of an attribute: `model`. In a library, this is rare.
+        own = globals_in(function.__code__) if of_program else names
         read = names | words_in(function.__code__) if of_program else names  # getattr takes names as strings
         for name in (read - names) & scope.keys():  # globals()["NAME"]
             if not callable(scope[name]) and not isinstance(scope[name], types.ModuleType):
@@ -207,7 +210,7 @@ class _Walk:
             self._read_method_of_tensors(name)
             if name not in scope and of_program and name in sys.modules:  # imported inside the function
                 self._read_module(sys.modules[name], read, of_program)
-            if name not in scope or name.startswith("__"):
+            if name not in scope or name.startswith("__") or name not in own:
                 continue
             value = scope[name]
             if isinstance(value, types.ModuleType):
@@ -354,6 +357,14 @@ def words_in(code: types.CodeType) -> frozenset[str]:
     """Return the names and the strings in a code object, also in nested functions."""
     inner = (words_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*inner, (part for part in code.co_consts if isinstance(part, str)))
+
+
+@functools.cache
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a code object, or a nested function or class, looks up in its globals."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*map(globals_in, inner))
 
 
 @functools.cache

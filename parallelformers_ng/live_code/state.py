@@ -91,7 +91,8 @@ def _content(part: Any) -> tuple[Any, ...] | None:
     if isinstance(part, (list, set, collections.deque)):
         return tuple(part)
     if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-        return (part.data_ptr(), part._version) if part.device.type != "meta" and not part.is_inference() else None
+        address = part.data_ptr() if part.layout is torch.strided else 0
+        return (address, part._version) if part.device.type != "meta" and not part.is_inference() else None
     if isinstance(part, types.CellType):
         return contents_of(part)
     if isinstance(part, np.ndarray):

@@ -138,8 +138,13 @@ def refuse_modes() -> None:
     """Check that no torch function mode or dispatch mode of the program is active in this thread.
 
     Raises:
-        ParallelError: a mode is active whose class does not belong to a package in `LIBRARIES`.
+        ParallelError: `torch.jit.trace` runs, or a mode is active whose class does not belong to a package in
+            `LIBRARIES`.
     """
+    if torch._C._is_tracing():
+        raise ParallelError(
+            "torch.jit.trace cannot record a parallelized model: its workers compute. Call deparallelize() first"
+        )
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

@@ -19,7 +19,7 @@ from torch import nn
 
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.sharding.attributes import REMOVED
+from parallelformers_ng.sharding.attributes import REMOVED, are_equal
 from parallelformers_ng.worker.call import Call
 
 _generators = threading.Lock()
@@ -112,7 +112,7 @@ class Snapshot:
         return (
             len(configs) == len(self._roots)
             and all(configs.get(root) is config for root, config in self._roots)
-            and all(vars(part) == values for _, part, values in self._parts)
+            and all(are_equal(vars(part), values) for _, part, values in self._parts)
             and not self.moved()
         )
 
@@ -189,7 +189,7 @@ class Edits:
             ParallelError, NotPortableError: see `code_count`.
         """
         before, now = self._built.values(), Snapshot(self._configurations()).values()
-        changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        changed = {name for name in before.keys() | now.keys() if not are_equal(before.get(name), now.get(name))}
         changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
@@ -222,7 +222,9 @@ class Edits:
 
         moved = known_configs.moved()
         call.configs = {
-            name: value for name, value in now.items() if name not in before or name in moved or before[name] != value
+            name: value
+            for name, value in now.items()
+            if name not in before or name in moved or not are_equal(before[name], value)
         } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
         call.attributes = attributes
         if attributes or call.configs:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import inspect
 import operator
 import warnings
 import weakref
@@ -126,9 +127,11 @@ class Parallelized(RemoteModule):
         if inputs is not None:
             kwargs["inputs"] = inputs
         cancellation = Cancellation()
-        config = kwargs.get("generation_config") or model.generation_config
+        config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
         # Beam search accepts no streamer.
-        if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:
+        takes = inspect.signature(type(model).generate).parameters.values()
+        takes_streamer = any(each.name == "streamer" or each.kind is each.VAR_KEYWORD for each in takes)
+        if takes_streamer and (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:
             kwargs["streamer"] = _Watched(kwargs.get("streamer"), cancellation)
 
         def run() -> Any:

@@ -83,17 +83,16 @@ class SharedCalls:
         if self._needs_graphs and not self._positions(model):
             return "its decode steps do not become CUDA graphs"
         self._check(*tokens_of(model, arguments))
-        thread = threading.get_ident()
+        thread, end = threading.get_ident(), self._replica.group.deadline(timeout)
         try:
             self._coming.add(thread)
-            call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count())
+            call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count(), end)
             call = call or shared_call(model, arguments, seed, draw_seed)
         finally:
             self._coming.discard(thread)
         if isinstance(call, str):
             return call
         call.adapters = None if self._adapters is None else self._adapters.active()
-        end = self._replica.group.deadline(timeout)
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
         with self._place():

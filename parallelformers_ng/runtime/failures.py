@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from parallelformers_ng.errors import CollectiveAbortedError, ProtocolError, WorkerError
@@ -25,6 +25,8 @@ class Description:
         message: text of the exception.
         traceback: formatted traceback.
         aborted: whether the exception follows from an aborted collective, usually because another rank raised.
+        attributes: attributes of the exception that are plain values, also its notes.
+        parts: descriptions of the exceptions of an exception group.
     """
 
     module: str
@@ -33,6 +35,8 @@ class Description:
     message: str
     traceback: str
     aborted: bool
+    attributes: dict[str, Any] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
@@ -47,7 +51,14 @@ def describe(error: BaseException, is_consequence: bool = False) -> Description:
     text = "".join(traceback.format_exception(error))
     aborted = is_consequence or isinstance(error, CollectiveAbortedError)
     return Description(
-        cls.__module__, cls.__qualname__, list(error.args) if plain else None, _message(error), text, aborted
+        cls.__module__,
+        cls.__qualname__,
+        list(error.args) if plain else None,
+        _message(error),
+        text,
+        aborted,
+        {name: value for name, value in vars(error).items() if _is_plain(value)},
+        [describe(part) for part in error.exceptions] if isinstance(error, BaseExceptionGroup) else [],
     )
 
 
@@ -64,13 +75,25 @@ def rebuild(rank: int, description: Any) -> WorkerError:
     if not isinstance(description, Description):
         raise ProtocolError(f"rank {rank} sent an exception in an unknown format")
     name, message = f"{description.module}.{description.qualname}", description.message
-    error = _rebuild_as(_find(description.module, description.qualname), description.args, message)
+    args = description.args
+    if description.parts:
+        args = [message.rpartition(" (")[0], [rebuild(rank, part) for part in description.parts]]
+    error = _rebuild_as(_find(description.module, description.qualname), args, message)
     if error is None:
         error = WorkerError(f"{name}: {message}" if message else name)
+    vars(error).update(description.attributes)
     error.rank = rank
     error.remote_traceback = description.traceback
     error.add_note(f"\nTraceback of rank {rank}:\n{error.remote_traceback.rstrip()}")
     return error
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+    return type(value) in _ARGUMENT_TYPES
 
 
 def _message(error: BaseException) -> str:
@@ -94,8 +117,11 @@ def _rebuild_as(cls: Any, args: Any, message: str) -> WorkerError | None:
         return None
     arguments = tuple(args) if isinstance(args, list) else (message,)
     # No constructor runs, so the signature does not matter. If `args` alone do not give the same text, return None.
-    error = combined.__new__(combined, *arguments)
-    error.args = arguments
+    try:
+        error = combined.__new__(combined, *arguments)
+        error.args = arguments
+    except TypeError:  # the class has a `__new__` of its own
+        return None
     return error if _message(error) == message else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -91,7 +92,8 @@ def check_count(count: Any, argument: str = "num_gpus") -> None:
 def check_platform() -> None:
     """Raise UnsupportedPlatformError if workers cannot run on this system.
 
-    Workers need Linux, a mounted /proc, and modules for threads, processes and sockets that gevent has not patched.
+    Workers need Linux, a mounted /proc, files in memory, descriptors of processes, and modules for threads, processes
+    and sockets that gevent has not patched.
     """
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
@@ -100,6 +102,17 @@ def check_platform() -> None:
         )
     if not os.path.isdir("/proc/self/fd"):
         raise UnsupportedPlatformError("parallelize needs /proc, which is not mounted here: mount -t proc proc /proc")
+    calls = {"memfd_create": lambda: os.memfd_create("test"), "pidfd_open": lambda: os.pidfd_open(os.getpid())}
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            if error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+                raise UnsupportedPlatformError(
+                    f"parallelize needs the system call {name}, which this system or its sandbox forbids ({error});"
+                    " allow it in the seccomp profile, or use Linux 5.3 or later"
+                ) from error
+            raise
     if patched := _patched_by_gevent():
         raise UnsupportedPlatformError(
             f"gevent's monkey.patch_all() has replaced {', '.join(patched)} of this process, and the threads that send"

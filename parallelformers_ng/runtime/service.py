@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import operator
@@ -145,7 +146,8 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         os.environ.clear()
         os.environ.update(boot["environment"])
         if boot["cpus"]:
-            os.sched_setaffinity(0, boot["cpus"])  # later threads of this process inherit the CPUs
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.sched_setaffinity(0, boot["cpus"])  # later threads of this process inherit the CPUs
         torch.set_num_threads(boot["threads"])
         threadpool_limits(boot["threads"])  # for numpy, which otherwise reads the setting only at import
         channel.send(FrameKind.EVENT, 0, f"importing {boot['target']}")

@@ -7,6 +7,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,16 +61,15 @@ def _with_deep_stack(make: Callable[[], Any]) -> Any:
     llguidance follows references between rules by recursion. A chain of 3,000 rules overflows the stack of an ordinary
     thread, which ends the process. The large stack is enough for every grammar of at most `MOST_CHARACTERS`.
     """
-    results: list[Any] = []
+    threads = ThreadPoolExecutor(1)
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread = threading.Thread(target=lambda: results.append(make()))
-            thread.start()
+            result = threads.submit(make)
         finally:
             threading.stack_size(before)
-    thread.join()
-    return results[0]
+    threads.shutdown(wait=False)
+    return result.result()
 
 
 _stack_size = threading.Lock()

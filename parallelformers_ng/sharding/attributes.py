@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import pickle
 from operator import attrgetter
 from typing import Any
 
@@ -61,5 +62,15 @@ def set_config(model: nn.Module, name: str, value: Any) -> None:
     whole = getattr(target, _COPY_OF, target)
     before = getattr(whole, last, None)
     for config in (whole, *(module.__dict__.get("config") for module in model.modules())):
-        if (config is whole or getattr(config, _COPY_OF, None) is whole) and getattr(config, last, None) == before:
+        if (config is whole or getattr(config, _COPY_OF, None) is whole) and are_equal(
+            getattr(config, last, None), before
+        ):
             put_attribute(config, last, value)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal, also if they contain tensors or arrays, whose comparison is no truth value."""
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):
+        return pickle.dumps(one) == pickle.dumps(other)

@@ -36,6 +36,10 @@ class HeadParallel(ParallelLayer):
     weights_at: Sequence[tuple[tuple[Place, ...], int]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[1] == sum(self.head_sizes) > 1:
+            sizes, rank = self.head_sizes, self.communicator.rank  # a rank without heads computes with head 0
+            kwargs["attention_mask"] = mask.narrow(1, sum(sizes[:rank]) if sizes[rank] else 0, max(1, sizes[rank]))
         args = tuple(map(own_part, args))
         output = super().forward(*args, **{name: own_part(value) for name, value in kwargs.items()})
         for place, dim in self.weights_at:

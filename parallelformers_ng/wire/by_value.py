@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import types
@@ -21,6 +22,18 @@ def _generator(device: str, state: bytes) -> torch.Generator:
 def _reduce_generator(generator: torch.Generator) -> tuple[Any, ...]:
     """Reduce a generator for pickle. Its state goes as bytes, because tensors of a message may go to a device."""
     return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+def _cached(parameters: dict[str, Any], function: Any) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached(function: Any) -> Any:
+    """Reduce a function with `lru_cache`: by name or by value, as cloudpickle reduces a function without it."""
+    place = cloudpickle.cloudpickle._lookup_module_and_qualname(function)
+    if place is not None and not cloudpickle.cloudpickle._is_registered_pickle_by_value(place[0]):
+        return function.__qualname__
+    return _cached, (function.cache_parameters(), function.__wrapped__)
 
 
 _reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
@@ -43,11 +56,17 @@ class ByValuePickler(cloudpickle.Pickler):
     """
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
-        {torch.Generator: _reduce_generator, types.CodeType: _reduce_code_with_file}
+        {
+            torch.Generator: _reduce_generator,
+            types.CodeType: _reduce_code_with_file,
+            functools._lru_cache_wrapper: _reduce_cached,
+        }
     )
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce a class by value with its qualified name, which cloudpickle leaves out: changes of a class name it."""
+        if type(obj) is torch.Tensor and obj.dtype.itemsize == 1 and obj.is_floating_point():
+            return torch.Tensor.view, (obj.view(torch.uint8), obj.dtype)  # torch cannot read float8 back from a pickle
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == _PARTS_OF_CLASS:
             attributes, _ = reduced[2]

@@ -108,3 +108,11 @@ def test_short_steps_share_a_round() -> None:
     pace.measure(order(0), News(), 1.0)
     assert pace.steps == 1
     assert pace.step_seconds < 0.2, "one slow step must not lengthen the pieces much"
+
+
+def test_a_clock_that_stands_still() -> None:
+    pace = Pace(PATIENCE, "cpu")
+    pace.measure(order(0), News(), 0.0)
+    pace.measure(order(64), News(prompt_tokens=64), 0.0)
+    assert pace.piece > 0
+    assert pace.steps > 0

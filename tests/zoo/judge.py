@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from parallelformers_ng.autopolicy.select import select
@@ -17,6 +18,7 @@ from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.threads import run_ranks
 from parallelformers_ng.errors import PolicyError, UnsupportedModelError
+from parallelformers_ng.generation.lockstep import agreed_criteria
 from parallelformers_ng.sharding.builder import build_plan
 from parallelformers_ng.sharding.inject import cut
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -149,7 +151,9 @@ def _answers(twin: Twin, plan: ShardPlan, communicator: Communicator, decodings:
     share = cut(twin.model, plan, communicator.rank, communicator)
     with torch.no_grad():
         outputs = [run(share.get_submodule(probe.path), probe.inputs) for probe in twin.probes]
-    return _Answers(outputs, generate(twin, share, decodings))
+    generating = [module for module in share.modules() if isinstance(module, GenerationMixin)]
+    with agreed_criteria(generating, communicator, sequence=1):
+        return _Answers(outputs, generate(twin, share, decodings))
 
 
 def _problem(twin: Twin, got: _Answers, wanted: _Answers) -> str:
