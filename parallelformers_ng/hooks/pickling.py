@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,17 +177,6 @@ class _HookPickler(ReferencePickler):
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
         self._local = local
-        self._cells: dict[int, types.CellType] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = super().reducer_override(obj)
-        if not isinstance(obj, types.FunctionType) or not obj.__closure__ or not isinstance(reduced, tuple):
-            return reduced
-        # By default cloudpickle gives each function its own cells; then two functions would no longer share a variable.
-        make, (*code, empty), *rest = reduced
-        assert len(empty) == len(obj.__closure__)
-        cells = tuple(self._cells.setdefault(id(cell), new) for cell, new in zip(obj.__closure__, empty, strict=True))
-        return make, (*code, cells), *rest
 
     def _reference(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and id(obj) in self._modules:
