@@ -21,7 +21,7 @@ from parallelformers_ng.batching.slots import CapturedRows
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.generation.lockstep import OwnStream
-from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
@@ -112,12 +112,12 @@ class RankBatch:
             for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 
-    def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
+    def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> News:
         """Run a round.
 
         Args:
             order: instructions of the caller.
-            calls: number of a new row → arguments of its `generate`, or the error if the arguments cannot be read.
+            calls: number of a new row → arguments of its `generate` and their mutable objects, or the error if the arguments cannot be read.
 
         Returns:
             This rank's report.
@@ -137,11 +137,11 @@ class RankBatch:
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
         for number, (*_, seed) in order.joins.items():
-            kwargs = calls[number]
-            if isinstance(kwargs, Description):
-                news.failed[number] = kwargs
+            joining = calls[number]
+            if isinstance(joining, Description):
+                news.failed[number] = joining
                 continue
-            objects = ObjectState(stateful_arguments(kwargs))
+            kwargs, objects = joining
             try:
                 call = prepare(self._model, kwargs)
             except Exception as error:  # wrong arguments raise the same error on every rank
@@ -180,6 +180,6 @@ class RankBatch:
                 news.ended.append(row.number)
             elif row.outcome == FAILED:
                 news.failed[row.number] = row.failure
-            if changes := row.changes():
+            if changes := row.objects.changes(again=True):
                 news.states[row.number] = parcel(changes)
         return news

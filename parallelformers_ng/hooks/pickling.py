@@ -19,15 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
-from parallelformers_ng.generation.object_state import code_of
+from parallelformers_ng.generation.object_state import Changes, Given, code_of
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
-HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any], list[int]]
-"""States of the hooks' mutable objects by number in `ObjectState`; attributes of modules: (path, name) → value; and the
+HookChanges = tuple[Changes | None, dict[tuple[str, str], Any], list[int]]
+"""Changes of the hooks' mutable objects; attributes of modules: (path, name) → value; and the
 payloads of the `HookHandle`s of removed hooks."""
 
 
@@ -74,14 +74,12 @@ class PackedHooks:
     """Hooks in the form of a message to the workers.
 
     Attributes:
-        data: pickle of the hooks.
+        data: pickle of the hooks, and of what the ranks need to follow the objects of the hooks.
         tensors: tensors to which the pickle refers by number.
-        parts: number of mutable objects that `ObjectState` finds in the hooks, in the caller and on each worker.
     """
 
     data: bytes
     tensors: list[torch.Tensor]
-    parts: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
@@ -96,16 +94,15 @@ def is_of_library(hook: Any) -> bool:
     return str(place).startswith(LIBRARIES)
 
 
-def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHooks:
+def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given | None = None) -> PackedHooks:
     """Pickle hooks of a model for the workers.
-
-    The result has `parts` 0; `CallHooks` sets the number.
 
     Args:
         model: model with the hooks.
         hooks: hooks to pickle.
         local: list to which objects are added that stay in the caller's process; the payload of their
             handles is an index.
+        given: what the ranks need to follow the objects of the hooks; None for a trial.
 
     Raises:
         ParallelError: a hook cannot be sent.
@@ -113,7 +110,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump(list(hooks))
+            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump((list(hooks), given))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
@@ -126,8 +123,8 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> list[Hook]:
-    """Return the unpickled hooks, on a worker that has received the tensors of the hooks.
+def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
+    """Return the unpickled hooks and what is needed to follow their objects, on a worker that has received the tensors of the hooks.
 
     Args:
         packed: result of `pack` in the caller's process.

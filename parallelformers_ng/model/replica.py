@@ -18,7 +18,8 @@ from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, PlacementError, WorkerError
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_parts import put_items
+from parallelformers_ng.generation.object_state import ObjectState, roots_of, tensors_of
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
@@ -169,13 +170,13 @@ class Dispatcher:
             if not group.alive:
                 group, incarnation, _ = self.replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
+            state, tensors = None, tensors_of(args, kwargs)
             if not all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
+                if roots := roots_of(args, kwargs):
+                    state = ObjectState(roots)
+                    if hooks is not None:
+                        hooks.check_apart_from(state)
                 args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))
-            state = None
-            if any(kwargs.get(name) is not None for name in STATEFUL):
-                state = ObjectState(stateful_arguments(kwargs))
-                if hooks is not None:
-                    hooks.check_apart_from(state)
             call = Call(
                 path,
                 method,
@@ -187,7 +188,7 @@ class Dispatcher:
                 cache_block=next(registry.blocks),
                 streams=options.streamer is not None,
                 has_caches=bool(caches),
-                returns_state=state is not None and bool(state.parts),
+                given=state.given() if state is not None and state.parts else None,
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
@@ -203,6 +204,8 @@ class Dispatcher:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if state is not None:
                     state.restore(answer.states)
+                for index, written in answer.written.items():
+                    put_items(tensors[index], written)
                 if hooks is not None:
                     hooks.bring_home(answer.hook_changes, receive)
                 if answer.uncaptured and options.not_captured is not None:

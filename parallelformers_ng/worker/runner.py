@@ -27,7 +27,7 @@ from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import deferring
 from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, roots_of, tensors_of
 from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
@@ -156,11 +156,11 @@ class ModelRunner(RankWeights):
         self._prepare(call)
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
+        state = None if call.given is None else ObjectState.on_rank(call.given, roots_of(args, kwargs))
+        tensors = tensors_of(args, kwargs)
+        versions = [tensor._version for tensor in tensors]
         if call.has_caches:
             args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
-        state = ObjectState(stateful_arguments(kwargs)) if call.returns_state else None
-        if state is not None:
-            state.remember()
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
         module = self.model.get_submodule(call.path)
@@ -193,7 +193,8 @@ class ModelRunner(RankWeights):
             output=output,
             rng=draws.moved(),
             caches={number: self.caches.info(number) for number in used},
-            states=state.changes() if state is not None else {},
+            states=None if state is None else state.changes(),
+            written={i: each for i, each in enumerate(tensors) if each._version != versions[i]},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
             assistant_settings={} if assistance is None else self.assistant.changed_settings(),
@@ -208,15 +209,16 @@ class ModelRunner(RankWeights):
             Exception: an error of the forward pass.
         """
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
-        calls: dict[int, dict[str, Any] | Description] = {}
+        calls: dict[int, tuple[dict[str, Any], ObjectState] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
             try:
                 call: Call = unpack(data, outside, self.device)
+                self._prepare(call)
+                given = call.given
+                objects = ObjectState(()) if given is None else ObjectState.on_rank(given, roots_of((), call.kwargs))
+                calls[number] = call.kwargs, objects
             except NotPortableError as error:
                 calls[number] = describe(error)
-                continue
-            self._prepare(call)
-            calls[number] = call.kwargs
         if self.kept.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)
