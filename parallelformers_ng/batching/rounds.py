@@ -25,7 +25,7 @@ from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
-from parallelformers_ng.wire.message import parcel
+from parallelformers_ng.wire.message import parcel, unpack
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Round:
         adapters: active adapters of all rows; None for a model without adapters.
         positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
         most_rows: most rows of the batch.
+        updates: number of a row → parcel with what other threads of the caller changed in the row's objects.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Round:
     adapters: ActiveAdapters | None = None
     positions: int = 0
     most_rows: int = 1
+    updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -117,7 +119,8 @@ class RankBatch:
 
         Args:
             order: instructions of the caller.
-            calls: number of a new row → arguments of its `generate` and their mutable objects, or the error if the arguments cannot be read.
+            calls: number of a new row → arguments of its `generate` with their mutable objects, or the error if the
+                arguments cannot be read.
 
         Returns:
             This rank's report.
@@ -149,6 +152,11 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects))
+
+        if order.updates:
+            for row in (*self._rows, *self._prompts, *rows_of(late)):
+                if row.number in order.updates:
+                    row.objects.restore(unpack(*order.updates[row.number], self._model.device), wins=True)
 
         def step() -> None:
             changed_rows.update(self._rows.run(1, order.positions, order.most_rows))

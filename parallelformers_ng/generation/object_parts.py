@@ -177,7 +177,13 @@ def state_of(part: Any) -> Any:
         return part.detach().clone()
     if isinstance(part, torch.Generator):
         return part.get_state()
-    return part.__reduce_ex__(4)[2] if isinstance(part, _WITH_STATE) else part.copy() if isinstance(part, np.ndarray) else items_of(part)
+    return (
+        part.__reduce_ex__(4)[2]
+        if isinstance(part, _WITH_STATE)
+        else part.copy()
+        if isinstance(part, np.ndarray)
+        else items_of(part)
+    )
 
 
 def put_items(part: Any, items: Any) -> None:

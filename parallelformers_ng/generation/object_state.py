@@ -1,9 +1,9 @@
 """Copies changes of objects between the caller and the workers: a processor that counts, a stop flag, a list of a hook.
 
 The workers get copies of the caller's objects, and change the copies. Caller and workers visit the objects in the same
-order, so each mutable part has the same number in every process. A process sends the changes of its parts, and the other
-process writes these changes to its own parts, in place. What the program's other threads change during a call goes to
-the ranks in the same way.
+order, so each mutable part has the same number in every process. A process sends the changes of its parts, and the
+other process writes these changes to its own parts, in place. What other threads of the program change during a call
+goes to the ranks in the same way.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that accept objects with the caller's code."""
 
 
+TAKEN = Handle("taken")
+"""Event of rank 0: the ranks have written the latest update of the caller's objects to their copies."""
+
+
 @dataclass
 class Changes:
     """Changes of parts in the form of a message: a pickle, and the tensors to which it refers by number."""
@@ -52,9 +56,11 @@ class Given:
         shape: checksum of the kinds of all parts, in their order.
         places: values of classes, functions and modules that a rank may have by import: place → (values of attributes
             by name, values of variables of enclosing functions by index).
+        is_live: whether the caller sends what other threads change during the call.
     """
 
     shape: int
+    is_live: bool = False
     places: list[tuple[Place, dict[str, Any], dict[int, Any]]] = field(default_factory=list)
 
 
@@ -68,7 +74,6 @@ class ObjectState:
 
     Attributes:
         parts: mutable parts, in the order of their numbers.
-        has_own_code: whether the program's code or objects are among the parts, which other threads may change.
     """
 
     def __init__(self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> None:
@@ -78,7 +83,7 @@ class ObjectState:
         self._names: dict[int, Names] = {}
         self._before: list[list[Any]] = []
         self._digests: dict[int, bytes] = {}
-        self._unconfirmed = set[tuple[int, Any]]()
+        self._unconfirmed = set[tuple[int, int, Any]]()
         seen, pending = dict[int, Any](), [*roots][::-1]
         while pending:
             obj = pending.pop()
@@ -122,8 +127,11 @@ class ObjectState:
         self._numbers[id(obj)] = len(self.parts)
         self.parts.append(obj)
 
-    def given(self) -> Given:
+    def given(self, live: bool = False) -> Given:
         """Return what the ranks need to follow the same objects.
+
+        Args:
+            live: whether `update` is called while the ranks run the call.
 
         Raises:
             NotPortableError: code reads an object with which threads signal each other from a module or class.
@@ -137,12 +145,12 @@ class ObjectState:
                 cells = getattr(part, "__closure__", None) or ()
                 closed = {index: items_of(cell)[0] for index, cell in enumerate(cells) if items_of(cell)}
                 places.append((part, self._values(attributes), self._values(closed)))
-        return Given(self._shape(), places)
+        if live:
+            self.remember()
+        return Given(self._shape(), live, places)
 
     @classmethod
-    def on_rank(
-        cls, given: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
-    ) -> ObjectState:
+    def on_rank(cls, given: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> ObjectState:
         """Return the state of a call on a rank, and remember its parts. The arguments are those of the constructor.
 
         Raises:
@@ -174,6 +182,11 @@ class ObjectState:
             or isinstance(value, (tuple, frozenset))
             or (id(value) in self._numbers and not isinstance(value, CODE))
         }
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether classes or functions of the program are among the parts: other threads may change the objects."""
+        return any(isinstance(part, Place) for part in self.parts)
 
     def shares(self, other: ObjectState) -> bool:
         """Return whether any object, apart from code, belongs to this state and to the other state."""
@@ -272,8 +285,16 @@ class ObjectState:
         order = [*now] if keys != [*now] else None
         return (changed, removed, order) if changed or removed or order else None
 
+    def update(self) -> Changes | None:
+        """Return what other threads have changed in this process, for the ranks; None until the ranks have taken the
+        previous update."""
+        try:
+            return None if self._unconfirmed else self.changes(again=True)
+        except RuntimeError:  # another thread changed a dictionary or list while it was read; look again later
+            return None
+
     def confirm(self) -> None:
-        """Note that the ranks have written the latest changes of `changes`."""
+        """Note that the ranks have taken the latest update."""
         self._unconfirmed = set()
 
     def restore(self, changes: Changes | None, back: Callable[[Any], Any] | None = None, wins: bool = False) -> None:
@@ -293,7 +314,8 @@ class ObjectState:
             kind, value = reference
             if kind == "part":
                 return self.parts[value]
-            return changes.tensors[value] if kind == "tensor" else value if back is None else back(value)
+            handle = kind == "handle" and Handle(*value)
+            return changes.tensors[value] if not handle else handle if back is None else back(handle)
 
         for number, (named, new) in ReferenceUnpickler(changes.data, resolve).load().items():
             part = self.parts[number]
@@ -314,7 +336,7 @@ class ObjectState:
                     self._note(old[1] if type(old[1]) is list and self._before else ())
 
     def _write(self, place: tuple[int, int], change: Any, put: Callable[[Any, Any], None], wins: bool) -> None:
-        """Write changed attributes (`place[1]` is 0) or items of a dictionary (1) of the part with the number `place[0]`."""
+        """Write changed attributes (`place[1]` is 0) or items of a dictionary (1) of the part `place[0]`."""
         part, old = self.parts[place[0]], self._before[place[0]][place[1]] if self._before else None
         now = {} if wins or old is None else items_of(part) if place[1] else attributes_of(part)
         changed, removed, _ = change
@@ -343,8 +365,9 @@ class ObjectState:
             if tensors is not None and type(obj) is torch.Tensor:
                 tensors.append(obj)
                 return "tensor", len(tensors) - 1
-            stand_in = obj if self._stand_in is None or not isinstance(obj, (Cache, nn.Module)) else self._stand_in(obj)
-            return None if stand_in is obj else ("handle", stand_in)
+            if self._stand_in is not None and isinstance(obj, (Cache, nn.Module)):
+                obj = self._stand_in(obj)
+            return ("handle", (obj.kind, obj.payload)) if isinstance(obj, Handle) else None
 
         buffer = io.BytesIO()
         ReferencePickler(buffer, reference).dump(value)

@@ -124,7 +124,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given
 
 
 def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
-    """Return the unpickled hooks and what is needed to follow their objects, on a worker that has received the tensors of the hooks.
+    """Return the hooks, and what is needed to follow their objects, on a worker that has received the tensors.
 
     Args:
         packed: result of `pack` in the caller's process.

@@ -39,8 +39,8 @@ _BY_VALUE = 6
 """Length of the tuple to which cloudpickle reduces a class or function by value."""
 _numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _own: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""Classes and functions that this process has sent by value. An answer with such an object gets the object itself back,
-because a copy would fail `isinstance`, and cloudpickle would write the state of the copy to the class of the program."""
+"""Classes and functions that this process has sent by value. An answer with a copy of such an object gets the object
+itself: a copy would fail `isinstance`, and cloudpickle would write the copy's state to the program's class."""
 _lock = threading.Lock()
 
 

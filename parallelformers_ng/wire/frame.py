@@ -5,9 +5,9 @@ A frame:
     fixed part | sizes | pickle | tensor bytes      [+ file descriptors, SCM_RIGHTS]
 
 `sizes` has one int64 for the pickle and one for each object outside the pickle: the bytes of a tensor, -1 for an open
-file, or -1 - the bytes of a tensor in a memfd of its own. Each tensor begins on a cache line. A variable part (all but the fixed part) longer than 64 KiB is written
-once into a sealed memfd. All receivers get the memfd's descriptor and map the memfd privately and writable. No process
-copies the memfd, writes stay private, and no name appears in /dev/shm.
+file, or -1 - the bytes of a tensor in a memfd of its own. Each tensor begins on a cache line. A variable part (all but
+the fixed part) longer than 64 KiB is written once into a sealed memfd. All receivers get the memfd's descriptor and map
+the memfd privately and writable. No process copies the memfd, writes stay private, and no name appears in /dev/shm.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class FrameKind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
+    UPDATE = 8  # what other threads of the caller changed in the arguments of the running request
     DONE = 7  # the request ran, and the rank's value is None or not needed; the frame has no message
 
 

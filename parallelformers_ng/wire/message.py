@@ -51,8 +51,8 @@ _LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
 _OWN_BYTES = 128 << 10
 _MOST_OWN = 64
-"""An answer sends several tensors of at least 128 KiB in memory of their own, at most 64: a tensor that the program keeps
-must not keep the memory of all others. The caller copies smaller tensors, which is as fast."""
+"""An answer sends several tensors of at least 128 KiB in memory of their own, at most 64: a tensor that the program
+keeps must not keep the memory of all others. The caller copies smaller tensors, which is as fast."""
 
 
 @dataclass(slots=True)
