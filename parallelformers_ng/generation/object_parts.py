@@ -166,7 +166,9 @@ def items_of(part: Any) -> Any:
         return part.typecode, part.tobytes()
     if isinstance(part, bytearray):
         return bytes(part)
-    if isinstance(part, (torch.Generator, *_WITH_STATE)):
+    if isinstance(part, torch.Generator):
+        return part.get_state().numpy().tobytes()
+    if isinstance(part, _WITH_STATE):
         return pickle.dumps(state_of(part))
     return None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cloudpickle.cloudpickle import _should_pickle_by_reference
 from torch import nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
@@ -53,12 +54,14 @@ class Given:
     """What the ranks need to follow the objects of a call.
 
     Attributes:
+        imported: classes and functions that a rank imports, before it reads functions of the same modules.
         shape: checksum of the kinds of all parts, in their order.
         places: values of classes, functions and modules that a rank may have by import: place → (values of attributes
             by name, values of variables of enclosing functions by index).
         is_live: whether the caller sends what other threads change during the call.
     """
 
+    imported: list[Any]
     shape: int
     is_live: bool = False
     places: list[tuple[Place, dict[str, Any], dict[int, Any]]] = field(default_factory=list)
@@ -147,7 +150,9 @@ class ObjectState:
                 places.append((part, self._values(attributes), self._values(closed)))
         if live:
             self.remember()
-        return Given(self._shape(), live, places)
+        codes = [part for part in self.parts if isinstance(part, (type, types.FunctionType))]
+        imported = [part for part in codes if _should_pickle_by_reference(part)]
+        return Given(imported, self._shape(), live, places)
 
     @classmethod
     def on_rank(cls, given: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> ObjectState:
@@ -260,7 +265,9 @@ class ObjectState:
                 (number, kind, key)
                 for number, each in found.items()
                 for kind, change in enumerate(each)
-                for key in ((*change[0], *change[1]) if type(change) is tuple else (None,))
+                for key in (
+                    () if change is None else (*change[0], *change[1]) if self._is_mapping(number, kind) else (None,)
+                )
             }
         tensors = list[torch.Tensor]()
         try:
@@ -271,6 +278,9 @@ class ObjectState:
                 f"what this call changed in its arguments ({names}) cannot be copied between the workers and this"
                 f" process: {error}. Store only values there that can be pickled"
             ) from error
+
+    def _is_mapping(self, number: int, kind: int) -> bool:
+        return kind == 0 or isinstance(self.parts[number], dict)
 
     def _changed(self, now: dict[Any, Any], before: dict[Any, Any]) -> Any:
         """Return (changed items, removed keys, all keys if their order changed); None without a change."""
@@ -362,7 +372,9 @@ class ObjectState:
         def reference(obj: Any) -> Any:
             if (number := self._numbers.get(id(obj))) is not None:
                 return "part", number
-            if tensors is not None and type(obj) is torch.Tensor:
+            if type(obj) is torch.Tensor:
+                if tensors is None:  # torch's own pickle of a tensor differs from one time to the next
+                    return "tensor", object_parts.items_of(obj)
                 tensors.append(obj)
                 return "tensor", len(tensors) - 1
             if self._stand_in is not None and isinstance(obj, (Cache, nn.Module)):

@@ -161,8 +161,13 @@ class Dispatcher:
         """
         end = self.replica.current[0].deadline(options.timeout)
         registry, caches = self.replica.caches, dict[int, Cache]()
+        is_plain = all(isinstance(value, PLAIN) for value in (*args, *kwargs.values()))
+        roots = [] if is_plain else roots_of(args, kwargs)
+        state = ObjectState(roots) if roots else None
+        # Calls whose objects may be shared run one after another: each call starts with the changes of the last call.
+        alone = state is not None and bool(state.parts) and (method != "generate" or state.has_own_code)
         with (
-            self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
+            self.hooks.turn(end) if alone or may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
             self.stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
@@ -170,13 +175,11 @@ class Dispatcher:
             if not group.alive:
                 group, incarnation, _ = self.replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
-            state, live, tensors = None, False, tensors_of(args, kwargs)
-            if not all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
-                if roots := roots_of(args, kwargs):
-                    state = ObjectState(roots)
-                    live = method != "forward" and state.has_own_code
-                    if hooks is not None:
-                        hooks.check_apart_from(state)
+            live, tensors = alone and method != "forward", tensors_of(args, kwargs)
+            if not is_plain:
+                state = ObjectState(roots) if alone else state
+                if hooks is not None and state is not None:
+                    hooks.check_apart_from(state)
                 args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))
             call = Call(
                 path,

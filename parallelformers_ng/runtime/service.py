@@ -23,6 +23,7 @@ from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures, titles
 from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
+from parallelformers_ng.wire import by_value
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
@@ -156,6 +157,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     Raises:
         ChannelClosedError: the parent has closed the connection.
     """
+    by_value.in_rank = True
     try:
         sys.path[:] = boot["path"]
         os.environ.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import threading
 import types
 import uuid
@@ -62,6 +63,15 @@ def _find_or_make(number: str, make: Callable[..., Any], args: tuple[Any, ...]) 
     return obj
 
 
+in_rank = False
+"""Whether this process is a rank: there, functions of a module that the rank has imported get the module's globals."""
+
+
+def _make_in_module(module: str, make: Callable[..., Any], code: types.CodeType, scope: Any, *rest: Any) -> Any:
+    imported = sys.modules.get(module) if in_rank else None
+    return make(code, scope if imported is None else vars(imported), *rest)
+
+
 def _fill(obj: Any, numbered: tuple[str, Callable[[Any, Any], Any], Any]) -> None:
     number, fill, state = numbered
     if _own.get(number) is not obj:
@@ -91,11 +101,17 @@ class ByValuePickler(cloudpickle.Pickler):
         make, args, state, *no_items, fill = reduced
         if isinstance(obj, type):
             state[0]["__qualname__"] = obj.__qualname__
-        elif obj.__closure__:
-            # By default cloudpickle gives each function its own cells; two functions would no longer share a variable.
+        else:
             *code, empty = args
-            cells = zip(obj.__closure__, empty, strict=True)
-            args = *code, tuple(self._cells.setdefault(id(cell), new) for cell, new in cells)
+            if empty:
+                # By default cloudpickle gives each function its own cells; functions would no longer share a variable.
+                cells = zip(obj.__closure__, empty, strict=True)
+                empty = tuple(self._cells.setdefault(id(cell), new) for cell, new in cells)
+            args = *code, empty
+            module = sys.modules.get(obj.__module__ or "__main__")
+            by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+            if obj.__module__ not in by_value and module is not None and obj.__globals__ is vars(module):
+                make, args = _make_in_module, (obj.__module__, make, *args)
         number = _number_of(obj)
         return _find_or_make, (number, make, args), (number, fill, state), *no_items, _fill
 

@@ -62,6 +62,10 @@ class Call:
     adapters: ActiveAdapters | None = None
     code: CodeChanges | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, first the modules to import: functions of these modules get the modules' globals."""
+        return {"given": self.given, **vars(self)}
+
 
 @dataclass
 class Assistance:
