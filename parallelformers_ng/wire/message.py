@@ -232,6 +232,8 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         raise NotPortableError(
             f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        frame.body = memoryview(b"")  # the group's thread keeps the frame until the next request
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
