@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, roots_of
+from parallelformers_ng.generation.arguments import STATEFUL, roots_of
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _ARGUMENTS = ("input_ids", "attention_mask", "generation_config", "tokenizer", *STATEFUL)

@@ -7,8 +7,8 @@ import functools
 import types
 from typing import Any
 
+from parallelformers_ng.generation.arguments import code_of
 from parallelformers_ng.generation.object_parts import is_own_code
-from parallelformers_ng.generation.object_state import code_of
 
 _MUTATORS = frozenset({
     "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",

@@ -16,9 +16,9 @@ import torch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.arguments import stateful_arguments
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
-from parallelformers_ng.generation.object_state import stateful_arguments
 from parallelformers_ng.generation.written_globals import globals_written_by
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes

@@ -16,10 +16,11 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, NotPortableError, PlacementError, WorkerError
+from parallelformers_ng.generation.arguments import roots_of, tensors_of
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_parts import put_items
-from parallelformers_ng.generation.object_state import TAKEN, ObjectState, roots_of, tensors_of
+from parallelformers_ng.generation.object_state import TAKEN, ObjectState
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters

@@ -23,6 +23,7 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.arguments import STATEFUL, roots_of, tensors_of
 from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import deferring
@@ -33,7 +34,7 @@ from parallelformers_ng.generation.lockstep import (
     devices_alike,
     shared_draws,
 )
-from parallelformers_ng.generation.object_state import STATEFUL, Changes, ObjectState, roots_of, tensors_of
+from parallelformers_ng.generation.object_state import Changes, ObjectState
 from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
