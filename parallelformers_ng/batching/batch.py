@@ -129,8 +129,12 @@ class Batch:
         positions = min((ticket.positions for ticket in self._running.values()), default=0) if self.steps else 0
         if positions and self.room is not math.inf:
             positions = max(positions, int(self.room))  # without a recording, a step copies the whole cache
-        rows = self._options.rows
-        return Round(self._batch, calls, leaves, *limits, self._pace.steps, self._adapters, positions, rows)
+        rows, updates = self._options.rows, dict[int, tuple[bytes, int]]()
+        for number, ticket in self._running.items():
+            update, ticket.update = ticket.update, None
+            if update is not None:
+                updates[number] = update
+        return Round(self._batch, calls, leaves, *limits, self._pace.steps, self._adapters, positions, rows, updates)
 
     def _admitted(self) -> dict[int, Ticket]:
         """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
@@ -162,6 +166,8 @@ class Batch:
         changed = [self._running[number] for number in (*news[0].tokens, *news[0].failed)]
         for number, tokens in news[0].tokens.items():
             self._running[number].take(tokens)
+        for number in order.updates.keys() & self._running.keys():
+            self._running[number].states.append(None)
         for rank, report in enumerate(news):
             for number, changes in report.states.items():
                 self._running[number].states.append(changes)

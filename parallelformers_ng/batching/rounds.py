@@ -21,11 +21,11 @@ from parallelformers_ng.batching.slots import CapturedRows
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.cuda_graphs.captured import CapturedSteps
 from parallelformers_ng.generation.lockstep import OwnStream
-from parallelformers_ng.generation.object_state import ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.runtime.failures import Description, describe
 from parallelformers_ng.sharding import look_ups
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
-from parallelformers_ng.wire.message import parcel
+from parallelformers_ng.wire.message import parcel, unpack
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Round:
         adapters: active adapters of all rows; None for a model without adapters.
         positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
         most_rows: most rows of the batch.
+        updates: number of a row → parcel with what other threads of the caller changed in the row's objects.
     """
 
     batch: int
@@ -56,6 +57,7 @@ class Round:
     adapters: ActiveAdapters | None = None
     positions: int = 0
     most_rows: int = 1
+    updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -113,12 +115,13 @@ class RankBatch:
             for row in (*self._rows, *self._prompts, *rows_of(self._late)):
                 row.may_be_kept = False
 
-    def run(self, order: Round, calls: Mapping[int, dict[str, Any] | Description]) -> News:
+    def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> News:
         """Run a round.
 
         Args:
             order: instructions of the caller.
-            calls: number of a new row → arguments of its `generate`, or the error if the arguments cannot be read.
+            calls: number of a new row → arguments of its `generate` with their mutable objects, or the error if the
+                arguments cannot be read.
 
         Returns:
             This rank's report.
@@ -138,11 +141,11 @@ class RankBatch:
         self._rows.leave(order.leaves)
         self._prompts.leave(order.leaves)
         for number, (*_, seed) in order.joins.items():
-            kwargs = calls[number]
-            if isinstance(kwargs, Description):
-                news.failed[number] = kwargs
+            joining = calls[number]
+            if isinstance(joining, Description):
+                news.failed[number] = joining
                 continue
-            objects = ObjectState(stateful_arguments(kwargs))
+            kwargs, objects = joining
             try:
                 call = prepare(self._model, kwargs)
             except Exception as error:  # wrong arguments raise the same error on every rank
@@ -150,6 +153,11 @@ class RankBatch:
                 continue
             stream = None if seed is None else OwnStream(seed, self._model.device)
             self._prompts.add(BatchRow(number, call, stream, objects))
+
+        if order.updates:
+            for row in (*self._rows, *self._prompts, *rows_of(late)):
+                if row.number in order.updates:
+                    row.objects.restore(unpack(*order.updates[row.number], self._model.device), wins=True)
 
         def step() -> None:
             changed_rows.update(self._rows.run(1, order.positions, order.most_rows))
@@ -181,6 +189,6 @@ class RankBatch:
                 news.ended.append(row.number)
             elif row.outcome == FAILED:
                 news.failed[row.number] = row.failure
-            if changes := row.changes():
+            if changes := row.objects.changes(again=True):
                 news.states[row.number] = parcel(changes)
         return news

@@ -80,7 +80,6 @@ class BatchRow:
         self._untold: list[int] = []  # tokens that were not sent to the caller yet
         self.may_be_kept = self.prompt_is_plain
         self.padding = 0 if self.may_be_kept else int(self.prompt_mask[0].to(torch.uint8).argmax())
-        self.objects.remember()
 
     @property
     def ids(self) -> torch.Tensor:
@@ -178,13 +177,3 @@ class BatchRow:
         """Return the tokens that have not been sent to the caller yet. The tokens count as sent from now on."""
         news, self._untold = self._untold, []
         return news
-
-    def changes(self) -> dict[int, Any]:
-        """Return the new states of the caller's objects that changed since the last call of this method.
-
-        Returns:
-            Number of a changed part → its state, as in `ObjectState.changes`.
-        """
-        if changes := self.objects.changes():
-            self.objects.remember()
-        return changes

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.arguments import STATEFUL, roots_of
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
 _ARGUMENTS = ("input_ids", "attention_mask", "generation_config", "tokenizer", *STATEFUL)
@@ -124,7 +125,7 @@ def shared_call(
         kwargs["max_time"] = None
     if setting("do_sample") and seed is None and draw_seed is not None:
         seed = draw_seed()
-    return SharedCall(kwargs, seed, tokens_of(model, arguments), endings, ObjectState(stateful_arguments(kwargs)))
+    return SharedCall(kwargs, seed, tokens_of(model, arguments), endings, ObjectState(roots_of((), kwargs)))
 
 
 def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -13,7 +13,9 @@ import torch
 from parallelformers_ng.batching.sharing import SharedCall
 from parallelformers_ng.errors import DeadlineExpiredError, DivergedError, RequestTimeoutError
 from parallelformers_ng.runtime.failures import Description, rebuild
+from parallelformers_ng.runtime.group import LOOK_SECONDS
 from parallelformers_ng.runtime.limits import cancellation_of_thread
+from parallelformers_ng.wire.message import parcel as packed
 from parallelformers_ng.wire.message import unpack
 
 _MOST_FAILURES = 3
@@ -31,7 +33,8 @@ class Ticket:
 
     Attributes:
         tokens: new tokens so far.
-        states: parcels with new states of the call's processors and criteria.
+        states: parcels with changes of the call's processors and criteria; None says that the ranks took the `update`.
+        update: parcel with what other threads have changed in the objects, for the next round; or None.
         runs: whether the call has a row.
         ended: whether no further token will come.
         error: error that ended the call: an exception, or the number of a rank and its description of an exception.
@@ -53,7 +56,8 @@ class Ticket:
         self.call, self.parcel, self.positions, self.arrived = call, parcel, positions, arrived
         self._on_tokens = on_tokens
         self.tokens: list[int] = []
-        self.states: deque[tuple[bytes, int]] = deque()
+        self.states: deque[tuple[bytes, int] | None] = deque()
+        self.update: tuple[bytes, int] | None = None
         self.runs = self.ended = self.lost = self.given_up = False
         self.error: BaseException | tuple[int, Description] | None = None
         self.failures = self.suspect = 0
@@ -145,12 +149,18 @@ class Ticket:
         """
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
+        next_look = time.monotonic() + LOOK_SECONDS
         new_count, ids = 0, self.call.prompt
+        pause = LOOK_SECONDS if self.call.objects.has_own_code else threading.TIMEOUT_MAX
         while True:
             cancellation.check()
             ended = self.ended  # read before the tokens, because no token comes after the end
             while self.states:
-                self.call.objects.restore(unpack(*self.states.popleft()))
+                changes = self.states.popleft()
+                if changes is None:
+                    self.call.objects.confirm()
+                else:
+                    self.call.objects.restore(unpack(*changes))
             before, ids, is_last = ids, *self.call.follow(ids, self.tokens[new_count:])
             new_count = ids.shape[1] - self.call.prompt.shape[1]
             if self._on_tokens is not None and ids is not before:
@@ -165,8 +175,14 @@ class Ticket:
             if self.lost:
                 return None
             try:
-                self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+                if pause == LOOK_SECONDS and time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_SECONDS
+                    if (update := self.call.objects.update()) is not None:
+                        self.update = packed(update)
+                self._bell.get(timeout=min(max(end - time.monotonic(), 0.0), pause))
             except queue.Empty:
+                if time.monotonic() < end:
+                    continue
                 new_count = len(self.tokens)
                 if not self.runs and not new_count:
                     text = "'generate' did not get its turn in the batch before its deadline"

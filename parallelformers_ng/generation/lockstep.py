@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,28 @@ from transformers.generation import GenerationMode
 
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.errors import DivergedError
+from parallelformers_ng.generation.object_state import TAKEN, ObjectState
 from parallelformers_ng.runtime.limits import cancellation_error
+
+_CANCELLED, _UPDATED = 1, 2
+
+
+class LiveChanges:
+    """What other threads of the caller change in the objects of a call while the call runs.
+
+    Args:
+        emit: connection to the caller, `runtime.service.Emitter`.
+        objects: the objects of the call on this rank.
+    """
+
+    def __init__(self, emit: Any, objects: ObjectState) -> None:
+        self._emit, self._objects = emit, objects
+        self.has_arrived: Callable[[], bool] = emit.has_update
+
+    def take(self) -> None:
+        """Write the oldest change that has arrived to the objects, and tell the caller."""
+        self._objects.restore(self._emit.updates.pop(0), wins=True)
+        self._emit(TAKEN)
 
 
 class AgreedCriteria(StoppingCriteriaList):
@@ -35,15 +56,23 @@ class AgreedCriteria(StoppingCriteriaList):
         communicator: connection to the other ranks.
         sequence: number of the request, by which the parent cancels it.
         sends: whether ranks send the newest tokens, the last column of `input_ids`, instead of fingerprints.
+        live: changes by other threads of the caller, which all ranks take after the same token; None for a call whose
+            objects no thread can change.
     """
 
     def __init__(
-        self, criteria: StoppingCriteriaList, communicator: Communicator, sequence: int, sends: bool = False
+        self,
+        criteria: StoppingCriteriaList,
+        communicator: Communicator,
+        sequence: int,
+        sends: bool = False,
+        live: LiveChanges | None = None,
     ) -> None:
         super().__init__(criteria)
         self._communicator = communicator
         self._sequence = sequence
         self._sends = sends
+        self._live = live
         self._weights: torch.Tensor | None = None
         self._fingerprint: torch.Tensor | int = 0
         self._seen: torch.Tensor | None = None
@@ -60,16 +89,19 @@ class AgreedCriteria(StoppingCriteriaList):
         """
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
+        has_update = self._live is not None and self._live.has_arrived()
         if self._communicator.world_size == 1:
             if cancelled:
                 raise cancellation_error()
+            self._take_update(has_update)
             return ended
+        flags = cancelled * _CANCELLED + has_update * _UPDATED
         self._length = input_ids.shape[1]
         if input_ids.device.type == "cpu" and not self._sends:
-            return self._agree_now(ended, input_ids, cancelled)
+            return self._agree_now(ended, input_ids, flags)
         rows = len(ended)
         mine = torch.empty(2 + rows + self._sends * input_ids[:, -1].numel(), dtype=torch.long, device=input_ids.device)
-        mine[:1] = cancelled  # assignment to a slice fills on the device; assignment to an element copies from the host
+        mine[:1] = flags  # assignment to a slice fills on the device; assignment to an element copies from the host
         mine[1:2] = 0 if self._sends else self._take_in(input_ids)
         mine[2 : 2 + rows] = ended
         if self._sends:
@@ -77,16 +109,19 @@ class AgreedCriteria(StoppingCriteriaList):
         self._seen = self._communicator.all_gather(mine).view(-1, len(mine))
         if self._sends:
             input_ids[:, -1].copy_(self._seen[0, 2 + rows :].view_as(input_ids[:, -1]))
-        amiss = (self._seen[:, 0] | (self._seen[:, 1] ^ self._seen[0, 1])).any()
+        if self._live is not None:
+            self._take_update(bool((self._seen[:, 0] >= _UPDATED).all()))
+        amiss = ((self._seen[:, 0] & _CANCELLED) | (self._seen[:, 1] ^ self._seen[0, 1])).any()
         return self._seen[0, 2 : 2 + rows].bool() | amiss
 
-    def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, cancelled: bool) -> torch.Tensor:
+    def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, flags: int) -> torch.Tensor:
         """Return what `__call__` returns. Python computes the values: on CPU each operator of torch takes longer."""
         for row, token in enumerate(input_ids[:, -1].flatten().tolist()):
             self._fingerprint = (31 * self._fingerprint + (row + 1) * 1000003 * token) % (1 << 63)
-        mine = [int(cancelled), self._fingerprint, *ended.tolist()]
+        mine = [flags, self._fingerprint, *ended.tolist()]
         seen = self._communicator.all_gather(torch.tensor(mine)).view(-1, len(mine)).tolist()
         self._compare(seen)
+        self._take_update(all(flags >= _UPDATED for flags, *_ in seen))
         return ended if seen[0] == mine else torch.tensor(seen[0][2:], dtype=torch.bool)
 
     def check(self) -> None:
@@ -101,10 +136,14 @@ class AgreedCriteria(StoppingCriteriaList):
 
     def _compare(self, seen: list[list[int]]) -> None:
         """Raise the errors of `check` for the values that the ranks sent."""
-        if any(cancelled for cancelled, *_ in seen):
+        if any(flags & _CANCELLED for flags, *_ in seen):
             raise cancellation_error()
         if any(fingerprint != seen[0][1] for _, fingerprint, *_ in seen):
             raise DivergedError(f"the ranks chose different tokens at length {self._length}; the answer was discarded")
+
+    def _take_update(self, arrived_everywhere: bool) -> None:
+        if arrived_everywhere and self._live is not None:
+            self._live.take()
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Add the newest tokens to the fingerprint of all tokens, and return the fingerprint.
@@ -124,7 +163,11 @@ _TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 @contextlib.contextmanager
 def agreed_criteria(
-    models: Sequence[Any], communicator: Communicator, sequence: int, alike: bool = True
+    models: Sequence[Any],
+    communicator: Communicator,
+    sequence: int,
+    alike: bool = True,
+    live: LiveChanges | None = None,
 ) -> Iterator[None]:
     """Make `generate` of these models use `AgreedCriteria` within the context.
 
@@ -133,6 +176,7 @@ def agreed_criteria(
         communicator: connection to the other ranks.
         sequence: number of the request, by which the parent cancels it.
         alike: whether the ranks' devices choose the same tokens; see `devices_alike`.
+        live: changes by other threads of the caller; None if the call has no objects that threads can change.
 
     Raises:
         RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
@@ -147,7 +191,7 @@ def agreed_criteria(
         check()  # of the earlier generation of the same request
         criteria = type(model)._get_stopping_criteria(model, *args, **kwargs)
         sends = not alike and kwargs["generation_config"].get_generation_mode() in _TOKEN_BY_TOKEN
-        agreed = AgreedCriteria(criteria, communicator, sequence, sends)
+        agreed = AgreedCriteria(criteria, communicator, sequence, sends, live)
         unchecked.append(agreed)
         return agreed
 

@@ -1,35 +1,64 @@
-"""Copies changes of objects on the workers back to the caller's objects: a processor that counts, a list of a hook.
+"""Copies changes of objects between the caller and the workers: a processor that counts, a stop flag, a list of a hook.
 
-The workers get copies of the caller's objects, and change the copies. Caller and worker visit the objects in the same
-order, so each mutable part has the same number in both processes. The worker sends the states of changed parts, and the
-caller writes these states to its own parts, in place.
+The workers get copies of the caller's objects, and change the copies. Caller and workers visit the objects in the same
+order, so each mutable part has the same number in every process. A process sends the changes of its parts, and the
+other process writes these changes to its own parts, in place. What other threads of the program change during a call
+goes to the ranks in the same way.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
+import io
 import types
-from collections import deque
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from cloudpickle.cloudpickle import _should_pickle_by_reference
+from torch import nn
+from transformers.cache_utils import Cache
 
+from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation import object_parts
+from parallelformers_ng.generation.object_parts import CODE, REMOVED, Names, Place, attributes_of, is_own_code, items_of
+from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 
-STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` that accept objects with the caller's code."""
+TAKEN = Handle("taken")
+"""Event of rank 0: the ranks have written the latest update of the caller's objects to their copies."""
 
-_MUTATORS = frozenset({
-    "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",
-    "popitem", "popleft", "remove", "setdefault", "subtract", "update",
-})  # fmt: skip
-_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
-LIBRARIES = ("parallelformers_ng.", "transformers.", "torch.", "tokenizers.", "numpy.", "builtins", "collections")
+
+@dataclass
+class Changes:
+    """Changes of parts in the form of a message: a pickle, and the tensors to which it refers by number."""
+
+    data: bytes
+    tensors: list[torch.Tensor]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
+        vars(self).update(state)
+
+
+@dataclass
+class Given:
+    """What the ranks need to follow the objects of a call.
+
+    Attributes:
+        imported: classes and functions that a rank imports, before it reads functions of the same modules.
+        shape: checksum of the kinds of all parts, in their order.
+        places: values of classes, functions and modules that a rank may have by import: place → (values of attributes
+            by name, values of variables of enclosing functions by index).
+        is_live: whether the caller sends what other threads change during the call.
+    """
+
+    imported: list[Any]
+    shape: int
+    is_live: bool = False
+    places: list[tuple[Place, dict[str, Any], dict[int, Any]]] = field(default_factory=list)
 
 
 class ObjectState:
@@ -37,232 +66,315 @@ class ObjectState:
 
     Args:
         roots: objects to visit.
-        stand_in: function that returns the stand-in for a value in the message; by default the value itself.
-        with_globals: whether global variables, defaults and attributes of functions are parts, too. True for functions
-            that the caller sends by value.
+        stand_in: function that returns what replaces a cache or a module in a message; None for objects that contain
+            no caches and no modules of the model.
 
     Attributes:
         parts: mutable parts, in the order of their numbers.
     """
 
-    def __init__(
-        self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None, with_globals: bool = False
-    ) -> None:
+    def __init__(self, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> None:
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._functions: set[int] = set()
-        self._globals: set[tuple[int, str]] = set()
         self._stand_in = stand_in
-        roots = list(roots)
-        self._modules = {getattr(code_of(root), "__module__", "") for root in roots} if with_globals else set()
-        for root in roots:
-            self._walk(root)
-        self._before: list[bytes] = []
+        self._names: dict[int, Names] = {}
+        self._before: list[list[Any]] = []
+        self._digests: dict[int, bytes] = {}
+        self._unconfirmed = set[tuple[int, int, Any]]()
+        seen, pending = dict[int, Any](), [*roots][::-1]
+        while pending:
+            obj = pending.pop()
+            if type(obj) not in object_parts.PLAIN and id(obj) not in seen:
+                seen[id(obj)] = obj  # an id is unique only while the object lives
+                pending += [*self._visit(obj)][::-1]
 
-    def remember(self) -> None:
-        """Store the present state of all parts for a later call of `changes`.
-
-        Raises:
-            pickle.PicklingError, TypeError: cloudpickle cannot pickle a value of a part.
-        """
-        self._before = [cloudpickle.dumps(self._state(part)) for part in self.parts]
-
-    def changes(self) -> dict[int, Any]:
-        """Return number → state, for the parts that changed since `remember`, which must have been called.
-
-        Raises:
-            pickle.PicklingError, TypeError: see `remember`.
-        """
-        states = {number: self._state(part) for number, part in enumerate(self.parts)}
-        return {number: state for number, state in states.items() if cloudpickle.dumps(state) != self._before[number]}
-
-    def restore(self, states: dict[int, Any], back: Callable[[Any], Any] | None = None) -> None:
-        """Write the result of `changes` in the other process to the parts in this process, in place.
-
-        Args:
-            states: number of a part → its state in the other process.
-            back: function that returns the value for a stand-in: the inverse of the other process's `stand_in`.
-        """
-
-        def received(item: Any) -> Any:
-            if isinstance(item, Handle) and item.kind == "part":
-                return self.parts[item.payload]
-            return item if back is None else back(item)
-
-        for number, state in states.items():
-            part = self.parts[number]
-            if isinstance(part, (list, deque)):
-                new = [
-                    part[at] if _is_local(item) and at < len(part) else received(item) for at, item in enumerate(state)
-                ]
-                part.clear()
-                part.extend(new)
-            elif isinstance(part, dict):
-                state = [(received(key), item) for key, item in state]
-                local = {key: part[key] for key, item in state if _is_local(item) and key in part}
-                part.clear()
-                for key, item in state:  # a Counter's update() would add to the old counts
-                    part[key] = local.get(key) if _is_local(item) else received(item)
-            elif isinstance(part, set):
-                part.clear()
-                part.update(map(received, state))
-            elif isinstance(part, types.CellType):
-                if not _is_local(state):
-                    part.cell_contents = received(state)
-            else:
-                attributes = part.namespace if isinstance(part, _Global) else vars(part)
-                attributes.update((key, received(item)) for key, item in state if not _is_local(item))
-
-    def shares(self, other: ObjectState) -> bool:
-        """Return whether any part belongs to this state and to the other state."""
-        return not self._numbers.keys().isdisjoint(other._numbers)
-
-    def _walk(self, obj: Any) -> None:
-        if id(obj) in self._numbers or isinstance(
-            obj, (torch.Tensor, torch.nn.Module, PreTrainedModel, type, types.ModuleType)
-        ):
+    def _visit(self, obj: Any) -> Iterator[Any]:
+        """Give an object a number if it is mutable, and yield the values that it contains."""
+        is_part = object_parts.is_part(obj, with_modules=self._stand_in is None)
+        if not is_part and isinstance(obj, CODE):
             return
-        if isinstance(obj, types.MethodType):
-            self._walk(obj.__func__)
-            self._walk(obj.__self__)
-        elif isinstance(obj, functools.partial):
-            for item in (obj.func, *obj.args, *obj.keywords.values()):
-                self._walk(item)
-        elif isinstance(obj, types.FunctionType):
-            self._walk_function(obj)
-        elif isinstance(obj, (list, dict, set, deque)):
+        if is_part:
             self._add(obj)
-            for item in obj.values() if isinstance(obj, dict) else () if isinstance(obj, set) else obj:
-                self._walk(item)
-        elif isinstance(obj, tuple):
-            for item in obj:
-                self._walk(item)
-        elif _has_state(obj):
-            self._add(obj)
-            self._walk(code_of(obj))
-            for item in vars(obj).values():
-                self._walk(item)
-
-    def _walk_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._functions:
+        yield from object_parts.inner(obj)
+        if not is_part:
             return
-        self._functions.add(id(function))
-        for cell in function.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # the cell is empty
-                continue
-            if id(cell) not in self._numbers:
-                self._add(cell)
-                self._walk(value)
-        if function.__module__ in self._modules:
-            for value in (*(function.__defaults__ or ()), function.__kwdefaults__, vars(function)):
-                self._walk(value)
-            read, assigned, _ = global_names(function.__code__)
-            for name in sorted(assigned):
-                key = id(function.__globals__), name
-                if key not in self._globals:
-                    self._globals.add(key)
-                    self._add(_Global(function.__globals__, name))
-            for name in sorted(read & function.__globals__.keys()):
-                self._walk(function.__globals__[name])
+        values = attributes_of(obj)
+        yield from (values[name] for name in sorted(values))
+        if isinstance(obj, types.FunctionType):
+            yield from self._variables(obj)
+        else:
+            yield from obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
+
+    def _variables(self, function: types.FunctionType) -> Iterator[Any]:
+        """Follow the variables of modules that a function names, and yield their values."""
+        names = object_parts.names_of(function.__code__)
+        spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
+        for name, attributes in sorted(names.items()):
+            module = function.__globals__.get(name)
+            if isinstance(module, types.ModuleType) and is_own_code(module.__name__):
+                spaces.append((module, vars(module), attributes))
+        for anchor, space, read in spaces:
+            if id(space) not in self._names:
+                self._names[id(space)] = Names(anchor)
+                self._add(self._names[id(space)])
+            self._names[id(space)].names |= read
+            yield from (space[name] for name in sorted(read & space.keys()) if not isinstance(space[name], nn.Module))
 
     def _add(self, obj: Any) -> None:
         self._numbers[id(obj)] = len(self.parts)
         self.parts.append(obj)
 
-    def _state(self, part: Any) -> Any:
-        if isinstance(part, (list, deque)):
-            return [self._to_message(item) for item in part]
-        if isinstance(part, dict):
-            return [(self._to_message(key), self._to_message(item)) for key, item in part.items()]
-        if isinstance(part, set):
-            return set(map(self._to_message, part))
-        if isinstance(part, types.CellType):
-            return self._to_message(part.cell_contents)
-        attributes = part.value_by_name() if isinstance(part, _Global) else vars(part)
-        return [(key, self._to_message(item)) for key, item in attributes.items()]
+    def given(self, live: bool = False) -> Given:
+        """Return what the ranks need to follow the same objects.
 
-    def _to_message(self, item: Any) -> Any:
-        """Return the form of a value in a message.
+        Args:
+            live: whether `update` is called while the ranks run the call.
 
-        A handle replaces a part, and a value that cannot leave its process (a function, a module, a class).
+        Raises:
+            NotPortableError: code reads an object with which threads signal each other from a module or class.
         """
-        if id(item) in self._numbers:
-            return Handle("part", self._numbers[id(item)])
-        if self._stand_in is not None:
-            item = self._stand_in(item)
-        if isinstance(item, (types.FunctionType, types.MethodType, types.ModuleType, torch.nn.Module, type)):
-            return Handle("local", None)
-        return item
+        places = []
+        for part in self.parts:
+            if isinstance(part, Place):
+                attributes = attributes_of(part)
+                for name, value in attributes.items():
+                    object_parts.check_between_threads(part, name, value)
+                cells = getattr(part, "__closure__", None) or ()
+                closed = {index: items_of(cell)[0] for index, cell in enumerate(cells) if items_of(cell)}
+                places.append((part, self._values(attributes), self._values(closed)))
+        if live:
+            self.remember()
+        codes = [part for part in self.parts if isinstance(part, (type, types.FunctionType))]
+        imported = [part for part in codes if _should_pickle_by_reference(part)]
+        return Given(imported, self._shape(), live, places)
 
+    @classmethod
+    def on_rank(cls, given: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> ObjectState:
+        """Return the state of a call on a rank, and remember its parts. The arguments are those of the constructor.
 
-@dataclass(eq=False)
-class _Global:
-    """A global variable that one of the functions assigns."""
+        Raises:
+            NotPortableError: the rank's copies have other parts than the caller's objects.
+        """
+        for place, attributes, closed in given.places:
+            for name, value in attributes.items():
+                object_parts.put_attribute(place, name, value)
+            for index, value in closed.items():
+                place.__closure__[index].cell_contents = value  # type: ignore[union-attr, index]
+        state = cls(roots, stand_in)
+        if state._shape() != given.shape:
+            raise NotPortableError(
+                "an object given to the call has other parts after pickling (see its __getstate__ or __reduce__), so"
+                " its changes cannot be copied back"
+            )
+        state.remember()
+        return state
 
-    namespace: dict[str, Any]
-    name: str
+    def _shape(self) -> int:
+        return zlib.crc32(" ".join(type(part).__name__ for part in self.parts).encode())
 
-    def value_by_name(self) -> dict[str, Any]:
-        """Return a dictionary of the variable's name and value, empty if the variable is undefined."""
-        return {self.name: self.namespace[self.name]} if self.name in self.namespace else {}
+    def _values(self, named: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the values that may be written to a place: no code, and nothing that only this process can use."""
+        return {
+            name: value
+            for name, value in named.items()
+            if type(value) in object_parts.PLAIN
+            or isinstance(value, (tuple, frozenset))
+            or (id(value) in self._numbers and not isinstance(value, CODE))
+        }
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether classes or functions of the program are among the parts: other threads may change the objects."""
+        return any(isinstance(part, Place) for part in self.parts)
 
-def code_of(root: Any) -> Any:
-    """Return the function that runs if a callable is called.
+    def shares(self, other: ObjectState) -> bool:
+        """Return whether any object, apart from code, belongs to this state and to the other state."""
+        return any(id(part) in other._numbers for part in self.parts if not isinstance(part, Place))
 
-    For a callable object, that is `__call__` of its class; for a partial object, the innermost function.
-    """
-    while isinstance(root, functools.partial):
-        root = root.func
-    if isinstance(root, types.MethodType):
-        return root.__func__
-    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (the function itself is needed)
+    def remember(self, present: list[list[Any]] | None = None) -> None:
+        """Store the present contents of all parts for a later call of `changes`."""
+        self._before = [[attributes_of(part), items_of(part)] for part in self.parts] if present is None else present
+        self._digests = {}
+        for contents in self._before:
+            for content in contents:
+                self._note(content.values() if isinstance(content, dict) else content if type(content) is list else ())
 
+    def _note(self, values: Iterable[Any]) -> None:
+        """Store the digests of values that may change inside, but are no parts."""
+        for value in values:
+            if type(value) not in object_parts.PLAIN and self._is_opaque(value):
+                self._digests[id(value)] = self._digest(value)
 
-@functools.lru_cache(256)
-def global_names(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
-    """Return the names of the global variables that code, and functions within the code, read, assign and change.
+    def _is_opaque(self, value: Any) -> bool:
+        if type(value) in object_parts.PLAIN or id(value) in self._numbers or isinstance(value, (*CODE, Cache)):
+            return False
+        if isinstance(value, tuple):
+            return any(map(self._is_opaque, value))
+        return not (type(value).__module__ or "").startswith(("transformers.", "tokenizers", "logging"))
 
-    `notes[…] = `, `notes.count = ` and `notes.append(…)` change the variable `notes`.
-    """
-    read, assigned, changed = names = set[str](), set[str](), set[str]()
-    begins: dict[Any, str] = {}  # (line, column) → name of the global variable at that position
-    for instruction in dis.get_instructions(code):
-        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
-        if instruction.opname == "STORE_GLOBAL":
-            assigned.add(instruction.argval)
-        elif instruction.opname == "LOAD_GLOBAL":
-            read.add(instruction.argval)
-            begins[place] = instruction.argval
-        elif place in begins and (instruction.opname in _STORES or instruction.argval in _MUTATORS):
-            changed.add(begins[place])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            for known, inner in zip(names, global_names(constant), strict=True):
-                known |= inner
-    return names
+    def _digest(self, value: Any) -> bytes:
+        try:
+            return self._pickled(value, None)
+        except Exception:  # reducers are foreign code and may raise anything; then the identity counts
+            return b""
 
-
-def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments of `generate` that contain the caller's code, one object at a time.
-
-    An absent argument yields None; a list or tuple yields its items.
-    """
-    for name in STATEFUL:
-        value = kwargs.get(name)
-        yield from value if isinstance(value, (list, tuple)) else [value]
-
-
-def _is_local(item: Any) -> bool:
-    return isinstance(item, Handle) and item.kind == "local"
-
-
-def _has_state(obj: Any) -> bool:
-    """Return whether an object is of the caller's class, or is a processor or criterion; False for tokenizers, …."""
-    if not hasattr(obj, "__dict__"):
-        return False
-    if isinstance(obj, (LogitsProcessor, StoppingCriteria)):
+    def _differs(self, now: Any, before: Any) -> bool:
+        if now is before:
+            digest = self._digests.get(id(now))
+            return digest is not None and digest != self._digest(now)
+        if type(now) is type(before) and type(now) in (*object_parts.PLAIN, set):
+            return bool(now != before)
+        if type(now) is type(before) and isinstance(now, tuple):
+            return len(now) != len(before) or any(map(self._differs, now, before))
         return True
-    return not type(obj).__module__.startswith(LIBRARIES)
+
+    def changes(self, again: bool = False) -> Changes | None:
+        """Return the changes since `remember`, which must have been called; None without a change.
+
+        Args:
+            again: whether the next call returns the changes since this call.
+
+        Raises:
+            ParallelError: a new value cannot be copied to the other process.
+        """
+        present = [[attributes_of(part), items_of(part)] for part in self.parts]
+        found: dict[int, Any] = {}
+        for number, ((attributes, items), (old_attributes, old_items)) in enumerate(
+            zip(present, self._before, strict=True)
+        ):
+            named = self._changed(attributes, old_attributes)
+            if isinstance(items, dict):
+                new = self._changed(items, old_items)
+            elif type(items) is list:
+                new = items if len(items) != len(old_items) or any(map(self._differs, items, old_items)) else None
+            else:
+                new = object_parts.state_of(self.parts[number]) if items != old_items else None
+            if named is not None or new is not None:
+                found[number] = named, new
+        if not found:
+            return None
+        if again:
+            self.remember(present)
+            self._unconfirmed = {
+                (number, kind, key)
+                for number, each in found.items()
+                for kind, change in enumerate(each)
+                for key in (
+                    () if change is None else (*change[0], *change[1]) if self._is_mapping(number, kind) else (None,)
+                )
+            }
+        tensors = list[torch.Tensor]()
+        try:
+            return Changes(self._pickled(found, tensors), tensors)
+        except Exception as error:  # reducers are foreign code and may raise anything
+            names = ", ".join(sorted({type(self.parts[number]).__qualname__ for number in found}))
+            raise ParallelError(
+                f"what this call changed in its arguments ({names}) cannot be copied between the workers and this"
+                f" process: {error}. Store only values there that can be pickled"
+            ) from error
+
+    def _is_mapping(self, number: int, kind: int) -> bool:
+        return kind == 0 or isinstance(self.parts[number], dict)
+
+    def _changed(self, now: dict[Any, Any], before: dict[Any, Any]) -> Any:
+        """Return (changed items, removed keys, all keys if their order changed); None without a change."""
+        changed = {
+            key: value
+            for key, value in now.items()
+            if (key not in before or self._differs(value, before[key]))
+            and (self._stand_in is not None or not isinstance(value, (nn.Module, types.ModuleType)))
+        }
+        removed = [key for key in before if key not in now]
+        keys = [*(key for key in before if key in now), *(key for key in now if key not in before)]
+        order = [*now] if keys != [*now] else None
+        return (changed, removed, order) if changed or removed or order else None
+
+    def update(self) -> Changes | None:
+        """Return what other threads have changed in this process, for the ranks; None until the ranks have taken the
+        previous update."""
+        try:
+            return None if self._unconfirmed else self.changes(again=True)
+        except RuntimeError:  # another thread changed a dictionary or list while it was read; look again later
+            return None
+
+    def confirm(self) -> None:
+        """Note that the ranks have taken the latest update."""
+        self._unconfirmed = set()
+
+    def restore(self, changes: Changes | None, back: Callable[[Any], Any] | None = None, wins: bool = False) -> None:
+        """Write the result of `changes` in the other process to the parts in this process, in place.
+
+        What this process has changed itself since `remember` stays, unless `wins` is true.
+
+        Args:
+            changes: changes in the other process.
+            back: function that returns the value for a stand-in: the inverse of the other process's `stand_in`.
+            wins: whether the other process decides about parts that both processes have changed.
+        """
+        if changes is None:
+            return
+
+        def resolve(reference: tuple[str, Any]) -> Any:
+            kind, value = reference
+            if kind == "part":
+                return self.parts[value]
+            handle = kind == "handle" and Handle(*value)
+            return changes.tensors[value] if not handle else handle if back is None else back(handle)
+
+        for number, (named, new) in ReferenceUnpickler(changes.data, resolve).load().items():
+            part = self.parts[number]
+            if named is not None:
+                self._write((number, 0), named, functools.partial(object_parts.put_attribute, part), wins)
+            if isinstance(part, dict) and new is not None:
+                self._write((number, 1), new, functools.partial(object_parts.put_item, part), wins)
+                if new[2] is not None and {*new[2]} == {*part}:
+                    items = [(key, part[key]) for key in new[2]]
+                    part.clear()
+                    for item in items:
+                        object_parts.put_item(part, *item)
+            elif new is not None:
+                old = self._before[number] if self._before else [None, None]
+                if wins or not self._before or not self._is_own((number, 1, None), items_of(part), old[1]):
+                    object_parts.put_items(part, new)
+                    old[1] = items_of(part)
+                    self._note(old[1] if type(old[1]) is list and self._before else ())
+
+    def _write(self, place: tuple[int, int], change: Any, put: Callable[[Any, Any], None], wins: bool) -> None:
+        """Write changed attributes (`place[1]` is 0) or items of a dictionary (1) of the part `place[0]`."""
+        part, old = self.parts[place[0]], self._before[place[0]][place[1]] if self._before else None
+        now = {} if wins or old is None else items_of(part) if place[1] else attributes_of(part)
+        changed, removed, _ = change
+        for key, value in (*dict.fromkeys(removed, REMOVED).items(), *changed.items()):
+            if old is not None:
+                if not wins and self._is_own((*place, key), now.get(key, REMOVED), old.get(key, REMOVED)):
+                    continue
+                old.pop(key, None)
+                if value is not REMOVED:
+                    old[key] = value
+                    self._note([value])
+            put(key, value)
+
+    def _is_own(self, place: tuple[int, int, Any], now: Any, before: Any) -> bool:
+        """Return whether this process has changed a value that the other process did not know when it sent changes."""
+        if place in self._unconfirmed:
+            return True
+        if type(now) is list and type(before) is list:
+            return len(now) != len(before) or any(map(self._differs, now, before))
+        return self._differs(now, before)
+
+    def _pickled(self, value: Any, tensors: list[torch.Tensor] | None) -> bytes:
+        def reference(obj: Any) -> Any:
+            if (number := self._numbers.get(id(obj))) is not None:
+                return "part", number
+            if type(obj) is torch.Tensor:
+                if tensors is None:  # torch's own pickle of a tensor differs from one time to the next
+                    return "tensor", object_parts.items_of(obj)
+                tensors.append(obj)
+                return "tensor", len(tensors) - 1
+            if self._stand_in is not None and isinstance(obj, (Cache, nn.Module)):
+                obj = self._stand_in(obj)
+            return ("handle", (obj.kind, obj.payload)) if isinstance(obj, Handle) else None
+
+        buffer = io.BytesIO()
+        ReferencePickler(buffer, reference).dump(value)
+        return buffer.getvalue()

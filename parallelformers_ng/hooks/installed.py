@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import mapped
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.hooks.pickling import Hook, HookChanges, PackedHooks, unpack
@@ -51,11 +50,10 @@ class InstalledHooks:
             number: number of the call.
 
         Raises:
-            ParallelError: the hooks have another number of mutable objects on this rank than in the caller.
+            NotPortableError: the hooks have other mutable objects on this rank than in the caller.
             AttributeError, ImportError: a hook cannot be rebuilt on this rank, see `unpack`.
-            pickle.PicklingError, TypeError: see `ObjectState.remember`.
         """
-        hooks = [] if packed is None else unpack(packed, self._model, self._remove)
+        hooks, given = ([], None) if packed is None else unpack(packed, self._model, self._remove)
         self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in self._handles.keys() - self._hooks.keys():
             self._handles.pop(place).remove()
@@ -72,15 +70,8 @@ class InstalledHooks:
         if packed is None:
             return  # the caller may still request the changes of a failed call with hooks
         self._attributes, self._removed = {}, []
-        self._state = ObjectState([hook.call for hook in hooks], self._to_caller, with_globals=True) if hooks else None
-        if self._state is not None:
-            if len(self._state.parts) != packed.parts:
-                raise ParallelError(
-                    f"the forward hooks have {packed.parts} mutable objects, and {len(self._state.parts)} on workers,"
-                    " so the changes of the hooks cannot be copied back. Use only plain lists, dicts and objects in"
-                    " the hooks, or call deparallelize() first"
-                )
-            self._state.remember()
+        calls = [hook.call for hook in hooks]
+        self._state = None if given is None else ObjectState.on_rank(given, calls, self._stand_in)
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
@@ -89,7 +80,7 @@ class InstalledHooks:
         None if that call installed no hooks.
 
         Raises:
-            pickle.PicklingError, TypeError: see `ObjectState.remember`.
+            ParallelError: see `ObjectState.changes`.
         """
         if self._state is None or number != self._number:
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,16 +18,17 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.generation.arguments import code_of
 from parallelformers_ng.generation.cache_handle import CacheHandle
-from parallelformers_ng.generation.object_state import code_of
+from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
 LIBRARIES = ("torch.", "transformers.")
-HookChanges = tuple[dict[int, Any], dict[tuple[str, str], Any], list[int]]
-"""States of the hooks' mutable objects by number in `ObjectState`; attributes of modules: (path, name) → value; and the
+HookChanges = tuple[Changes | None, dict[tuple[str, str], Any], list[int]]
+"""Changes of the hooks' mutable objects; attributes of modules: (path, name) → value; and the
 payloads of the `HookHandle`s of removed hooks."""
 
 
@@ -75,14 +75,12 @@ class PackedHooks:
     """Hooks in the form of a message to the workers.
 
     Attributes:
-        data: pickle of the hooks.
+        data: pickle of the hooks, and of what the ranks need to follow the objects of the hooks.
         tensors: tensors to which the pickle refers by number.
-        parts: number of mutable objects that `ObjectState` finds in the hooks, in the caller and on each worker.
     """
 
     data: bytes
     tensors: list[torch.Tensor]
-    parts: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the fields. Because of this method, messages pickle and sign the object: `data` contains code."""
@@ -97,16 +95,15 @@ def is_of_library(hook: Any) -> bool:
     return str(place).startswith(LIBRARIES)
 
 
-def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHooks:
+def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given | None = None) -> PackedHooks:
     """Pickle hooks of a model for the workers.
-
-    The result has `parts` 0; `CallHooks` sets the number.
 
     Args:
         model: model with the hooks.
         hooks: hooks to pickle.
         local: list to which objects are added that stay in the caller's process; the payload of their
             handles is an index.
+        given: what the ranks need to follow the objects of the hooks; None for a trial.
 
     Raises:
         ParallelError: a hook cannot be sent.
@@ -114,7 +111,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump(list(hooks))
+            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump((list(hooks), given))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
@@ -127,8 +124,8 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any]) -> PackedHoo
     return PackedHooks(buffer.getvalue(), tensors)
 
 
-def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> list[Hook]:
-    """Return the unpickled hooks, on a worker that has received the tensors of the hooks.
+def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
+    """Return the hooks, and what is needed to follow their objects, on a worker that has received the tensors.
 
     Args:
         packed: result of `pack` in the caller's process.
@@ -178,17 +175,6 @@ class _HookPickler(ReferencePickler):
         self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
         self._tensors = tensors
         self._local = local
-        self._cells: dict[int, types.CellType] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = super().reducer_override(obj)
-        if not isinstance(obj, types.FunctionType) or not obj.__closure__ or not isinstance(reduced, tuple):
-            return reduced
-        # By default cloudpickle gives each function its own cells; then two functions would no longer share a variable.
-        make, (*code, empty), *rest = reduced
-        assert len(empty) == len(obj.__closure__)
-        cells = tuple(self._cells.setdefault(id(cell), new) for cell, new in zip(obj.__closure__, empty, strict=True))
-        return make, (*code, cells), *rest
 
     def _reference(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and id(obj) in self._modules:

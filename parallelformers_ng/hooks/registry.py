@@ -154,9 +154,8 @@ class CallHooks:
     def __init__(self, model: nn.Module, hooks: list[Hook]) -> None:
         self._model = model
         self._local: list[Any] = []
-        self.packed = pack(model, hooks, self._local)
-        self._state = ObjectState([hook.call for hook in hooks], with_globals=True)
-        self.packed.parts = len(self._state.parts)
+        self._state = ObjectState([hook.call for hook in hooks], stand_in=lambda part: part)
+        self.packed = pack(model, hooks, self._local, self._state.given())
 
     def check_apart_from(self, arguments: ObjectState) -> None:
         """Check that no hook shares an object with the arguments of the call: only one changed copy can return.

@@ -16,11 +16,10 @@ import torch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.arguments import stateful_arguments
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
-from parallelformers_ng.generation.lost_notes import globals_written_by
-from parallelformers_ng.generation.object_state import STATEFUL, stateful_arguments
-from parallelformers_ng.hooks.pickling import described
+from parallelformers_ng.generation.written_globals import globals_written_by
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapter_state import Adapters
@@ -172,13 +171,14 @@ class Calls:
             return None
         if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
+        if any(globals_written_by(root) for root in stateful_arguments(arguments) if root is not None):
+            return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
         draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
         sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
         if isinstance(sequence, str):
             log.debug("generate runs alone: %s", sequence)
             return None
-        self._tell_of_lost_notes(arguments)
         return sequence
 
     def _generate_alone(
@@ -199,25 +199,12 @@ class Calls:
         captures = steps is not None and steps.captured and not reason
         try:
             with_steps = replace(options, not_captured=not_captured) if captures else options
-            output = dispatcher.call(path, "generate", (), static, with_steps)
-            self._tell_of_lost_notes(arguments)
-            return output
+            return dispatcher.call(path, "generate", (), static, with_steps)
         except torch.OutOfMemoryError as error:
             # Tokens that were streamed cannot be taken back, so a call with a streamer is not repeated.
             if not captures or not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
                 raise
             return dispatcher.call(path, "generate", (), eager, options)
-
-    def _tell_of_lost_notes(self, arguments: dict[str, Any]) -> None:
-        """Log, only once, that functions in the arguments of `generate` write to global variables on the ranks."""
-        if arguments.keys().isdisjoint((*STATEFUL, "custom_generate")):
-            return
-        for root in (*stateful_arguments(arguments), arguments.get("custom_generate")):
-            if root is not None and (names := globals_written_by(root)):
-                self._say_once(
-                    f"values that {described(root)} writes to the global {', '.join(names)} stay on the workers",
-                    "write to a closure, or to an attribute of an object that is passed; such values come back",
-                )
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
         """Log that decode steps could not be captured; if capturing is a default, stop capturing and return True."""

@@ -15,10 +15,12 @@ from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
-from parallelformers_ng.errors import GroupError, PlacementError, WorkerError
+from parallelformers_ng.errors import GroupError, NotPortableError, PlacementError, WorkerError
+from parallelformers_ng.generation.arguments import roots_of, tensors_of
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.object_parts import put_items
+from parallelformers_ng.generation.object_state import TAKEN, ObjectState
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
@@ -160,8 +162,13 @@ class Dispatcher:
         """
         end = self.replica.current[0].deadline(options.timeout)
         registry, caches = self.replica.caches, dict[int, Cache]()
+        is_plain = all(isinstance(value, PLAIN) for value in (*args, *kwargs.values()))
+        roots = [] if is_plain else roots_of(args, kwargs)
+        state = ObjectState(roots) if roots else None
+        # Calls whose objects may be shared run one after another: each call starts with the changes of the last call.
+        alone = state is not None and bool(state.parts) and (method != "generate" or state.has_own_code)
         with (
-            self.hooks.turn(end) if may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
+            self.hooks.turn(end) if alone or may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
             self.stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
@@ -169,13 +176,12 @@ class Dispatcher:
             if not group.alive:
                 group, incarnation, _ = self.replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
-            if not all(isinstance(value, PLAIN) for value in (*args, *kwargs.values())):
-                args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))
-            state = None
-            if any(kwargs.get(name) is not None for name in STATEFUL):
-                state = ObjectState(stateful_arguments(kwargs))
-                if hooks is not None:
+            live, tensors = alone and method != "forward", tensors_of(args, kwargs)
+            if not is_plain:
+                state = ObjectState(roots) if alone else state
+                if hooks is not None and state is not None:
                     hooks.check_apart_from(state)
+                args, kwargs = map_caches((args, kwargs), lambda cache: registry.send(cache, caches))
             call = Call(
                 path,
                 method,
@@ -187,7 +193,7 @@ class Dispatcher:
                 cache_block=next(registry.blocks),
                 streams=options.streamer is not None,
                 has_caches=bool(caches),
-                returns_state=state is not None and bool(state.parts),
+                given=state.given(live) if state is not None and state.parts else None,
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
@@ -196,13 +202,24 @@ class Dispatcher:
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
             on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
+            watch = state.update if state is not None and live else None
+
+            def on_live_event(event: Any) -> None:
+                if event == TAKEN and state is not None:
+                    state.confirm()
+                elif on_event is not None:
+                    on_event(event)
+
+            listener = on_event if watch is None else on_live_event
             try:
-                answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
+                answer: Answer = group.call("run", call, deadline=end, on_event=listener, to_devices=True, watch=watch)
                 arrived()
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if state is not None:
                     state.restore(answer.states)
+                for index, written in answer.written.items():
+                    put_items(tensors[index], written)
                 if hooks is not None:
                     hooks.bring_home(answer.hook_changes, receive)
                 if answer.uncaptured and options.not_captured is not None:
@@ -216,11 +233,14 @@ class Dispatcher:
                 return map_handles(answer.output, receive)
             except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
-                if hooks is not None and isinstance(error, WorkerError):
-                    # The rank that raised has run the same hooks as one process; other ranks were interrupted.
+                if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
+                    # The rank that raised has run the same code as one process; other ranks were interrupted.
                     try:
-                        changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]
-                        hooks.bring_home(changes, receive)
+                        if call.given is not None and state is not None:
+                            state.restore(group.call_each("changes_of_failed", [(call.cache_block,)])[error.rank])
+                        if hooks is not None:
+                            changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]
+                            hooks.bring_home(changes, receive)
                     except GroupError as lost:
-                        error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
+                        error.add_note(f"Values that the objects of this call recorded are lost: {lost}")
                 raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import queue
 import select
 import threading
 import time
@@ -21,9 +23,11 @@ from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.request import Answers, Request, call_of, read
 from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
 from parallelformers_ng.wire.frame import Flag, Frame
-from parallelformers_ng.wire.message import decode
+from parallelformers_ng.wire.message import decode, encode
 
 OnEvent = Callable[[Any], object]
+Watch = Callable[[], Any]
+LOOK_SECONDS = 0.05
 
 
 class WorkerGroup:
@@ -180,6 +184,7 @@ class WorkerGroup:
         deadline: float | None = None,
         on_event: OnEvent | None = None,
         to_devices: bool = False,
+        watch: Watch | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one method with the same arguments on every rank.
@@ -192,6 +197,7 @@ class WorkerGroup:
             on_event: function that this thread calls with each value that rank 0 emits. If the function raises, the
                 request is cancelled and the exception is raised in the caller.
             to_devices: whether tensors in the arguments, also nested ones, are moved to the device of each rank.
+            watch: function that this thread calls 20 times a second, and that returns an update for the ranks or None.
             **kwargs: keyword arguments of the method.
 
         Returns:
@@ -212,7 +218,7 @@ class WorkerGroup:
             WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
-        return self._request(method, [(args, kwargs)], flags, deadline, on_event)[0]
+        return self._request(method, [(args, kwargs)], flags, deadline, on_event, watch)[0]
 
     def call_each(
         self,
@@ -262,6 +268,7 @@ class WorkerGroup:
         flags: int,
         deadline: float | None,
         on_event: OnEvent | None,
+        watch: Watch | None = None,
     ) -> list[Any]:
         if self._is_over:
             self._processes.raise_why_over()
@@ -275,7 +282,7 @@ class WorkerGroup:
         request = Request(method, messages, flags, deadline)
         try:
             self._loop.submit(request)
-            values, error = read(self._answers(request, on_event))
+            values, error = read(self._answers(request, on_event, watch))
         except BaseException as raised:
             self._loop.give_up(request)
             if isinstance(raised, ProtocolError):
@@ -295,11 +302,19 @@ class WorkerGroup:
         self._processes.note_reason(cause)
         self._loop.stop(patience)
 
-    def _answers(self, request: Request, on_event: OnEvent | None) -> Answers:
+    def _answers(self, request: Request, on_event: OnEvent | None, watch: Watch | None) -> Answers:
         """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         thread = threading.get_ident()
+        next_look = math.inf if watch is None else time.monotonic() + LOOK_SECONDS
         while True:
-            item = request.next()
+            if watch is not None and (now := time.monotonic()) >= next_look:
+                if request.begun and (update := watch()) is not None:
+                    self._loop.update(request, encode(update))
+                next_look = now + max(LOOK_SECONDS, 10 * (time.monotonic() - now))
+            try:
+                item = request.next(max(next_look - time.monotonic(), 0.0) if watch is not None else math.inf)
+            except queue.Empty:
+                continue
             if isinstance(item, Frame):
                 event = decode(item)
                 if on_event is not None:

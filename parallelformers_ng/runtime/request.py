@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,12 +48,14 @@ class Request:
         seconds: time between setting the deadline and the deadline, in seconds.
         begun: whether the group's thread has started the request.
         given_up: whether the caller no longer waits.
+        updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
     def __init__(self, method: str, messages: Sequence[Encoded], flags: int = 0, deadline: float = math.inf) -> None:
         self.method, self.messages, self.flags = method, messages, flags
         self.set_deadline(deadline)
         self.begun = self.given_up = False
+        self.updates: deque[Encoded] = deque()
         self._inbox: queue.SimpleQueue[Frame | Answers | GroupError | None] = queue.SimpleQueue()
 
     def set_deadline(self, deadline: float) -> None:
@@ -69,19 +72,26 @@ class Request:
         if self.given_up:
             self.discard()
 
-    def next(self) -> Frame | Answers | GroupError | None:
+    def next(self, pause: float = math.inf) -> Frame | Answers | GroupError | None:
         """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait.
 
+        Args:
+            pause: longest wait in seconds after the request has begun, and before it has begun.
+
         Raises:
+            queue.Empty: no item came within `pause`.
             DeadlineExpiredError: the deadline passed before the group's thread started the request.
         """
         if not self.begun:
             try:
-                return self._inbox.get(timeout=min(max(self.deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))
+                rest = max(self.deadline - time.monotonic(), 0.0)
+                return self._inbox.get(timeout=min(rest, pause, threading.TIMEOUT_MAX))
             except queue.Empty:
-                if not self.begun:
+                if not self.begun and time.monotonic() >= self.deadline:
                     raise self.expired() from None
-        return self._inbox.get()  # the group's thread enforces the deadline
+                if pause < math.inf:
+                    raise
+        return self._inbox.get(timeout=None if pause == math.inf else pause)  # the group's thread enforces the deadline
 
     def expired(self) -> DeadlineExpiredError:
         """Return the error of a request whose deadline passed before it was sent."""

@@ -25,7 +25,7 @@ from parallelformers_ng.runtime.request import Answers, Request
 from parallelformers_ng.runtime.spawn import poll_of
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import Flag, FrameKind, Packed
-from parallelformers_ng.wire.message import pack
+from parallelformers_ng.wire.message import Encoded, pack
 from parallelformers_ng.wire.transport import SPIN_SECONDS, wait
 
 GOODBYE_SECONDS = 2.0  # time that idle workers get to exit after the group was closed
@@ -96,6 +96,11 @@ class RequestLoop:
     def do_later(self, function: Callable[[], object]) -> None:
         """Have the group's thread call a function after it has sent the next request, or when no request is waiting."""
         self._later.append(function)
+
+    def update(self, request: Request, message: Encoded) -> None:
+        """Send a message to all ranks while they run a request; without effect if a rank has answered already."""
+        request.updates.append(message)
+        os.eventfd_write(self._wakeup, 1)
 
     def give_up(self, request: Request) -> None:
         """Cancel a request whose caller no longer waits. Ranks stop a running request at their next step."""
@@ -227,6 +232,8 @@ class RequestLoop:
                         cancelled = True
                         self._processes.arena.request_cancel(self._sequence)
                         deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+                    while request.updates:
+                        self._send_update(request, request.updates.popleft(), deadline)
                     self._partner = due
                     worker = due if due.channel.spin(spin_until) else self._ready(deadline)
                     if worker is not None:
@@ -240,6 +247,17 @@ class RequestLoop:
         failed = any(frame.kind is _ERROR for frame in self._answers.values())
         self._needs_reset = failed and self._processes.arena.aborted  # otherwise all ranks stopped at the same step
         request.put(self._answers)
+
+    def _send_update(self, request: Request, message: Encoded, deadline: float) -> None:
+        if self._answers:
+            return
+        packed = pack(FrameKind.UPDATE, self._sequence, message, request.flags & Flag.TO_DEVICE)
+        try:
+            for worker in self._processes.workers:
+                self._partner = worker
+                worker.channel.send_packed(packed, deadline)
+        finally:
+            packed.close()
 
     def _take(self, request: Request, worker: Worker, deadline: float) -> None:
         """Receive a frame of a worker: an answer or, from rank 0, an event."""

@@ -24,6 +24,7 @@ from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures, titles
 from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
+from parallelformers_ng.wire import by_value
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
 from parallelformers_ng.wire.signed import Session, SignedChannel
@@ -42,17 +43,29 @@ class Emitter:
 
     Attributes:
         sequence: number of the running request, the same number as in `Arena.request_cancel`.
+        updates: what other threads of the caller changed in the arguments since; see `has_update`.
     """
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: Channel, rank: int, device: torch.device) -> None:
         self._channel = channel
         self._rank = rank
+        self._device = device
         self.sequence = 0
+        self.updates: list[Any] = []
 
     def __call__(self, value: Any) -> None:
         """Send one value to the caller's `on_event`; only the thread that runs the request may use the emitter."""
         if self._rank == 0:
             self._channel.send(FrameKind.EVENT, self.sequence, value, place="event")
+
+    def has_update(self) -> bool:
+        """Return whether an update of the running request has arrived; does not wait for one."""
+        while self._channel.spin(0.0):
+            frame = self._channel.receive()
+            if frame.kind is not FrameKind.UPDATE:
+                raise ProtocolError(f"rank {self._rank} received {frame.kind.name} while a request was running")
+            self.updates.append(decode(frame, self._device if frame.flags & Flag.TO_DEVICE else None))
+        return bool(self.updates)
 
 
 @dataclass
@@ -112,6 +125,10 @@ class Service:
         if self.spins:  # an answer is often followed by the next request
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
+        self.emit.updates = []
+        while frame.kind is FrameKind.UPDATE:  # of the last request, which ended meanwhile
+            frame.discard()
+            frame = self.channel.receive()
         if frame.kind is _REQUEST and frame.sequence == due:
             self.emit.sequence = due
             return frame
@@ -141,6 +158,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
     Raises:
         ChannelClosedError: the parent has closed the connection.
     """
+    by_value.in_rank = True
     try:
         sys.path[:] = boot["path"]
         os.environ.clear()
@@ -178,7 +196,7 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         channel.send(FrameKind.EVENT, 0, f"building {name}")
         caller = _channel_to_caller(span) if span else channel
         titles.show(f"rank {rank} of {world_size}")
-        emit = Emitter(caller, rank)
+        emit = Emitter(caller, rank, device)
         target = cls(rank, world_size, device, communicator, emit)
     except Exception as error:  # the caller gets every error of the start
         channel.send(FrameKind.ERROR, 0, failures.describe(error))

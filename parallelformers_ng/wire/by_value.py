@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import sys
+import threading
 import types
+import uuid
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,14 +49,53 @@ def _reduce_code_with_file(code: types.CodeType) -> tuple[Any, ...]:
     return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
 
-_PARTS_OF_CLASS = 6
-"""Length of the tuple to which cloudpickle reduces a class by value; its third part is the state of the class."""
+_BY_VALUE = 6
+"""Length of the tuple to which cloudpickle reduces a class or function by value."""
+_numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_own: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""Classes and functions that this process has sent by value. An answer with a copy of such an object gets the object
+itself: a copy would fail `isinstance`, and cloudpickle would write the copy's state to the program's class."""
+_lock = threading.Lock()
+
+
+def _number_of(obj: Any) -> str:
+    with _lock:
+        number = _numbers.get(obj)
+        if number is None:
+            number = _numbers[obj] = uuid.uuid4().hex
+            _own[number] = obj
+        return number
+
+
+def _find_or_make(number: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    obj = _own.get(number)
+    if obj is None:
+        obj = make(*args)
+        with _lock:
+            _numbers[obj] = number
+    return obj
+
+
+in_rank = False
+"""Whether this process is a rank: there, functions of a module that the rank has imported get the module's globals."""
+
+
+def _make_in_module(module: str, make: Callable[..., Any], code: types.CodeType, scope: Any, *rest: Any) -> Any:
+    imported = sys.modules.get(module) if in_rank else None
+    return make(code, scope if imported is None else vars(imported), *rest)
+
+
+def _fill(obj: Any, numbered: tuple[str, Callable[[Any, Any], Any], Any]) -> None:
+    number, fill, state = numbered
+    if _own.get(number) is not obj:
+        fill(obj, state)
 
 
 class ByValuePickler(cloudpickle.Pickler):
     """Pickler that writes some classes and functions by value: those of `__main__`, a notebook or a registered module.
 
-    `cloudpickle.register_pickle_by_value` registers a module.
+    `cloudpickle.register_pickle_by_value` registers a module. Functions that share a variable still share it in the
+    process that reads the pickle.
     """
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
@@ -63,15 +106,33 @@ class ByValuePickler(cloudpickle.Pickler):
         }
     )
 
+    def __init__(self, buffer: io.BytesIO, protocol: int = 5, buffer_callback: Any = None) -> None:
+        super().__init__(buffer, protocol, buffer_callback)
+        self._cells: dict[int, types.CellType] = {}
+
     def reducer_override(self, obj: Any) -> Any:
         """Reduce a class by value with its qualified name, which cloudpickle leaves out: changes of a class name it."""
         if type(obj) is torch.Tensor and obj.dtype.itemsize == 1 and obj.is_floating_point():
             return torch.Tensor.view, (obj.view(torch.uint8), obj.dtype)  # torch cannot read float8 back from a pickle
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == _PARTS_OF_CLASS:
-            attributes, _ = reduced[2]
-            attributes["__qualname__"] = obj.__qualname__
-        return reduced
+        if not isinstance(reduced, tuple) or len(reduced) != _BY_VALUE:
+            return reduced
+        make, args, state, *no_items, fill = reduced
+        if isinstance(obj, type):
+            state[0]["__qualname__"] = obj.__qualname__
+        else:
+            *code, empty = args
+            if empty:
+                # By default cloudpickle gives each function its own cells; functions would no longer share a variable.
+                cells = zip(obj.__closure__, empty, strict=True)
+                empty = tuple(self._cells.setdefault(id(cell), new) for cell, new in cells)
+            args = *code, empty
+            module = sys.modules.get(obj.__module__ or "__main__")
+            by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+            if obj.__module__ not in by_value and module is not None and obj.__globals__ is vars(module):
+                make, args = _make_in_module, (obj.__module__, make, *args)
+        number = _number_of(obj)
+        return _find_or_make, (number, make, args), (number, fill, state), *no_items, _fill
 
 
 class ReferencePickler(ByValuePickler):
@@ -84,7 +145,7 @@ class ReferencePickler(ByValuePickler):
     """
 
     def __init__(self, buffer: io.BytesIO, reference: Callable[[Any], Any]) -> None:
-        super().__init__(buffer, protocol=5)
+        super().__init__(buffer)
         self.persistent_id = reference
 
 

@@ -4,10 +4,10 @@ A frame:
 
     fixed part | sizes | pickle | tensor bytes      [+ file descriptors, SCM_RIGHTS]
 
-`sizes` has one int64 for the pickle and one for each object outside the pickle: the bytes of a tensor, or -1 for an
-open file. Each tensor begins on a cache line. A variable part (all but the fixed part) longer than 64 KiB is written
-once into a sealed memfd. All receivers get the memfd's descriptor and map the memfd privately and writable. No process
-copies the memfd, writes stay private, and no name appears in /dev/shm.
+`sizes` has one int64 for the pickle and one for each object outside the pickle: the bytes of a tensor, -1 for an open
+file, or -1 - the bytes of a tensor in a memfd of its own. Each tensor begins on a cache line. A variable part (all but
+the fixed part) longer than 64 KiB is written once into a sealed memfd. All receivers get the memfd's descriptor and map
+the memfd privately and writable. No process copies the memfd, writes stay private, and no name appears in /dev/shm.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class FrameKind(enum.IntEnum):
     EVENT = 4
     READY = 5
     GOODBYE = 6
+    UPDATE = 8  # what other threads of the caller changed in the arguments of the running request
     DONE = 7  # the request ran, and the rank's value is None or not needed; the frame has no message
 
 
@@ -105,18 +106,16 @@ class Packed:
     Attributes:
         data: bytes of the frame, without a variable part in a memfd.
         fds: descriptors to send, with the memfd as the last descriptor if there is a memfd.
-        memfd: descriptor of the memfd with the variable part; None if `data` has the variable part, and after `close`.
+        memfds: descriptors of the memfds of this frame: of tensors, and of the variable part unless `data` has it.
     """
 
     data: bytes
     fds: list[int]
-    memfd: int | None = None
+    memfds: list[int]
 
     def close(self) -> None:
-        """Close this process's descriptor of the memfd; the descriptors of receivers stay open."""
-        if self.memfd is not None:
-            os.close(self.memfd)
-            self.memfd = None
+        """Close this process's descriptors of the memfds; the descriptors of receivers stay open."""
+        close_all(self.memfds)
 
 
 @dataclass(slots=True)

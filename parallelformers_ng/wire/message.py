@@ -7,11 +7,12 @@ Between hosts, `signed.py` checks a signature before a message is read.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from parallelformers_ng.wire.frame import (
     FrameKind,
     Packed,
     close_all,
+    map_memfd,
     own_copy,
     write_memfd,
 )
@@ -47,6 +49,10 @@ _SIZE_BYTES = 8  # a size is an int64
 _FILE = -1  # the size field of an open file
 _LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
+_OWN_BYTES = 128 << 10
+_MOST_OWN = 64
+"""An answer sends several tensors of at least 128 KiB in memory of their own, at most 64: a tensor that the program
+keeps must not keep the memory of all others. The caller copies smaller tensors, which is as fast."""
 
 
 @dataclass(slots=True)
@@ -97,7 +103,7 @@ def encode(value: Any, place: str = "") -> Encoded:
     return Encoded(buffer.getbuffer(), pickler.outside, pickler.fds)
 
 
-def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Packed:
+def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart: bool = False) -> Packed:
     """Pack a message into a frame. A message of more than 64 KiB is written to a memfd.
 
     Args:
@@ -105,18 +111,33 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0) -> Pa
         sequence: number of the request that the frame belongs to.
         encoded: the message; `NOTHING` for a frame without a message.
         flags: bits of `Flag`, without `Flag.MEMFD`.
+        apart: whether several large tensors are sent in memory of their own.
 
     Raises:
         SharedMemoryError: the system has no memory left for the message.
         OSError: this process cannot open more files.
     """
-    parts, size = _parts(encoded)
-    fds, memfd = encoded.fds, None
-    if size > INLINE_BYTES:
-        memfd = write_memfd(parts, size)
-        parts, fds, flags = [], [*fds, memfd], flags | Flag.MEMFD
+    fds, memfds = encoded.fds, list[int]()
+    try:
+        own: list[int] = []
+        if apart and not fds:
+            own = [i for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES][
+                :_MOST_OWN
+            ]
+        for index in own if len(own) > 1 else ():
+            part = encoded.outside[index]
+            assert part is not None
+            memfds.append(write_memfd([part], len(part)))
+        parts, size = _parts(encoded, own if memfds else ())
+        if size > INLINE_BYTES:
+            memfds.append(write_memfd(parts, size))
+            parts, flags = [], flags | Flag.MEMFD
+    except BaseException:
+        close_all(memfds)
+        raise
+    fds = [*fds, *memfds]
     fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, size, len(encoded.outside), len(fds))
-    return Packed(b"".join([fixed, *parts]), fds, memfd)
+    return Packed(b"".join([fixed, *parts]), fds, memfds)
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
@@ -149,15 +170,22 @@ def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
-def _parts(encoded: Encoded) -> tuple[list[bytes | memoryview], int]:
-    """Return the parts of a message in their order, padding included, and the total size in bytes."""
+def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | memoryview], int]:
+    """Return the parts of a message in their order, padding included, and the total size in bytes.
+
+    Args:
+        encoded: the message.
+        own: indices of the tensors that are sent in memory of their own, and so are no parts.
+    """
     if not encoded.pickle:
         return [], 0
     sizes = [len(encoded.pickle), *(_FILE if part is None else len(part) for part in encoded.outside)]
+    for index in own:
+        sizes[1 + index] = _FILE - sizes[1 + index]
     parts: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}q", *sizes), encoded.pickle]
     end = len(sizes) * _SIZE_BYTES + len(encoded.pickle)
-    for part in encoded.outside:
-        if part is not None:
+    for part, written in zip(encoded.outside, sizes[1:], strict=True):
+        if part is not None and written > _FILE:
             padding = _aligned(end) - end
             parts += [bytes(padding), part]
             end += padding + len(part)
@@ -182,15 +210,15 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         torch.AcceleratorError: the device reports an error.
     """
     fds, frame.fds = frame.fds, []
-    descriptors = iter(fds)
+    descriptors = iter([*fds])
     try:
         pickled, parts = _parts_of(frame)
         outside: Iterator[Any] = iter(())
         if parts:
-            blob = torch.frombuffer(frame.body, dtype=torch.uint8)
+            on_device = None
             if device is not None and device.type != "cpu":
-                blob = blob.to(device)
-            outside = _outside(blob, parts, descriptors)
+                on_device = torch.frombuffer(frame.body, dtype=torch.uint8).to(device)
+            outside = _outside(frame, on_device, parts, descriptors, fds)
         value = pickle.loads(pickled, buffers=outside)
         if next(outside, None) is not None or next(descriptors, None) is not None:
             raise ProtocolError("a message does not use all tensors and files that came with it")
@@ -204,36 +232,58 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
         raise NotPortableError(
             f"an object that was sent could not be rebuilt in this process: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        frame.body = memoryview(b"")  # the group's thread keeps the frame until the next request
 
 
 def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
-    """Return the pickle, and `(offset, size)` of each object outside the pickle; the size of a file is -1."""
+    """Return the pickle, and `(offset, size)` of each object outside the pickle.
+
+    The size of a file is -1. The size of a tensor in memory of its own is -1 - its bytes.
+    """
     head = (1 + frame.outside) * _SIZE_BYTES
     if len(frame.body) < head:
         raise ProtocolError(f"a message of {len(frame.body)} bytes announces {frame.outside} objects")
     size, *sizes = struct.unpack_from(f"<{1 + frame.outside}q", frame.body)
-    if size < 0 or min(sizes, default=0) < _FILE:
-        raise ProtocolError(f"a message with a part of {min(size, *sizes)} bytes")
+    if size < 0:
+        raise ProtocolError(f"a message with a part of {size} bytes")
     end = head + size
     parts: list[tuple[int, int]] = []
     for each in sizes:
         parts.append((_aligned(end), each))
-        if each != _FILE:
+        if each > _FILE:
             end = _aligned(end) + each
     if end != len(frame.body):
         raise ProtocolError(f"a message of {len(frame.body)} bytes announces {end}")
     return frame.body[head : head + size], parts
 
 
-def _outside(blob: torch.Tensor, parts: list[tuple[int, int]], fds: Iterator[int]) -> Iterator[Any]:
-    """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor."""
+def _outside(
+    frame: Frame, on_device: torch.Tensor | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
+) -> Iterator[Any]:
+    """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor.
+
+    On CPU each tensor has a storage of its own: only its bytes are saved with it, and it has its own version.
+    """
+    copies = frame.kind is FrameKind.RESULT and len(frame.body) > INLINE_BYTES and len(parts) > 1
     for offset, size in parts:
-        if size != _FILE:
-            yield blob[offset : offset + size]
+        if size > _FILE:
+            if on_device is not None:
+                yield on_device[offset : offset + size]
+            elif not size:
+                yield torch.empty(0, dtype=torch.uint8)
+            else:
+                flat = torch.frombuffer(frame.body, dtype=torch.uint8, count=size, offset=offset)
+                yield flat.clone() if copies and size < len(frame.body) // 2 else flat
         elif (fd := next(fds, None)) is None:
             raise ProtocolError("a message names more file descriptors than came with it")
-        else:
+        elif size == _FILE:
             yield fd
+        else:
+            mapped = map_memfd(fd, _FILE - size)
+            open_fds.remove(fd)
+            os.close(fd)
+            yield torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _aligned(offset: int) -> int:
@@ -254,7 +304,7 @@ class _MessagePickler(ByValuePickler):
     """
 
     def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, protocol=5, buffer_callback=self._take)
+        super().__init__(buffer, buffer_callback=self._take)
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
         # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
@@ -269,9 +319,9 @@ class _MessagePickler(ByValuePickler):
             return FileDescriptor, (self._beside(bytearray(1), obj.fd),)
         if kind in _NAMED and _is_of_library(obj):
             return NotImplemented  # pickled by name, without cloudpickle's slow search
-        if isinstance(obj, type):
+        if isinstance(obj, (type, types.FunctionType)):
             return super().reducer_override(obj)
-        return super(ByValuePickler, self).reducer_override(obj)  # of a message, few objects are classes
+        return super(ByValuePickler, self).reducer_override(obj)  # of a message, few objects are classes or functions
 
     def _beside(self, data: Any, fd: int | None = None) -> pickle.PickleBuffer:
         buffer = pickle.PickleBuffer(data)

@@ -83,6 +83,8 @@ class SignedChannel(Channel):
         blocking: whether all waits are without a deadline, as in `Channel`.
     """
 
+    _sends_apart = False
+
     def __init__(self, connection: socket.socket, session: Session, blocking: bool = False) -> None:
         super().__init__(connection, blocking)
         self._sending, self._receiving = Signer(session.sending), Signer(session.receiving)

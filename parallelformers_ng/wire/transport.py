@@ -47,6 +47,8 @@ class Channel:
         blocking: whether all waits are without a deadline, which saves system calls.
     """
 
+    _sends_apart = True
+
     def __init__(self, connection: socket.socket, blocking: bool = False) -> None:
         connection.setblocking(blocking)
         self.connection = connection
@@ -107,7 +109,7 @@ class Channel:
             ChannelClosedError: the other end is gone.
             RequestTimeoutError: the other end did not read the frame before the deadline.
         """
-        packed = pack(kind, sequence, encode(obj, place))
+        packed = pack(kind, sequence, encode(obj, place), apart=kind is FrameKind.RESULT and self._sends_apart)
         try:
             self.send_packed(packed, deadline)
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 
@@ -34,7 +35,7 @@ class Call:
         freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
         has_caches: whether the arguments contain caches.
-        returns_state: whether the arguments contain objects whose state must be returned to the caller.
+        given: what the ranks need to follow mutable objects in the arguments; None without such objects.
         hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are no hooks.
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: active adapters of the call; None if the model has no adapters.
@@ -55,11 +56,15 @@ class Call:
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
     has_caches: bool = False
-    returns_state: bool = False
+    given: Given | None = None
     captured: bool = False
     hooks: Any = None
     adapters: ActiveAdapters | None = None
     code: CodeChanges | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, first the modules to import: functions of these modules get the modules' globals."""
+        return {"given": self.given, **vars(self)}
 
 
 @dataclass
@@ -81,7 +86,8 @@ class Answer:
         output: return value of the method, caches as `Handle("cache", …)`.
         rng: state of the generator after the call; None if the state did not change.
         caches: new facts about the caches in the arguments: number of the cache → `CacheInfo`.
-        states: new states of changed objects in the arguments, numbered as in `generation.object_state.ObjectState`.
+        states: changes of the objects in the arguments; None without a change.
+        written: index of an argument that is a tensor → the tensor, if the method has written to it.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
         assistant_settings: settings of the assistant that `generate` has changed: name → value.
@@ -90,7 +96,8 @@ class Answer:
     output: Any
     rng: torch.Tensor | None = None
     caches: dict[int, Any] = field(default_factory=dict)
-    states: dict[int, Any] = field(default_factory=dict)
+    states: Changes | None = None
+    written: dict[int, torch.Tensor] = field(default_factory=dict)
     uncaptured: str = ""
     hook_changes: Any = None
     assistant_settings: dict[str, Any] = field(default_factory=dict)

@@ -25,11 +25,18 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import NotPortableError, ParallelError
+from parallelformers_ng.generation.arguments import STATEFUL, roots_of, tensors_of
 from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
 from parallelformers_ng.generation.deferred_stops import deferring
-from parallelformers_ng.generation.lockstep import CallersRandomness, agreed_criteria, devices_alike, shared_draws
-from parallelformers_ng.generation.object_state import STATEFUL, ObjectState, stateful_arguments
+from parallelformers_ng.generation.lockstep import (
+    CallersRandomness,
+    LiveChanges,
+    agreed_criteria,
+    devices_alike,
+    shared_draws,
+)
+from parallelformers_ng.generation.object_state import Changes, ObjectState
 from parallelformers_ng.generation.step_masks import known_masks
 from parallelformers_ng.generation.streaming import EmittingStreamer
 from parallelformers_ng.hooks.installed import InstalledHooks
@@ -105,6 +112,7 @@ class ModelRunner(RankWeights):
         self.hooks: Any = None
         self.adapters: ActiveAdapters | None = None
         self.alike = True
+        self._running: tuple[int, ObjectState | None] = 0, None
         self.kernels: StepKernels | None = None
 
     def build(self, skeleton: Skeleton) -> None:
@@ -164,11 +172,15 @@ class ModelRunner(RankWeights):
         self._prepare(call)
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
+        given, state, live = call.given, None, None
+        if given is not None:
+            state = ObjectState.on_rank(given, roots_of(args, kwargs))
+            live = LiveChanges(self.emit, state) if given.is_live else None
+        self._running = call.cache_block, state
+        tensors = tensors_of(args, kwargs)
+        versions = [tensor._version for tensor in tensors]
         if call.has_caches:
             args, kwargs = map_handles((args, kwargs), lambda handle: self._take_cache(handle, used))
-        state = ObjectState(stateful_arguments(kwargs)) if call.returns_state else None
-        if state is not None:
-            state.remember()
         if call.streams:
             kwargs["streamer"] = EmittingStreamer(self.emit)
         module = self.model.get_submodule(call.path)
@@ -188,7 +200,7 @@ class ModelRunner(RankWeights):
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
-            agreed_criteria(models, self.communicator, self.emit.sequence, self.alike),
+            agreed_criteria(models, self.communicator, self.emit.sequence, self.alike, live),
             shared_draws(self.communicator, self.alike),
             self._capturing(module, call.captured) as uncaptured,
         ):
@@ -197,15 +209,22 @@ class ModelRunner(RankWeights):
                 output = mapped(output, (Cache, OwnHeads), lambda part: self._outgoing(part, used), in_place=True)
             if call.unsure:
                 check_is_whole(output, self.communicator, call.path)
+        self._running = 0, None  # the objects may be large
         return Answer(
             output=output,
             rng=draws.moved(),
             caches={number: self.caches.info(number) for number in used},
-            states=state.changes() if state is not None else {},
+            states=None if state is None else state.changes(),
+            written={i: each for i, each in enumerate(tensors) if each._version != versions[i]},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
             assistant_settings={} if assistance is None else self.assistant.changed_settings(),
         )
+
+    def changes_of_failed(self, number: int) -> Changes | None:
+        """Return what the call with this number, which raised an error, has changed in its arguments."""
+        (running, state), self._running = self._running, (0, None)
+        return None if state is None or running != number else state.changes()
 
     def decode_rows(self, order: Round) -> News:
         """Run one round of a batch, and return this rank's report; see `RankBatch.run`.
@@ -216,15 +235,16 @@ class ModelRunner(RankWeights):
             Exception: an error of the forward pass.
         """
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
-        calls: dict[int, dict[str, Any] | Description] = {}
+        calls: dict[int, tuple[dict[str, Any], ObjectState] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
             try:
                 call: Call = unpack(data, outside, self.device)
+                self._prepare(call)
+                given = call.given
+                objects = ObjectState(()) if given is None else ObjectState.on_rank(given, roots_of((), call.kwargs))
+                calls[number] = call.kwargs, objects
             except NotPortableError as error:
                 calls[number] = describe(error)
-                continue
-            self._prepare(call)
-            calls[number] = call.kwargs
         if self.kept.batch is None:
             steps = functools.partial(self._captured_steps, "rows")
             self.kept.batch = RankBatch(self.model, self.communicator, steps)

@@ -39,6 +39,7 @@ from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.batching.sharing import shared_call
 from parallelformers_ng.errors import GroupError
+from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.kernels import decoder_stack
 from parallelformers_ng.kernels.installation import install
 from parallelformers_ng.kernels.operators import _decode
@@ -481,7 +482,7 @@ def test_long_prompt_joins_one_round_later(widest, rounds):
     model, numbers = decoder("Llama"), torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 95, (1, length), generator=numbers) for length in (9, 40)]
     want = [model.generate(ids, max_new_tokens=8, do_sample=False) for ids in prompts]
-    calls = [{"input_ids": ids, "max_new_tokens": 8, "do_sample": False} for ids in prompts]
+    calls = [({"input_ids": ids, "max_new_tokens": 8, "do_sample": False}, ObjectState(())) for ids in prompts]
     batch, tokens, seen = RankBatch(model, None, lambda: "no"), dict[int, list[int]](), list[list[int]]()
     for number in range(12):
         joins = {number: (b"", 0, None)} if number < 2 else {}

@@ -1,0 +1,56 @@
+"""Finds the arguments of a call that may be objects of the program."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+
+from parallelformers_ng.generation.caches import PLAIN
+from parallelformers_ng.wire.frame import Handle
+
+STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` that accept objects with the caller's code."""
+
+
+def code_of(root: Any) -> Any:
+    """Return the function that runs if a callable is called.
+
+    For a callable object, that is `__call__` of its class; for a partial object, the innermost function.
+    """
+    while isinstance(root, functools.partial):
+        root = root.func
+    if isinstance(root, types.MethodType):
+        return root.__func__
+    return root if isinstance(root, types.FunctionType) else getattr(type(root), "__call__", None)  # noqa: B004 (the function itself is needed)
+
+
+def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments of `generate` that contain the caller's code, one object at a time.
+
+    An absent argument yields None; a list or tuple yields its items.
+    """
+    for name in STATEFUL:
+        value = kwargs.get(name)
+        yield from value if isinstance(value, (list, tuple)) else [value]
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    return frozenset(vars(GenerationConfig()))
+
+
+def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call that may be objects of the program. Settings of `generate` and caches are none."""
+    values = (*args, *(value for name, value in kwargs.items() if name not in _settings()))
+    return [value for value in values if not isinstance(value, (*PLAIN, Handle, Cache))]
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments of a call that are tensors, which the called method may write to."""
+    return [value for value in (*args, *kwargs.values()) if type(value) is torch.Tensor]
