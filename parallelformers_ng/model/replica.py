@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
+from parallelformers_ng.model.changed_state import ModelState
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -123,7 +124,9 @@ class Dispatcher:
         steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
             failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
+        state: what calls have changed in the model.
         in_flight: number of running calls; with one replica, always 0.
+        others: edits of the other replicas.
     """
 
     replica: Replica
@@ -132,7 +135,9 @@ class Dispatcher:
     adapters: Adapters | None
     steps: StaticSteps | None
     edits: Edits
+    state: ModelState
     in_flight: int = 0
+    others: list[Edits] = field(default_factory=list)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers and return its result.
@@ -192,13 +197,17 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
+            call.confirmed = self.state.prepare((self.replica, incarnation), group)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
             on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
             try:
-                answer: Answer = group.call("run", call, deadline=end, on_event=on_event, to_devices=True)
+                values = group.call_each("run", [(call,)], deadline=end, on_event=on_event, to_devices=True)
+                answer: Answer = values[0]
                 arrived()
+                if answer.changes is not None or any(values[1:]):
+                    self._take([answer.changes, *values[1:]], incarnation)
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if state is not None:
@@ -216,6 +225,9 @@ class Dispatcher:
                 return map_handles(answer.output, receive)
             except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
+                if isinstance(error, WorkerError):
+                    with contextlib.suppress(GroupError):
+                        self._take(group.call_each("state_changes", [()]), incarnation, failed=True)
                 if hooks is not None and isinstance(error, WorkerError):
                     # The rank that raised has run the same hooks as one process; other ranks were interrupted.
                     try:
@@ -224,3 +236,8 @@ class Dispatcher:
                     except GroupError as lost:
                         error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
                 raise
+
+    def _take(self, reports: list[Any], incarnation: int, failed: bool = False) -> None:
+        """Apply what a call has changed in the model, see `ModelState.take`."""
+        place = self.replica, incarnation
+        self.state.take(self.edits.model, place, self.edits, self.others, reports, failed)

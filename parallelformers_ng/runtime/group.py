@@ -220,13 +220,14 @@ class WorkerGroup:
         per_rank: Iterable[tuple[Any, ...]],
         deadline: float | None = None,
         on_event: OnEvent | None = None,
+        to_devices: bool = False,
     ) -> list[Any]:
         """Run one method on every rank, and return the value of each rank.
 
         Args:
             method: name of a public method of the target, or of an attribute of the target: "caches.run".
             per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
-            deadline, on_event: the same as in `call`.
+            deadline, on_event, to_devices: the same as in `call`.
 
         Returns:
             List with the value of each rank.
@@ -238,7 +239,8 @@ class WorkerGroup:
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        return self._request(method, arguments, Flag.EACH, deadline, on_event)
+        flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
+        return self._request(method, arguments, flags, deadline, on_event)
 
     def close(self) -> None:
         """End the workers; running calls raise GroupClosedError. Idempotent.

@@ -47,6 +47,7 @@ from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.assistant import RankAssistant
 from parallelformers_ng.worker.call import Answer, Assistance, Call
+from parallelformers_ng.worker.changed_state import Report, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
@@ -88,6 +89,7 @@ class ModelRunner(RankWeights):
         self.kept = Kept()
         self.assistant = RankAssistant(rank, device, emit, communicator)
         install(device)
+        note_stores()
         gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
     def _clear(self) -> None:
@@ -128,6 +130,10 @@ class ModelRunner(RankWeights):
         self.kernels = StepKernels.of(model, self.device)
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
 
+    def put_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().put_state(tensors)
+        self.kept.let_go(self.model)
+
     def drop(self) -> None:
         """Delete the model; afterwards the worker is ready for another model."""
         had_model = self.model is not None
@@ -142,8 +148,11 @@ class ModelRunner(RankWeights):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes may need the memory
 
-    def run(self, call: Call) -> Answer:
+    def run(self, call: Call) -> Answer | Report | None:
         """Run a method of the model for the caller, with the caller's random state, configuration and adapters.
+
+        Returns:
+            The answer on rank 0; on other ranks only the changes of the model's state.
 
         Raises:
             ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
@@ -154,6 +163,12 @@ class ModelRunner(RankWeights):
             Exception: an error of the method.
         """
         self._prepare(call)
+        with self.state.during(self.emit.sequence, call.confirmed):
+            answer = self._run(call)
+        answer.changes = self.state_changes()
+        return answer if self.rank == 0 else answer.changes
+
+    def _run(self, call: Call) -> Answer:
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
         if call.has_caches:
@@ -319,6 +334,7 @@ class ModelRunner(RankWeights):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+        self.state.look_at_settings()
         names = [*(name for _, name in call.attributes), *call.configs, *call.environment]
         if not all("generation_config" in name for name in names):
             self.kept.let_go(self.model)
