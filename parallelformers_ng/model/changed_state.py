@@ -37,20 +37,20 @@ class ModelState:
         read: function that returns a whole tensor as it was before it changed.
 
     Attributes:
-        whole: storage name → whole tensor, for tensors that calls have changed.
+        new_buffers: dotted name → buffer that a call has registered.
         is_changed: whether any call has changed the model.
     """
 
     def __init__(self, plan: ShardPlan, read: Any) -> None:
         self._plan, self._read = plan, read
-        self.whole: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, torch.Tensor] = {}  # storage name → tensor that calls have changed
         self.is_changed = False
         self._count = 0  # number of changes of `whole`
         self._sent: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of the changes that it has
         self._confirmed: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of its last report
         self._kept_there: dict[str, tuple[Place, str]] = {}  # what only workers have → which workers, and why
         self._lost: dict[str, str] = {}
-        self._new_buffers: dict[str, NewBuffer] = {}
+        self.new_buffers: dict[str, NewBuffer] = {}
         self._lock = threading.RLock()
 
     def prepare(self, place: Place, group: Any) -> int:
@@ -74,13 +74,13 @@ class ModelState:
             self._check()
             if self._count and self._sent.get(replica) != (incarnation, self._count):
                 ranks = range(self._plan.world_size)
-                group.call_each("put_state", [({n: self._part(n, rank) for n in self.whole},) for rank in ranks])
+                group.call_each("put_state", [({n: self._part(n, rank) for n in self._whole},) for rank in ranks])
                 self._sent[replica] = incarnation, self._count
             when, number = self._confirmed.get(replica, (incarnation, 0))
             return number if when == incarnation else 0
 
     def _part(self, storage: str, rank: int) -> torch.Tensor:
-        plan, whole = self._plan.tensors[storage], self.whole[storage]
+        plan, whole = self._plan.tensors[storage], self._whole[storage]
         return plan.shards[rank].of(whole).contiguous() if whole.shape == plan.shape else whole
 
     def accept(self, name: str | None = None) -> None:
@@ -164,13 +164,13 @@ class ModelState:
                 return
             whole = change.value.clone()
         else:
-            before = self.whole[plan.name] if plan.name in self.whole else self._read(plan)
+            before = self._whole[plan.name] if plan.name in self._whole else self._read(plan)
 
             def part_of(rank: int) -> torch.Tensor:
                 return changes[rank].value if rank in changes else plan.shards[rank].of(before)
 
             whole = read_copy(whole_node(self._plan, plan, lambda part: of_ranks(part, part_of)), {})
-        self.whole[plan.name] = whole
+        self._whole[plan.name] = whole
         for name in self._plan.aliases()[plan.name]:
             module, short = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
             shown = (module._buffers if plan.is_buffer else module._parameters)[short]
@@ -179,20 +179,23 @@ class ModelState:
 
     def _show_buffer(self, module: nn.Module, name: str, whole: torch.Tensor) -> None:
         """Make a new buffer, or a buffer of a new shape, readable in this process."""
-        leaf = FetchedLeaf(tuple(whole.shape), whole.dtype, functools.partial(self._copy, name), name)
+        leaf = FetchedLeaf(tuple(whole.shape), whole.dtype, functools.partial(self.changed, name), name)
         tables = vars(module)[REMOTE].tables if REMOTE in vars(module) else vars(module)
         for table in (module._buffers, tables["_buffers"]):
             dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
 
-    def _copy(self, name: str) -> torch.Tensor:
-        new = self._new_buffers.get(name)
-        return (self.whole[self._plan.tensors[name].storage] if new is None else new.tensor).clone()
+    def changed(self, name: str) -> torch.Tensor | None:
+        """Return a copy of a parameter or buffer that calls have changed or registered; None for another tensor."""
+        if name in self.new_buffers:
+            return self.new_buffers[name].tensor.clone()
+        whole = self._whole.get(self._plan.tensors[name].storage)
+        return None if whole is None else whole.clone()
 
     def put_buffers(self, model: Any) -> None:
         """Give a model whose weights are gathered the buffers that calls have registered."""
-        for name in self._new_buffers:
+        for name in self.new_buffers:
             path, _, short = name.rpartition(".")
-            model.get_submodule(path)._buffers[short] = self._copy(name)
+            model.get_submodule(path)._buffers[short] = self.changed(name)
 
     def _take_attribute(
         self,
@@ -237,7 +240,7 @@ class ModelState:
         name = where[1]
         before = vars(module).get(name)
         if isinstance(value, NewBuffer):
-            self._new_buffers[dotted(*where)] = value
+            self.new_buffers[dotted(*where)] = value
             self._show_buffer(module, dotted(*where), value.tensor)
             if not value.persistent:
                 module._non_persistent_buffers_set.add(name)

@@ -219,7 +219,7 @@ class Deployment:
 
         A read of the node raises the errors of `Deployment.read`.
         """
-        if (changed := self.state.whole.get(self.plan.tensors[name].storage)) is not None:
+        if (changed := self.state.changed(name)) is not None:
             return leaf_of(changed)
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
@@ -298,8 +298,8 @@ class Deployment:
             GroupError: only the ranks have the weights, and the ranks failed or have ended.
             CheckpointError: a checkpoint file is damaged, or has changed.
         """
-        if (changed := self.state.whole.get(tensor.storage)) is not None:
-            return changed.clone()
+        if (changed := self.state.changed(tensor.name)) is not None:
+            return changed
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self.stored is not None:
