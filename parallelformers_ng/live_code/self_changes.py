@@ -7,9 +7,11 @@ import types
 from collections.abc import Iterator
 
 from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, names_in, package_of
 
+_GENERAL = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
 _NOT_OF_CALLS = frozenset({"__init__", "_init_weights", "extra_repr", "__setstate__", "__getstate__"})
 _STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
 _MUTATORS = frozenset({
@@ -41,6 +43,8 @@ def changes_itself(model: nn.Module) -> bool:
 def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]]) -> Iterator[types.FunctionType]:
     """Yield the functions of the program on a module and its classes; `known` has those of classes seen before."""
     for base in type(module).__mro__:
+        if base in _GENERAL:
+            continue
         if base not in known:
             members = (value for name, value in vars(base).items() if name not in _NOT_OF_CALLS)
             known[base] = [each for value in members for each in functions_in(value) if _is_own(each)]

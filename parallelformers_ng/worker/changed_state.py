@@ -87,20 +87,20 @@ class _Watched:
 
     def look(self) -> None:
         self.tensor = now = self.table.get(self.name)
-        self.version = 0 if now is None or now.is_inference() else now._version
-        self.digest = _checksum(now) if now is not None and self._is_compared() else 0
+        self.version = -1 if now is None or now.is_inference() else now._version
+        self.digest = _checksum(now) if now is not None and self.needs_digest() else 0
 
-    def _is_compared(self) -> bool:
+    def needs_digest(self) -> bool:
         is_norm = self.module.training and isinstance(self.module, _NormBase)
-        return self.is_compared or is_norm or self.tensor.is_inference()
+        return self.is_compared or self.version < 0 or is_norm
 
     def has_changed(self) -> bool:
         now = self.table.get(self.name)
-        if now is not self.tensor:
-            return True
-        if now is None or (not now.is_inference() and now._version != self.version):
-            return now is not None
-        return self._is_compared() and self.digest != _checksum(now)
+        if now is not self.tensor or now is None:
+            return now is not self.tensor
+        return (self.version >= 0 and now._version != self.version) or (
+            self.needs_digest() and self.digest != _checksum(now)
+        )
 
 
 _ABSENT = object()
@@ -163,13 +163,18 @@ class ChangedState:
             self._weights = [each for each in self._weights if plan.tiers.place(each.key[1], rank) == "device"]
         for each in (*self._buffers, *self._weights):
             each.look()
+        self._norms = {each.module for each in self._buffers if isinstance(each.module, _NormBase)}
+        self._versions = self._quick()
         self.look_at_settings()
+
+    def _quick(self) -> list[tuple[dict[str, Any], str, torch.Tensor, int]]:
+        """Return what a call of a stock model looks at: (table, name, tensor, version) of each buffer."""
+        return [(each.table, each.name, each.tensor, each.version) for each in self._buffers if each.version >= 0]
 
     def look_at_settings(self) -> None:
         """Take the present attributes and configurations as known to the caller."""
         self._configs = [
-            (prefix, part, {**vars(part)}, [*map(id, vars(part).values())])
-            for prefix, part in configurations(self._model)
+            (prefix, part, {**vars(part)}) for prefix, part in configurations(self._model)
         ]
         self._objects = [
             (path, module, name, value, state)
@@ -205,10 +210,15 @@ class ChangedState:
         watched = self._buffers
         if self._watches_weights or changed:
             watched = [*self._buffers, *self._weights]
+        elif all(
+            table.get(name) is tensor and tensor._version == version for table, name, tensor, version in self._versions
+        ) and not any(module.training for module in self._norms):
+            watched = []  # in most calls
         for each in watched:
             if each.has_changed():
                 changed[each.key] = False
                 each.look()
+                self._versions = self._quick()
         settings = self._changed_settings()
         if changed or settings:
             for key in changed:
@@ -237,14 +247,14 @@ class ChangedState:
 
     def _changed_settings(self) -> dict[Key, bool]:
         changed: dict[Key, bool] = {}
-        for prefix, part, before, ids in self._configs:
-            if [*map(id, vars(part).values())] == ids:
+        for prefix, part, before in self._configs:
+            if _has_same(vars(part), before):
                 continue
             for name in before.keys() | vars(part).keys():
                 now = vars(part).get(name, _ABSENT)
                 if now is not before.get(name, _ABSENT) and not _is_equal(now, before.get(name, _ABSENT)):
                     changed["config", prefix + name, ""] = False
-                    for other_prefix, other, _, _ in self._configs:  # copies of the configuration
+                    for other_prefix, other, _ in self._configs:  # copies of the configuration
                         if other_prefix == prefix and now is not _ABSENT:
                             vars(other)[name] = now
         return changed
@@ -273,7 +283,7 @@ class ChangedState:
             return Change(_checksum(tensor), tensor if self._sends else None)
         if kind == "config":
             prefix, _, name = path.rpartition(".")
-            part = next(part for each, part, _, _ in self._configs if each == f"{prefix}.")
+            part = next(part for each, part, _ in self._configs if each == f"{prefix}.")
             return self._parcel(vars(part).get(name, REMOVED), Change())
         module, change = self._model.get_submodule(path), Change(in_place=in_place, of_library=path not in self._own)
         value = _value_of(module, name)
@@ -299,6 +309,14 @@ class ChangedState:
         for each in (*self._buffers, *self._weights):
             if each.key[1] in tensors:
                 each.look()
+        self._versions = self._quick()
+
+
+def _has_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    try:
+        return now == before  # fast, because identical values are not compared
+    except Exception:  # another tensor, or an object of the program
+        return False
 
 
 def _is_equal(now: Any, before: Any) -> bool:
