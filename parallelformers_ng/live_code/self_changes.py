@@ -33,11 +33,20 @@ def own_names(model: nn.Module) -> dict[str, frozenset[str]]:
 def changes_itself(model: nn.Module) -> bool:
     """Return whether calls may change the model: code of the program sets attributes of modules or changes their values
     in place, or an embedding renormalizes its weights."""
-    if any(getattr(module, "max_norm", None) is not None for module in model.modules()):
-        return True
     known: dict[type, list[types.FunctionType]] = {}
-    functions = {function for module in model.modules() for function in _own_functions(module, known)}
-    return any(map(_changes_first_argument, {function.__code__ for function in functions}))
+    modules = list(model.modules())
+    functions = {function for module in modules for function in _own_functions(module, known)}
+    return any(map(renormalizes, modules)) or any(_changes_first_argument(function.__code__) for function in functions)
+
+
+def renormalizes(module: nn.Module) -> bool:
+    return getattr(module, "max_norm", None) is not None
+
+
+def may_write(module: nn.Module, name: str) -> bool:
+    """Return whether the program's code on a module may write to a tensor of this name in the module or a submodule."""
+    functions = _own_functions(module, {})
+    return any(name in names_in(each.__code__) and _changes_first_argument(each.__code__) for each in functions)
 
 
 def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]]) -> Iterator[types.FunctionType]:

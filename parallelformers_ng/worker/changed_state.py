@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.generation.caches import mapped
-from parallelformers_ng.live_code.self_changes import own_names
+from parallelformers_ng.live_code.self_changes import own_names, renormalizes
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.sharding.attributes import REMOVED, NewBuffer, configurations
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -152,7 +152,7 @@ class ChangedState:
         self._watches_weights = bool(self._own)
         for path, module in model.named_modules():
             own = self._own.get(path, frozenset()) | self._own.get(path.rpartition(".")[0], frozenset())
-            self._watches_weights |= getattr(module, "max_norm", None) is not None
+            self._watches_weights |= renormalizes(module)
             for table, watched in ((module._buffers, self._buffers), (module._parameters, self._weights)):
                 for name in table:
                     plan_of = plan.tensors.get(dotted(path, name))
