@@ -182,8 +182,8 @@ class Edits:
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
-    def take_attribute(self, path: str, name: str, value: Any, incarnation: int | None) -> None:
-        """Record an attribute that a call has set, for other workers than those of an incarnation, which have it."""
+    def take_attribute(self, path: str, name: str, value: Any, incarnation: int = -1) -> None:
+        """Record an attribute that a call has set, for other workers than those of `incarnation`, which have it."""
         with self._lock:
             self._count += 1
             self._attributes[path, name] = self._count, value, incarnation
@@ -191,8 +191,7 @@ class Edits:
 
     def take_config(self, name: str, value: Any) -> None:
         """Record an attribute of a configuration that a call has set, by its dotted name; the workers have it."""
-        incarnation, configs, *rest = self._known
-        self._known = incarnation, configs.with_value(name, value), *rest
+        self._known = self._known[0], self._known[1].with_value(name, value), *self._known[2:]
 
     def code_count(self, only_step: bool = False) -> int:
         """Check the code for changes, and return how often it has changed since the model was parallelized.
@@ -250,7 +249,7 @@ class Edits:
         before, now = known_configs.values(), current.values()
         with self._lock:
             newer = {key: (value, of) for key, (then, value, of) in self._attributes.items() if then > time}
-        call.attributes = {key: value for key, (value, of) in newer.items() if of is None or of != incarnation}
+        call.attributes = {key: value for key, (value, of) in newer.items() if of != incarnation}
         moved = known_configs.moved()
         call.configs = {
             name: value for name, value in now.items() if name not in before or name in moved or before[name] != value

@@ -73,7 +73,9 @@ class Calls:
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code), deployment.state)
+            Dispatcher(
+                replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code), deployment.state
+            )
             for replica in deployment.replicas
         ]
         for each in self.dispatchers:

@@ -99,7 +99,13 @@ class ModelState:
             )
 
     def take(
-        self, model: Any, place: Place, edits: Any, others: Iterable[Any], reports: Sequence[Report | None], failed: bool
+        self,
+        model: Any,
+        place: Place,
+        edits: Any,
+        others: Iterable[Any],
+        reports: Sequence[Report | None],
+        failed: bool,
     ) -> None:
         """Apply the reports of a group's ranks to the model in this process.
 
@@ -127,7 +133,9 @@ class ModelState:
             was_sent = self._sent.get(replica, (incarnation, 0)) == (incarnation, self._count)
             has_tensors = False
             for (kind, path, name), changes in told.items():
-                change = next((each for each in changes.values() if each.value is not None), next(iter(changes.values())))
+                change = next(
+                    (each for each in changes.values() if each.value is not None), next(iter(changes.values()))
+                )
                 alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
                 if kind == "tensor":
                     has_tensors = True
@@ -184,8 +192,8 @@ class ModelState:
         for table in (module._buffers, tables["_buffers"]):
             dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
 
-    def changed(self, name: str) -> torch.Tensor | None:
-        """Return a copy of a parameter or buffer that calls have changed or registered; None for another tensor."""
+    def changed(self, name: str) -> Any:
+        """Return a copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
         if name in self.new_buffers:
             return self.new_buffers[name].tensor.clone()
         whole = self._whole.get(self._plan.tensors[name].storage)
@@ -232,9 +240,9 @@ class ModelState:
                 " the module. It can only be read in the call that sets it; deparallelize() the model to keep it"
             )
         self._put(module, where, value, change.in_place)
-        edits.take_attribute(*where, value, place[1] if alike else None)
+        edits.take_attribute(*where, value, place[1] if alike else -1)
         for each in others:
-            each.take_attribute(*where, value, None)
+            each.take_attribute(*where, value)
 
     def _put(self, module: nn.Module, where: tuple[str, str], value: Any, in_place: bool) -> None:
         name = where[1]

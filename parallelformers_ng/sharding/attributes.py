@@ -34,6 +34,10 @@ class NewBuffer:
     persistent: bool
 
 
+class _NoAttributeError(ParallelError, AttributeError):
+    """An attribute of a value on the workers was read."""
+
+
 class OnWorkers:
     """Stands for a value that the model's code has set on the workers, and that the caller cannot have.
 
@@ -53,9 +57,7 @@ class OnWorkers:
         raise ParallelError(self._why)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ParallelError(vars(self)["_why"])
+        raise _NoAttributeError(vars(self).get("_why", name))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,10 +66,11 @@ class OnWorkers:
     __hash__ = object.__hash__
 
 
-for _name in (
+_OPERATORS = (
     "add and bool call contains delitem eq float floordiv ge getitem gt index int invert iter le len lt matmul mod mul"
     " ne neg next or pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem str sub truediv xor"
-).split():
+)
+for _name in _OPERATORS.split():
     setattr(OnWorkers, f"__{_name}__", OnWorkers._refuse)
 
 

@@ -173,9 +173,7 @@ class ChangedState:
 
     def look_at_settings(self) -> None:
         """Take the present attributes and configurations as known to the caller."""
-        self._configs = [
-            (prefix, part, {**vars(part)}) for prefix, part in configurations(self._model)
-        ]
+        self._configs = [(prefix, part, {**vars(part)}) for prefix, part in configurations(self._model)]
         self._objects = [
             (path, module, name, value, state)
             for path, module in (self._model.named_modules() if self._own else ())
@@ -194,7 +192,8 @@ class ChangedState:
         global _stores
         if self._unseen and confirmed >= self._changed_at:
             self._unseen.clear()
-        _stores = stores = {}
+        stores: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        _stores = stores
         try:
             yield
         finally:
