@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,9 +24,6 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import dotted
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.changed_state import Change, Report
-
-Place = tuple[Any, int]
-"""A replica and its incarnation."""
 
 
 class ModelState:
@@ -48,12 +45,12 @@ class ModelState:
         self._count = 0  # number of changes of `whole`
         self._sent: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of the changes that it has
         self._confirmed: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of its last report
-        self._kept_there: dict[str, tuple[Place, str]] = {}  # what only workers have → which workers, and why
+        self._kept_there: dict[str, tuple[tuple[Any, int], str]] = {}  # what only workers have → which workers, and why
         self._lost: dict[str, str] = {}
         self.new_buffers: dict[str, NewBuffer] = {}
         self._lock = threading.RLock()
 
-    def prepare(self, place: Place, group: Any) -> int:
+    def prepare(self, replica: Any, incarnation: int, group: Any) -> int:
         """Give the ranks of a group the state that they lack, before a call.
 
         Returns:
@@ -65,19 +62,17 @@ class ModelState:
         """
         if not self.is_changed:
             return 0
-        replica, incarnation = place
         with self._lock:
             for name, ((where, when), why) in [*self._kept_there.items()]:
                 if where is replica and when != incarnation:
                     self._lost[name] = f"the workers have ended, and {why}"
                     del self._kept_there[name]
             self._check()
-            if self._count and self._sent.get(replica) != (incarnation, self._count):
+            if self._count and self._sent.get(replica, (incarnation, 0)) != (incarnation, self._count):
                 ranks = range(self._plan.world_size)
                 group.call_each("put_state", [({n: self._part(n, rank) for n in self._whole},) for rank in ranks])
                 self._sent[replica] = incarnation, self._count
-            when, number = self._confirmed.get(replica, (incarnation, 0))
-            return number if when == incarnation else 0
+            return self._last_report(replica, incarnation)
 
     def _part(self, storage: str, rank: int) -> torch.Tensor:
         plan, whole = self._plan.tensors[storage], self._whole[storage]
@@ -98,22 +93,12 @@ class ModelState:
                 + ". Set these attributes again, or call accept_lost_state() to go on with the values in this process"
             )
 
-    def take(
-        self,
-        model: Any,
-        place: Place,
-        edits: Any,
-        others: Iterable[Any],
-        reports: Sequence[Report | None],
-        failed: bool,
-    ) -> None:
+    def take(self, of: Any, incarnation: int, reports: Sequence[Report | None], failed: bool) -> None:
         """Apply the reports of a group's ranks to the model in this process.
 
         Args:
-            model: the parallelized model.
-            place: replica and incarnation of the group.
-            edits: edits of the replica.
-            others: edits of the other replicas.
+            of: dispatcher of the group's replica.
+            incarnation: incarnation of the group.
             reports: report of each rank.
             failed: whether the call has failed, so that ranks may have stopped at different points.
 
@@ -125,46 +110,40 @@ class ModelState:
             for key, change in report.changes.items() if report is not None else ():
                 told[key][rank] = change
         number = max((report.number for report in reports if report is not None), default=0)
-        (replica, incarnation), everyone = place, len(reports) if self._plan.stages == 1 else 1
+        everyone = len(reports) if self._plan.stages == 1 else 1
         with self._lock:
-            if not told or number <= self._confirmed_by(place):
+            if not told or number <= self._last_report(of.replica, incarnation):
                 return
             self.is_changed = True
-            was_sent = self._sent.get(replica, (incarnation, 0)) == (incarnation, self._count)
-            has_tensors = False
+            count, is_sent = self._count, self._sent.get(of.replica, (incarnation, 0)) == (incarnation, self._count)
             for (kind, path, name), changes in told.items():
-                change = next(
-                    (each for each in changes.values() if each.value is not None), next(iter(changes.values()))
-                )
+                change = max(changes.values(), key=lambda each: each.value is not None)  # the first with a value
                 alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
                 if kind == "tensor":
-                    has_tensors = True
                     plan = self._plan.tensors[path]
                     alike |= not plan.is_replicated
-                    self._take_tensor(model, plan, changes, change)
+                    self._take_tensor(of.edits.model, plan, changes, change)
                     if not alike and not failed:
                         self._lost[path] = "the workers have different values of it"
-                    was_sent &= alike
+                    is_sent &= alike
+                    self._count = count + 1
                 elif kind == "config":
-                    value = unpack(*change.value) if change.value is not None else REMOVED
+                    value = REMOVED if change.value is None else unpack(*change.value)
                     owner, _, last = path.rpartition(".")
-                    put_attribute(attrgetter(owner)(model), last, value)
-                    if alike:
-                        edits.take_config(path, value)
-                else:
-                    self._take_attribute(model, place, edits, others, (path, name), change, alike or failed, alike)
-            if has_tensors:
-                self._count += 1
-                if was_sent:
-                    self._sent[replica] = incarnation, self._count
-                else:
-                    self._sent.pop(replica, None)
-            self._confirmed[replica] = incarnation, number
+                    put_attribute(attrgetter(owner)(of.edits.model), last, value)
+                    of.edits.take_config(path, value)
+                elif not change.of_library or ((alike or failed) and not change.why_kept):
+                    # The layers of transformers keep shards of their state on the ranks.
+                    self._take_attribute(of, incarnation, (path, name), change, alike, failed)
+            if self._count > count:
+                self._sent[of.replica] = incarnation, self._count if is_sent else -1
+            self._confirmed[of.replica] = incarnation, number
             self._check()
 
-    def _confirmed_by(self, place: Place) -> int:
-        when, number = self._confirmed.get(place[0], (place[1], 0))
-        return number if when == place[1] else 0
+    def _last_report(self, replica: Any, incarnation: int) -> int:
+        """Return the number of a group's last report that this process has applied."""
+        when, number = self._confirmed.get(replica, (incarnation, 0))
+        return number if when == incarnation else 0
 
     def _take_tensor(self, model: Any, plan: TensorPlan, changes: dict[int, Change], change: Change) -> None:
         if plan.is_replicated:
@@ -180,9 +159,9 @@ class ModelState:
             whole = read_copy(whole_node(self._plan, plan, lambda part: of_ranks(part, part_of)), {})
         self._whole[plan.name] = whole
         for name in self._plan.aliases()[plan.name]:
-            module, short = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            shown = (module._buffers if plan.is_buffer else module._parameters)[short]
-            if plan.is_buffer and (shown.shape, shown.dtype) != (whole.shape, whole.dtype):
+            path, _, short = name.rpartition(".")
+            module = model.get_submodule(path)
+            if plan.is_buffer and module._buffers[short].shape != whole.shape:
                 self._show_buffer(module, name, whole)
 
     def _show_buffer(self, module: nn.Module, name: str, whole: torch.Tensor) -> None:
@@ -206,75 +185,46 @@ class ModelState:
             model.get_submodule(path)._buffers[short] = self.changed(name)
 
     def _take_attribute(
-        self,
-        model: Any,
-        place: Place,
-        edits: Any,
-        others: Iterable[Any],
-        where: tuple[str, str],
-        change: Change,
-        usable: bool,
-        alike: bool,
+        self, of: Any, incarnation: int, where: tuple[str, str], change: Change, alike: bool, failed: bool
     ) -> None:
-        """Apply the new value of an attribute.
-
-        Args:
-            where: path of the module, and name of the attribute.
-            usable: whether the value is the value of all ranks from now on.
-            alike: whether all ranks have the value already.
-        """
-        full_name, module = dotted(*where), model.get_submodule(where[0])
-        if change.of_library and (change.why_kept or not usable):
-            return  # the layers of transformers keep shards of their state on the ranks
-        self._kept_there.pop(full_name, None)
-        value: Any
+        """Apply the new value of an attribute; `where` is the path of its module, and its name."""
+        name, module = dotted(*where), of.edits.model.get_submodule(where[0])
+        self._kept_there.pop(name, None)
         if change.why_kept:
-            self._kept_there[full_name] = place, change.why_kept
-            vars(module)[where[1]] = OnWorkers(f"{full_name} is only on the workers: {change.why_kept}")
+            self._kept_there[name] = (of.replica, incarnation), change.why_kept
+            vars(module)[where[1]] = OnWorkers(f"{name} is only on the workers: {change.why_kept}")
             return
-        if usable and change.value is not None:
+        value: Any = OnWorkers(
+            f"{name} was set by the model's code, and each worker has a different value, because the plan cuts the"
+            " module. Read it only in the call that sets it, or set it again"
+        )
+        if (alike or failed) and change.value is not None:
             value = unpack(*change.value)
-        else:
-            value = OnWorkers(
-                f"{full_name} was set by the model's code, and each worker has a different value, because the plan cuts"
-                " the module. It can only be read in the call that sets it; deparallelize() the model to keep it"
-            )
-        self._put(module, where, value, change.in_place)
-        edits.take_attribute(*where, value, place[1] if alike else -1)
-        for each in others:
-            each.take_attribute(*where, value)
-
-    def _put(self, module: nn.Module, where: tuple[str, str], value: Any, in_place: bool) -> None:
-        name = where[1]
-        before = vars(module).get(name)
+        before = vars(module).get(where[1])
         if isinstance(value, NewBuffer):
-            self.new_buffers[dotted(*where)] = value
-            self._show_buffer(module, dotted(*where), value.tensor)
+            self.new_buffers[name] = value
+            self._show_buffer(module, name, value.tensor)
             if not value.persistent:
-                module._non_persistent_buffers_set.add(name)
+                module._non_persistent_buffers_set.add(where[1])
         elif value is REMOVED:
-            vars(module).pop(name, None)
-        elif in_place and type(before) is type(value) and _is_refilled(before, value):
-            pass
-        else:
-            vars(module)[name] = value
+            vars(module).pop(where[1], None)
+        elif not (change.in_place and type(before) is type(value) and _is_refilled(before, value)):
+            vars(module)[where[1]] = value
+        of.edits.take_attribute(*where, value, incarnation if alike and not isinstance(value, OnWorkers) else -1)
+        for each in of.others:
+            each.take_attribute(*where, value)
 
 
 def _is_refilled(before: Any, value: Any) -> bool:
     """Give an object the contents of another object of its class; return False if the object cannot take them."""
-    if isinstance(before, (list, collections.deque)):
-        before.clear()
-        before.extend(value)
-    elif isinstance(before, (dict, set)):
-        before.clear()
-        before.update(value)
-    elif isinstance(before, torch.Tensor):
-        if before.shape != value.shape or before.dtype != value.dtype or before.requires_grad:
-            return False
-        before.copy_(value)
-    elif hasattr(before, "__dict__"):
-        vars(before).clear()
-        vars(before).update(vars(value))
-    else:
-        return False
-    return True
+    if isinstance(before, torch.Tensor):
+        fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
+        return bool(fits and before.copy_(value) is before)
+    is_container = isinstance(before, (list, collections.deque, dict, set))
+    old: Any
+    new: Any
+    old, new = (before, value) if is_container else (getattr(each, "__dict__", None) for each in (before, value))
+    if old is not None:
+        old.clear()
+        (old.extend if isinstance(old, (list, collections.deque)) else old.update)(new)
+    return old is not None

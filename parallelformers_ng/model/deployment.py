@@ -244,7 +244,7 @@ class Deployment:
             GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
         """
         group, incarnation, _ = self.replicas[0].ready()
-        self.state.prepare((self.replicas[0], incarnation), group)
+        self.state.prepare(self.replicas[0], incarnation, group)
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:

@@ -197,7 +197,7 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
-            call.confirmed = self.state.prepare((self.replica, incarnation), group)
+            call.confirmed = self.state.prepare(self.replica, incarnation, group)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
@@ -207,7 +207,7 @@ class Dispatcher:
                 answer: Answer = values[0]
                 arrived()
                 if answer.changes is not None or any(values[1:]):
-                    self._take([answer.changes, *values[1:]], incarnation)
+                    self.state.take(self, incarnation, [answer.changes, *values[1:]], failed=False)
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if state is not None:
@@ -227,7 +227,7 @@ class Dispatcher:
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError):
                     with contextlib.suppress(GroupError):
-                        self._take(group.call_each("state_changes", [()]), incarnation, failed=True)
+                        self.state.take(self, incarnation, group.call_each("state_changes", [()]), failed=True)
                 if hooks is not None and isinstance(error, WorkerError):
                     # The rank that raised has run the same hooks as one process; other ranks were interrupted.
                     try:
@@ -236,8 +236,3 @@ class Dispatcher:
                     except GroupError as lost:
                         error.add_note(f"Values that the forward hooks recorded in this call are lost: {lost}")
                 raise
-
-    def _take(self, reports: list[Any], incarnation: int, failed: bool = False) -> None:
-        """Apply what a call has changed in the model, see `ModelState.take`."""
-        place = self.replica, incarnation
-        self.state.take(self.edits.model, place, self.edits, self.others, reports, failed)

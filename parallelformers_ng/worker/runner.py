@@ -149,10 +149,8 @@ class ModelRunner(RankWeights):
                 torch.cuda.empty_cache()  # other processes may need the memory
 
     def run(self, call: Call) -> Answer | Report | None:
-        """Run a method of the model for the caller, with the caller's random state, configuration and adapters.
-
-        Returns:
-            The answer on rank 0; on other ranks only the changes of the model's state.
+        """Run a method of the model for the caller, with the caller's random state, configuration and adapters; ranks
+        other than rank 0 return only what calls have changed in the model.
 
         Raises:
             ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
@@ -340,23 +338,11 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Return the numbers of all ranks, gathered with the communicator that decode steps also use.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
-        """
+        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """Run the method `what` of `RankMemory` for this rank, and return its result: bytes, or text.
-
-        Args:
-            what: name of the method.
-            name: the caller's name for the device.
-
-        Raises:
-            OSError: see `proportional_set_size`.
-        """
+        """Run the method `what` of `RankMemory` for this rank's device, which the caller calls `name`."""
         plans = [plan for plan in (self.plan, self.assistant.plan) if plan is not None]
         memory = RankMemory(self.device, name, sum(plan.bytes_in("device", self.rank) for plan in plans))
         return getattr(memory, what)()
