@@ -12,6 +12,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -56,12 +57,7 @@ class Change:
 
 @dataclass(slots=True)
 class Report:
-    """The changes on one rank that the caller may not have yet.
-
-    Attributes:
-        number: number of the request; the caller's next call confirms it.
-        changes: what has changed → its value.
-    """
+    """The changes on one rank that the caller may not have yet; the caller's next call confirms their number."""
 
     number: int
     changes: dict[Key, Change]
@@ -174,6 +170,8 @@ class ChangedState:
     def look_at_settings(self) -> None:
         """Take the present attributes and configurations as known to the caller."""
         self._configs = [(prefix, part, {**vars(part)}) for prefix, part in configurations(self._model)]
+        own = map(self._model.get_submodule, self._own)
+        self._vars = [(module, {**vars(module)}) for module in own]
         self._objects = [
             (path, module, name, value, state)
             for path, module in (self._model.named_modules() if self._own else ())
@@ -183,12 +181,8 @@ class ChangedState:
 
     @contextlib.contextmanager
     def during(self, number: int, confirmed: int) -> Iterator[None]:
-        """Note what a call changes, even if the call fails.
-
-        Args:
-            number: number of the request.
-            confirmed: number of the last report that the caller has applied.
-        """
+        """Note what a call changes, even if the call fails. `number` is the number of the request, `confirmed` that of
+        the last report that the caller has applied."""
         global _stores
         if self._unseen and confirmed >= self._changed_at:
             self._unseen.clear()
@@ -201,6 +195,12 @@ class ChangedState:
             self._note(stores, number)
 
     def _note(self, stores: dict[tuple[int, str], tuple[nn.Module, Any]], number: int) -> None:
+        for module, before in self._vars:  # code may also write to `__dict__`
+            for name in () if _has_same(vars(module), before) else {**before, **vars(module)}:
+                value, of_class = before.get(name, _ABSENT), getattr_static(type(module), name, None)
+                is_cached = name in _OF_ALL_MODULES or isinstance(of_class, functools.cached_property)
+                if vars(module).get(name, _ABSENT) is not value and not is_cached:
+                    stores.setdefault((id(module), name), (module, value))
         changed = self._attributes(stores) if stores else {}
         if self._objects:
             for path, module, name, value, state in self._objects:

@@ -33,20 +33,9 @@ from tests.helpers.patience import await_incarnation, kill
 pytestmark = pytest.mark.promise("state")
 IDS = torch.tensor([[1, 5, 9, 33]])
 KEPT = (
-    "steps",
-    "history",
-    "seen",
-    "last",
-    "plain",
-    "stats",
-    "queue",
-    "total",
-    "count",
-    "ema",
-    "grown",
-    "lazy",
-    "scale",
-)
+    "steps", "history", "seen", "last", "plain", "stats", "queue", "total", "count", "ema", "grown", "lazy", "scale",
+    "unseen",
+)  # fmt: skip
 
 
 class Stats:
@@ -90,6 +79,7 @@ class Noting(LlamaForCausalLM):
         self.queue.append(self.steps)
         self.lazy += 1
         self.scale.mul_(1.25)
+        vars(self)["unseen"] = self.steps
         self.config.problem_type = f"after {self.steps}"
         state = (self.plain, self.lazy, self.total, self.ema, self.grown, self.scale)
         output.logits = output.logits + self.steps + sum(tensor.sum() for tensor in state)
