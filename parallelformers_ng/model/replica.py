@@ -23,7 +23,7 @@ from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
-from parallelformers_ng.model.changed_state import ModelState
+from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
-from parallelformers_ng.worker.changed_state import Report
+from parallelformers_ng.worker.changed_state import StateReport
 
 
 @dataclass
@@ -98,4 +98,4 @@ class Answer:
     uncaptured: str = ""
     hook_changes: Any = None
     assistant_settings: dict[str, Any] = field(default_factory=dict)
-    changes: Report | None = None
+    changes: StateReport | None = None

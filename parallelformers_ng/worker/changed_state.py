@@ -56,7 +56,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Report:
+class StateReport:
     """The changes on one rank that the caller may not have yet; the caller's next call confirms their number."""
 
     number: int
@@ -64,7 +64,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedTensor:
     """A parameter or buffer of the rank's model, as it was after the latest call.
 
     Attributes:
@@ -144,7 +144,7 @@ class ChangedState:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._unseen: dict[Key, bool] = {}  # key → whether the old object was changed
         self._changed_at = 0
-        self._buffers, self._weights = list[_Watched](), list[_Watched]()
+        self._buffers, self._weights = list[_WatchedTensor](), list[_WatchedTensor]()
         self._watches_weights = bool(self._own)
         for path, module in model.named_modules():
             own = self._own.get(path, frozenset()) | self._own.get(path.rpartition(".")[0], frozenset())
@@ -154,7 +154,7 @@ class ChangedState:
                     plan_of = plan.tensors.get(dotted(path, name))
                     if plan_of is not None and plan_of.name not in plan.quantized:
                         key = ("tensor", plan_of.storage, "")
-                        watched.append(_Watched(key, module, table, name, not own.isdisjoint(_WRITE_UNSEEN)))
+                        watched.append(_WatchedTensor(key, module, table, name, not own.isdisjoint(_WRITE_UNSEEN)))
         if plan.tiers is not None:  # the weights of moved layers are replaced in each call
             self._weights = [each for each in self._weights if plan.tiers.place(each.key[1], rank) == "device"]
         for each in (*self._buffers, *self._weights):
@@ -266,11 +266,11 @@ class ChangedState:
                 if key[2] in table:
                     table[key[2]] = _ordinary(table[key[2]])
 
-    def report(self, number: int) -> Report | None:
+    def report(self, number: int) -> StateReport | None:
         """Return the changes that the caller has not confirmed, for the request of a number; None without changes."""
         if not self._unseen:
             return None
-        return Report(number, {key: self._change(key, in_place) for key, in_place in self._unseen.items()})
+        return StateReport(number, {key: self._change(key, in_place) for key, in_place in self._unseen.items()})
 
     def _change(self, key: Key, in_place: bool) -> Change:
         kind, path, name = key

@@ -47,7 +47,7 @@ from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.assistant import RankAssistant
 from parallelformers_ng.worker.call import Answer, Assistance, Call
-from parallelformers_ng.worker.changed_state import Report, note_stores
+from parallelformers_ng.worker.changed_state import StateReport, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
@@ -148,7 +148,7 @@ class ModelRunner(RankWeights):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes may need the memory
 
-    def run(self, call: Call) -> Answer | Report | None:
+    def run(self, call: Call) -> Answer | StateReport | None:
         """Run a method of the model for the caller, with the caller's random state, configuration and adapters; ranks
         other than rank 0 return only what calls have changed in the model.
 

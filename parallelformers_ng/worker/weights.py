@@ -28,7 +28,7 @@ from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.tiers import Place, Tiers
 from parallelformers_ng.wire.frame import FileDescriptor
-from parallelformers_ng.worker.changed_state import ChangedState, Report
+from parallelformers_ng.worker.changed_state import ChangedState, StateReport
 
 
 class RankWeights:
@@ -148,9 +148,9 @@ class RankWeights:
         """Set this rank's shards of tensors that earlier calls have changed: storage name → shard."""
         self.state.put({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
-    def state_changes(self) -> Report | None:
+    def state_changes(self) -> StateReport | None:
         """Return what calls have changed in the model and the caller has not confirmed, also of a failed call."""
-        report: Report | None = self.state.report(self.emit.sequence)
+        report: StateReport | None = self.state.report(self.emit.sequence)
         return report
 
     def _move_layers(self) -> None:

@@ -127,7 +127,7 @@ def alone(model: Any, ranks: int = 2, **workers: Any) -> Any:
     return parallelize(model, ranks, workers={"device": "cpu", **workers})
 
 
-def test_every_kind_of_state_is_read_saved_and_kept_by_the_model(groups, tmp_path: Path) -> None:
+def test_every_kind_of_state_comes_home(groups, tmp_path: Path) -> None:
     plain, model = llama(), llama()
     history, total = model.history, None
     parallelize(model, workers=groups(2))
@@ -343,7 +343,7 @@ class Locking(LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("accept", [lambda m: m.accept_lost_state(), lambda m: setattr(m, "lock", None)])
-def test_calls_raise_after_state_was_lost_until_it_is_accepted(accept: Callable[[Any], None]) -> None:
+def test_calls_raise_until_lost_state_is_accepted(accept: Callable[[Any], None]) -> None:
     plain, model = llama(Locking), alone(llama(Locking), 1)
     with model:
         assert_same_call(model, plain, IDS)
@@ -389,7 +389,7 @@ def with_mlp(mlp: Any) -> Any:
 
 
 @pytest.mark.parametrize("mlp", [Scratch, Averaging])
-def test_state_that_differs_between_ranks_is_refused_when_it_is_read(mlp: Any, groups) -> None:
+def test_state_that_differs_is_refused_when_read(mlp: Any, groups) -> None:
     plain, model = with_mlp(mlp), with_mlp(mlp)
     with parallelize(model, workers=groups(2)):
         assert model.shard_plan.tensors["model.layers.0.mlp.up_proj.weight"].shards[0].dim is not None

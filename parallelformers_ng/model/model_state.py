@@ -23,7 +23,7 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import dotted
 from parallelformers_ng.wire.message import unpack
-from parallelformers_ng.worker.changed_state import Change, Report
+from parallelformers_ng.worker.changed_state import Change, StateReport
 
 
 class ModelState:
@@ -93,7 +93,7 @@ class ModelState:
                 + ". Set these attributes again, or call accept_lost_state() to go on with the values in this process"
             )
 
-    def take(self, of: Any, incarnation: int, reports: Sequence[Report | None], failed: bool) -> None:
+    def take(self, of: Any, incarnation: int, reports: Sequence[StateReport | None], failed: bool) -> None:
         """Apply the reports of a group's ranks to the model in this process.
 
         Args:
