@@ -22,9 +22,9 @@ from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
-from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup

@@ -23,8 +23,8 @@ from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
-from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.model.groups import StoredModel
+from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
@@ -197,7 +197,8 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
-            call.confirmed = self.state.prepare(self.replica, incarnation, group)
+            if self.state.is_changed:
+                call.confirmed = self.state.prepare(self.replica, incarnation, group)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()

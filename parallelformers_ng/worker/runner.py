@@ -163,7 +163,7 @@ class ModelRunner(RankWeights):
         self._prepare(call)
         with self.state.during(self.emit.sequence, call.confirmed):
             answer = self._run(call)
-        answer.changes = self.state_changes()
+        answer.changes = self.state.report(self.emit.sequence)
         return answer if self.rank == 0 else answer.changes
 
     def _run(self, call: Call) -> Answer:
