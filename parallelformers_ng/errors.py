@@ -156,6 +156,13 @@ class StaleCacheError(ParallelError):
     """A key/value cache was used after its workers had ended, or after a request failed while writing to the cache."""
 
 
+class StateLostError(ParallelError):
+    """What calls of a model have changed in the model is lost, or differs between workers. The message names it.
+
+    Calls raise this error until the program sets the named attributes again, or calls `accept_lost_state()`.
+    """
+
+
 class RequestCancelledError(GroupError):
     """The caller cancelled a request. All ranks stopped at the same step."""
 

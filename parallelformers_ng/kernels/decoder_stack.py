@@ -153,11 +153,12 @@ def with_layers_as_one(cls: Any, device: str = "cpu") -> Any:
         # If layers are of several types, each type has a mask of its own.
         if not may_serve(device) or len(set(getattr(self.config, "layer_types", None) or ())) > 1:
             return cls.forward(self, *args, **kwargs)
-        self.layers.as_one = True
+        own = vars(self.layers)  # not setattr, which notes changes of the model's state
+        own["as_one"] = True
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
-            self.layers.as_one = False
+            own["as_one"] = False
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

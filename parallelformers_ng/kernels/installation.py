@@ -86,7 +86,7 @@ def _change(model: nn.Module, left: Collection[str] = (), checked: bool = False)
         cls: type = type(module)
         if path in left:
             continue
-        if cls is nn.Linear and one_by_one:
+        if cls is nn.Linear and one_by_one and "weight" in module._parameters:  # not computed by a hook of torch
             module.__class__ = StreamingLinear
         elif cls is QuantizedLinear:
             module.__class__ = StreamingQuantizedLinear

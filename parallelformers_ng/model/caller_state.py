@@ -19,7 +19,13 @@ from torch import nn
 
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.sharding.attributes import REMOVED, are_equal
+from parallelformers_ng.sharding.attributes import (
+    CONFIGURATIONS,
+    REMOVED,
+    are_equal,
+    owners_of_configurations,
+    parts_of,
+)
 from parallelformers_ng.worker.call import Call
 
 _generators = threading.Lock()
@@ -101,7 +107,7 @@ class Snapshot:
         self._parts = [
             (prefix, part, {name: _copied(value) for name, value in vars(part).items()})
             for root, config in configs.items()
-            for prefix, part in _parts(config, f"{root}.")
+            for prefix, part in parts_of(config, f"{root}.")
         ]
         states = {name: State(value) for name, value in self.values().items() if not isinstance(value, _CONTAINERS)}
         self._states = {name: state for name, state in states.items() if state}
@@ -119,6 +125,17 @@ class Snapshot:
     def moved(self) -> set[str]:
         """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""
         return {name for name, state in self._states.items() if not state.holds()}
+
+    def with_value(self, name: str, value: Any) -> Snapshot:
+        """Return a copy of the snapshot with another value of an attribute, by its dotted name."""
+        snapshot = copy.copy(self)
+        snapshot._parts = [
+            (prefix, part, {**values, name[len(prefix) :]: _copied(value)})
+            if name.startswith(prefix) and "." not in name[len(prefix) :]
+            else (prefix, part, values)
+            for prefix, part, values in self._parts
+        ]
+        return snapshot
 
     def values(self) -> dict[str, Any]:
         """Return dotted name → value of all attributes except nested configurations."""
@@ -147,7 +164,9 @@ class Edits:
         self._model, self._code = weakref.ref(model), code
         self._owners = owners_of_configurations(model)
         self._built = Snapshot(self._configurations())  # configurations of a new incarnation
-        self._attributes: dict[tuple[str, str], tuple[int, Any]] = {}  # (path, name) → when it was set, value
+        # (path, name) → when it was set, value, incarnation of the workers that set it themselves
+        self._attributes: dict[tuple[str, str], tuple[int, Any, int | None]] = {}
+        self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
         self._lock = threading.Lock()
@@ -156,13 +175,29 @@ class Edits:
         self._began = {**_VARIABLES}
         self._known = (0, self._built, 0, 0, self._began)
 
+    @property
+    def model(self) -> Any:
+        """The model, which exists while a call of it runs."""
+        return self._model()
+
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Record a new value of an attribute of the module at `path`, for the next call."""
         with self._lock:
             self._count += 1
-            self._attributes[path, name] = self._count, value
+            self._attributes[path, name] = self._count, value, None
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
+
+    def take_attribute(self, path: str, name: str, value: Any, incarnation: int = -1) -> None:
+        """Record an attribute that a call has set, for other workers than those of `incarnation`, which have it."""
+        with self._lock:
+            self._count += 1
+            self._attributes[path, name] = self._count, value, incarnation
+            self._taken[path, name] = State(vars(self.model.get_submodule(path)).get(name))
+
+    def take_config(self, name: str, value: Any) -> None:
+        """Record an attribute of a configuration that a call has set, by its dotted name; the workers have it."""
+        self._known = self._known[0], self._known[1].with_value(name, value), *self._known[2:]
 
     def code_count(self, only_step: bool = False) -> int:
         """Check the code for changes, and return how often it has changed since the model was parallelized.
@@ -179,7 +214,8 @@ class Edits:
         for (path, name), (number, value) in [*self._code.moved.items()]:
             if number > self._moved.get((path, name), 0):
                 self._moved[path, name] = number
-                self.set_attribute(path, name, value)
+                if (path, name) not in self._taken or not self._taken[path, name].holds():
+                    self.set_attribute(path, name, value)
         return self._code.count
 
     def has_changes(self) -> bool:
@@ -218,15 +254,15 @@ class Edits:
                 call.environment[os.fsdecode(name)] = None if value is None else os.fsdecode(value)
         before, now = known_configs.values(), current.values()
         with self._lock:
-            attributes = {key: value for key, (then, value) in self._attributes.items() if then > time}
-
+            newer = {key: (value, of) for key, (then, value, of) in self._attributes.items() if then > time}
+        call.attributes = {key: value for key, (value, of) in newer.items() if of != incarnation}
         moved = known_configs.moved()
         call.configs = {
             name: value
             for name, value in now.items()
             if name not in before or name in moved or not are_equal(before[name], value)
         } | dict.fromkeys(before.keys() - now.keys(), REMOVED)
-        call.attributes = attributes
+        attributes = {key: value for key, (value, of) in newer.items() if of is None}  # set by the program
         if attributes or call.configs:
             self._code.take_settings(self._model(), attributes, call.configs)
             if code_count != (codes := self._code.count):
@@ -238,43 +274,10 @@ class Edits:
         return arrived
 
     def _configurations(self) -> dict[str, Any]:
-        model: Any = self._model()  # exists, because a call of the model runs
         return {
-            f"{path}.{name}" if path else name: getattr(model.get_submodule(path) if path else model, name)
+            f"{path}.{name}" if path else name: getattr(self.model.get_submodule(path) if path else self.model, name)
             for path, name in self._owners
         }
-
-
-CONFIGURATIONS = ("config", "generation_config")
-"""Attributes of modules that are configurations."""
-
-
-def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
-    """Return (module path, attribute name) of every configuration of a model, the model's own configurations first.
-
-    Submodules may have further configurations: T5's encoder has a copy, and a nested language model may have its own
-    generation configuration.
-    """
-    seen: set[int] = set()
-    owners = []
-    for path, module in model.named_modules():
-        for name in CONFIGURATIONS:
-            config = vars(module).get(name)
-            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in seen):
-                seen |= {id(part) for _, part in _parts(config, "")}
-                owners.append((path, name))
-    return owners
-
-
-def _parts(config: Any, prefix: str) -> list[tuple[str, Any]]:
-    """Return a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
-    if config is None:
-        return []
-    parts = [(prefix, config)]
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            parts += _parts(value, f"{prefix}{name}.")
-    return parts
 
 
 _CONTAINERS = (list, dict, set)

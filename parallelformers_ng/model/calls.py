@@ -21,6 +21,7 @@ from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
 from parallelformers_ng.generation.written_globals import globals_written_by
 from parallelformers_ng.hooks.registry import HookRegistry
+from parallelformers_ng.live_code.self_changes import changes_itself
 from parallelformers_ng.live_code.watch import refuse_modes
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.assistants import Assistants
@@ -32,7 +33,7 @@ from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.options import BatchingOptions
 from parallelformers_ng.runtime.limits import deadline
-from parallelformers_ng.sharding.tensors import is_within
+from parallelformers_ng.sharding.tensors import dotted, is_within
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -71,9 +72,15 @@ class Calls:
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
         self.dispatchers = [
-            Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code))
+            Dispatcher(
+                replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code), deployment.state
+            )
             for replica in deployment.replicas
         ]
+        for each in self.dispatchers:
+            each.others = [other.edits for other in self.dispatchers if other is not each]
+        self._changes_itself = changes_itself(model)
+        self._one_at_a_time = threading.RLock()
         self.shared: list[SharedCalls] = []
         if batching is not None:
             trial = Trial(prove_at_once, deployment.code.check.edits)
@@ -103,6 +110,7 @@ class Calls:
                     f"{path}.{name} is cut: each worker has a different value; set it before parallelize, or call"
                     " deparallelize() first"
                 )
+        self.deployment.state.accept(dotted(path, name))
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
 
@@ -165,6 +173,8 @@ class Calls:
         self, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
         """Decode a call in a shared batch; return None if the call has to run alone."""
+        if self._changes_itself or model.training:
+            return None  # a batch runs other forward passes than its calls alone
         shared = self.shared[self.dispatchers.index(dispatcher)]
         busy = dispatcher.replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
@@ -184,7 +194,7 @@ class Calls:
     def _generate_alone(
         self, dispatcher: Dispatcher, module: Any, path: str, arguments: dict[str, Any], options: CallOptions
     ) -> Any:
-        steps = None if path else dispatcher.steps
+        steps = None if path or self._changes_itself else dispatcher.steps
         eager = arguments
         if dispatcher.replica.current[0].device == "cuda":
             check_compiler(module, arguments, self.deployment.plan.world_size)
@@ -304,8 +314,11 @@ class Calls:
             # Running replicas come first, then replicas with fewer calls.
             chosen = min(holders or self.dispatchers, key=lambda each: (not each.replica.group.alive, each.in_flight))
             chosen.in_flight += 1
+        is_changing = self._changes_itself or self.dispatchers[0].edits.model.training
         try:
-            yield chosen
+            # A call that changes the model starts from the state of the previous call, on whichever replica.
+            with self._one_at_a_time if is_changing else contextlib.nullcontext():
+                yield chosen
         finally:
             with self._lock:
                 chosen.in_flight -= 1

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import whole_node
 from parallelformers_ng.checkpoint.loading import Checkpoint
-from parallelformers_ng.checkpoint.nodes import Node, of_ranks
+from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
 from parallelformers_ng.checkpoint.progress import Progress, progress_bar
 from parallelformers_ng.checkpoint.quantized_in_memory import ConvertedLayers
 from parallelformers_ng.checkpoint.reading import read_copy, read_shard
@@ -24,6 +24,7 @@ from parallelformers_ng.checkpoint.writing import WrittenFile
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -41,6 +42,7 @@ class Deployment:
         replicas: groups of workers, each with the whole model. On CPU all replicas map the same memory.
         stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
         ended: whether the workers have ended.
+        state: what calls have changed in the model.
         show_progress, code: the arguments of the same names.
 
     Args:
@@ -86,6 +88,7 @@ class Deployment:
         self.code = code
         self._skeleton = Skeleton.of(model, plan, code.by_value)
         self.stored: StoredModel | None = None
+        self.state = ModelState(plan, self.read)
 
     def start(self, model: nn.Module, progress: Progress | None = None) -> None:
         """Build the model on the ranks, then load the weights on the ranks.
@@ -218,6 +221,8 @@ class Deployment:
 
         A read of the node raises the errors of `Deployment.read`.
         """
+        if (changed := self.state.changed(name)) is not None:
+            return leaf_of(changed)
         if name in self._checkpoint.nodes:
             return self._checkpoint.nodes[name]
         tensor = self.plan.tensors[self.plan.tensors[name].storage]
@@ -240,7 +245,8 @@ class Deployment:
         Raises:
             GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
         """
-        group, _, _ = self.replicas[0].ready()
+        group, incarnation, _ = self.replicas[0].ready()
+        self.state.prepare(self.replicas[0], incarnation, group)
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
@@ -261,6 +267,7 @@ class Deployment:
             with self.gathering(type(model).__name__, self.plan.bytes_whole) as advance:
                 names = self.plan.tensors.keys() - (self._given.names if self._given is not None else set())
                 take_back(model, self.plan, self.read, names, advance)
+                self.state.put_buffers(model)
             self._leave_groups()
             self._release_store()
 
@@ -293,6 +300,8 @@ class Deployment:
             GroupError: only the ranks have the weights, and the ranks failed or have ended.
             CheckpointError: a checkpoint file is damaged, or has changed.
         """
+        if (changed := self.state.changed(tensor.name)) is not None:
+            return changed
         if tensor.storage in self._checkpoint.nodes:
             return read_shard(self._checkpoint.nodes[tensor.storage], WHOLE)
         if self.stored is not None:

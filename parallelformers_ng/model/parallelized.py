@@ -104,6 +104,10 @@ class Parallelized(RemoteModule):
         """The plan of the model."""
         return deployment_of(self).plan
 
+    def accept_lost_state(self) -> None:
+        """Let calls go on after a `StateLostError`, with the values that this process has."""
+        deployment_of(self).state.accept()
+
     async def agenerate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
         """Await `generate`, which runs in a thread of its own with a copy of this task's context variables.
 

@@ -224,7 +224,8 @@ def _saved(original: Callable) -> Callable:
             return original(self, save_directory, state_dict=state, max_shard_size=max_shard_size)
         remote = remote_of(self)
         deployment, prefix = remote.calls.deployment, f"{remote.path}." if remote.path else ""
-        names = [name for name in deployment.plan.tensors if name.startswith(prefix)]
+        every = (*deployment.plan.tensors, *deployment.state.new_buffers)
+        names = [name for name in every if name.startswith(prefix)]
         nodes = {name.removeprefix(prefix): deployment.node(name) for name in names}
         write_pretrained(self, nodes, Path(save_directory), max_shard_size, save_original_format, progress)
 

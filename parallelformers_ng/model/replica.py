@@ -7,7 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import StoredModel
+from parallelformers_ng.model.model_state import ModelState
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
@@ -125,7 +126,9 @@ class Dispatcher:
         steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
             failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
+        state: what calls have changed in the model.
         in_flight: number of running calls; with one replica, always 0.
+        others: edits of the other replicas.
     """
 
     replica: Replica
@@ -134,7 +137,9 @@ class Dispatcher:
     adapters: Adapters | None
     steps: StaticSteps | None
     edits: Edits
+    state: ModelState
     in_flight: int = 0
+    others: list[Edits] = field(default_factory=list)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
         """Run a method on the workers and return its result.
@@ -198,6 +203,8 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
+            if self.state.is_changed:
+                call.confirmed = self.state.prepare(self.replica, incarnation, group)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
@@ -212,8 +219,13 @@ class Dispatcher:
 
             listener = on_event if watch is None else on_live_event
             try:
-                answer: Answer = group.call("run", call, deadline=end, on_event=listener, to_devices=True, watch=watch)
+                values = group.call_each(
+                    "run", [(call,)], deadline=end, on_event=listener, to_devices=True, watch=watch
+                )
+                answer: Answer = values[0]
                 arrived()
+                if answer.changes is not None or any(values[1:]):
+                    self.state.take(self, incarnation, [answer.changes, *values[1:]], failed=False)
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if state is not None:
@@ -234,6 +246,8 @@ class Dispatcher:
             except BaseException as error:  # a KeyboardInterrupt may arrive as late as here
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
+                    with contextlib.suppress(GroupError):
+                        self.state.take(self, incarnation, group.call_each("state_changes", [()]), failed=True)
                     # The rank that raised has run the same code as one process; other ranks were interrupted.
                     try:
                         if call.given is not None and state is not None:

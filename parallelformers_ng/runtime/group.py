@@ -184,7 +184,6 @@ class WorkerGroup:
         deadline: float | None = None,
         on_event: OnEvent | None = None,
         to_devices: bool = False,
-        watch: Watch | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one method with the same arguments on every rank.
@@ -197,7 +196,6 @@ class WorkerGroup:
             on_event: function that this thread calls with each value that rank 0 emits. If the function raises, the
                 request is cancelled and the exception is raised in the caller.
             to_devices: whether tensors in the arguments, also nested ones, are moved to the device of each rank.
-            watch: function that this thread calls 20 times a second, and that returns an update for the ranks or None.
             **kwargs: keyword arguments of the method.
 
         Returns:
@@ -218,7 +216,7 @@ class WorkerGroup:
             WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
-        return self._request(method, [(args, kwargs)], flags, deadline, on_event, watch)[0]
+        return self._request(method, [(args, kwargs)], flags, deadline, on_event)[0]
 
     def call_each(
         self,
@@ -226,13 +224,16 @@ class WorkerGroup:
         per_rank: Iterable[tuple[Any, ...]],
         deadline: float | None = None,
         on_event: OnEvent | None = None,
+        to_devices: bool = False,
+        watch: Watch | None = None,
     ) -> list[Any]:
         """Run one method on every rank, and return the value of each rank.
 
         Args:
             method: name of a public method of the target, or of an attribute of the target: "caches.run".
             per_rank: tuple of arguments for each rank; or a single tuple for all ranks.
-            deadline, on_event: the same as in `call`.
+            deadline, on_event, to_devices: the same as in `call`.
+            watch: function that this thread calls 20 times a second, and that returns an update for the ranks or None.
 
         Returns:
             List with the value of each rank.
@@ -244,7 +245,8 @@ class WorkerGroup:
         arguments = [(tuple(args), dict[str, Any]()) for args in per_rank]
         if len(arguments) not in (1, self.world_size):
             raise ValueError(f"{method}: arguments for {len(arguments)} ranks, but the group has {self.world_size}")
-        return self._request(method, arguments, Flag.EACH, deadline, on_event)
+        flags = Flag.EACH | (Flag.TO_DEVICE if to_devices else 0)
+        return self._request(method, arguments, flags, deadline, on_event, watch)
 
     def close(self) -> None:
         """End the workers; running calls raise GroupClosedError. Idempotent.

@@ -5,10 +5,15 @@ from __future__ import annotations
 import copy
 import enum
 import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
+
+from parallelformers_ng.errors import ParallelError
 
 _COPY_OF = "_parallelformers_ng_copy_of"
 
@@ -22,9 +27,59 @@ class Removed(enum.Enum):
 REMOVED = Removed.REMOVED
 
 
+@dataclass
+class NewBuffer:
+    """The value of an attribute that the model's code has registered as a buffer in a call."""
+
+    tensor: torch.Tensor
+    persistent: bool
+
+
+class _NoAttributeError(ParallelError, AttributeError):
+    """An attribute of a value on the workers was read."""
+
+
+class OnWorkers:
+    """Stands for a value that the model's code has set on the workers, and that the caller cannot have.
+
+    Every use raises ParallelError.
+
+    Args:
+        why: the error message.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __repr__(self) -> str:
+        return f"<{self._why}>"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ParallelError(self._why)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoAttributeError(vars(self).get("_why", name))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ParallelError(next((each._why for each in args if isinstance(each, cls)), "a value is on the workers"))
+
+    __hash__ = object.__hash__
+
+
+_OPERATORS = (
+    "add and bool call contains delitem eq float floordiv ge getitem gt index int invert iter le len lt matmul mod mul"
+    " ne neg next or pow radd rand rfloordiv rmatmul rmod rmul ror rpow rsub rtruediv rxor setitem str sub truediv xor"
+)
+for _name in _OPERATORS.split():
+    setattr(OnWorkers, f"__{_name}__", OnWorkers._refuse)
+
+
 def put_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute of an object, or delete it if `value` is REMOVED and the object has it."""
-    if value is not REMOVED:
+    if isinstance(value, NewBuffer):
+        owner.register_buffer(name, value.tensor, value.persistent)
+    elif value is not REMOVED:
         setattr(owner, name, value)
     elif name in getattr(owner, "__dict__", {}):
         delattr(owner, name)
@@ -74,3 +129,45 @@ def are_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (RuntimeError, ValueError):
         return pickle.dumps(one) == pickle.dumps(other)
+
+
+CONFIGURATIONS = ("config", "generation_config")
+"""Attributes of modules that are configurations."""
+
+
+def owners_of_configurations(model: nn.Module) -> list[tuple[str, str]]:
+    """Return (module path, attribute name) of every configuration of a model, the model's own configurations first.
+
+    Submodules may have further configurations: T5's encoder has a copy, and a nested language model may have its own
+    generation configuration.
+    """
+    seen: set[int] = set()
+    owners = []
+    for path, module in model.named_modules():
+        for name in CONFIGURATIONS:
+            config = vars(module).get(name)
+            if (not path and hasattr(module, name)) or (hasattr(config, "to_dict") and id(config) not in seen):
+                seen |= {id(part) for _, part in parts_of(config, "")}
+                owners.append((path, name))
+    return owners
+
+
+def parts_of(config: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Return a configuration and its nested configurations, each with the prefix of its attributes' dotted names."""
+    if config is None:
+        return []
+    parts = [(prefix, config)]
+    for name, value in vars(config).items():
+        if name != _COPY_OF and hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            parts += parts_of(value, f"{prefix}{name}.")
+    return parts
+
+
+def configurations(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (prefix of dotted names, configuration) of a rank's model; copies by `set_attribute` have the prefix of the
+    original."""
+    prefixes: dict[int, str] = {}
+    for path, name in owners_of_configurations(model):
+        config = getattr(model.get_submodule(path), name)
+        for prefix, part in parts_of(config, f"{path}.{name}.".lstrip(".")):
+            yield prefixes.setdefault(id(vars(part).get(_COPY_OF, part)), prefix), part

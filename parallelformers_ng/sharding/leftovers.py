@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from parallelformers_ng.live_code.self_changes import may_write, renormalizes
 from parallelformers_ng.live_code.stock import foreign_layer, names_of
 from parallelformers_ng.sharding.draft import Draft
 from parallelformers_ng.sharding.layer_uses import CONVOLUTIONS, is_only_called
@@ -98,7 +99,7 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
     module = draft.modules[path]
     draft.who, draft.counter = f"leftover on {path}", None
     outputs = 0 if not isinstance(module, (nn.Embedding, Conv1D)) else 1
-    looks_up = isinstance(module, nn.Embedding) and module.max_norm is None
+    looks_up = isinstance(module, nn.Embedding) and not renormalizes(module)
     is_plain = not foreign_layer(module) and not _owner_is_foreign(draft, path)
     multiplies = type(module) in (nn.Linear, Conv1D, *CONVOLUTIONS) and getattr(module, "groups", 1) == 1
     called = name == "weight" and is_plain and is_only_called(draft.model, path)
@@ -106,8 +107,9 @@ def _cut(draft: Draft, path: str, name: str, parameter: nn.Parameter, gets_whole
         Column("column", gather=True).apply(draft, path, [])
         return True
     dim = next((dim for dim, size in enumerate(parameter.shape) if size >= draft.world_size), None)
-    if dim is None:
-        return False
+    above = (other for other in draft.modules if is_within(path, other))
+    if dim is None or renormalizes(module) or any(may_write(draft.modules[other], name) for other in above):
+        return False  # a rank could write only to its own rows
     store(draft, path, name, dim)
     return True
 

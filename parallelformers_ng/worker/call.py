@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import CodeChanges
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
+from parallelformers_ng.worker.changed_state import StateReport
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Call:
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: active adapters of the call; None if the model has no adapters.
         code: code that the caller's program changed since the last call; None if no code changed.
+        confirmed: number of the last report of changed state that the caller has applied.
     """
 
     path: str
@@ -61,6 +63,7 @@ class Call:
     hooks: Any = None
     adapters: ActiveAdapters | None = None
     code: CodeChanges | None = None
+    confirmed: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, first the modules to import: functions of these modules get the modules' globals."""
@@ -91,6 +94,7 @@ class Answer:
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
         assistant_settings: settings of the assistant that `generate` has changed: name → value.
+        changes: what calls have changed in the model, and the caller has not confirmed; None without changes.
     """
 
     output: Any
@@ -101,3 +105,4 @@ class Answer:
     uncaptured: str = ""
     hook_changes: Any = None
     assistant_settings: dict[str, Any] = field(default_factory=dict)
+    changes: StateReport | None = None

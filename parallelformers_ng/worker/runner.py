@@ -56,6 +56,7 @@ from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.assistant import RankAssistant
 from parallelformers_ng.worker.call import Answer, Assistance, Call
+from parallelformers_ng.worker.changed_state import StateReport, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
@@ -103,6 +104,7 @@ class ModelRunner(RankWeights):
         self.kept = Kept()
         self.assistant = RankAssistant(rank, device, emit, communicator)
         install(device)
+        note_stores()
         gc.freeze()  # imported objects stay; a garbage collection that visits all of them would take 0.2 seconds
 
     def _clear(self) -> None:
@@ -144,6 +146,10 @@ class ModelRunner(RankWeights):
         self.kernels = StepKernels.of(model, self.device)
         titles.show(f"rank {self.rank} of {self.communicator.world_size}, {type(model).__name__}")
 
+    def put_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().put_state(tensors)
+        self.kept.let_go(self.model)
+
     def drop(self) -> None:
         """Delete the model; afterwards the worker is ready for another model."""
         had_model = self.model is not None
@@ -158,8 +164,9 @@ class ModelRunner(RankWeights):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # other processes may need the memory
 
-    def run(self, call: Call) -> Answer:
-        """Run a method of the model for the caller, with the caller's random state, configuration and adapters.
+    def run(self, call: Call) -> Answer | StateReport | None:
+        """Run a method of the model for the caller, with the caller's random state, configuration and adapters; ranks
+        other than rank 0 return only what calls have changed in the model.
 
         Raises:
             ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
@@ -170,6 +177,12 @@ class ModelRunner(RankWeights):
             Exception: an error of the method.
         """
         self._prepare(call)
+        with self.state.during(self.emit.sequence, call.confirmed):
+            answer = self._run(call)
+        answer.changes = self.state.report(self.emit.sequence)
+        return answer if self.rank == 0 else answer.changes
+
+    def _run(self, call: Call) -> Answer:
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
         given, state, live = call.given, None, None
@@ -347,28 +360,17 @@ class ModelRunner(RankWeights):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+        self.state.look_at_settings()
         names = [*(name for _, name in call.attributes), *call.configs, *call.environment]
         if not all("generation_config" in name for name in names):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Return the numbers of all ranks, gathered with the communicator that decode steps also use.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
-        """
+        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:
-        """Run the method `what` of `RankMemory` for this rank, and return its result: bytes, or text.
-
-        Args:
-            what: name of the method.
-            name: the caller's name for the device.
-
-        Raises:
-            OSError: see `proportional_set_size`.
-        """
+        """Run the method `what` of `RankMemory` for this rank's device, which the caller calls `name`."""
         plans = [plan for plan in (self.plan, self.assistant.plan) if plan is not None]
         memory = RankMemory(self.device, name, sum(plan.bytes_in("device", self.rank) for plan in plans))
         return getattr(memory, what)()

@@ -28,6 +28,7 @@ from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.tiers import Place, Tiers
 from parallelformers_ng.wire.frame import FileDescriptor
+from parallelformers_ng.worker.changed_state import ChangedState, StateReport
 
 
 class RankWeights:
@@ -47,6 +48,7 @@ class RankWeights:
         aliases: storage name of a tensor → all names of the tensor.
         staging: buffer for copies to the device; None while no copy needs the buffer.
         moves: loads layers that are not always on the device; None if all layers stay on the device.
+        state: what calls have changed in the model; None before `loaded`.
     """
 
     moves: Moves | None = None
@@ -61,6 +63,7 @@ class RankWeights:
         self.model: Any = None
         self.generating: list[Any] = []
         self.plan: ShardPlan | None = None
+        self.state: Any = None
         self.checkpoint = Checkpoint({})
         self.aliases: dict[str, list[str]] = {}
         self.staging: Staging | None = None
@@ -138,6 +141,17 @@ class RankWeights:
         give_back_freed()
         if self.device.type == "cpu" and self.moves is None:
             make_huge([*self.model.parameters(), *self.model.buffers()])
+        assert self.plan is not None
+        self.state = ChangedState(self.model, self.plan, self.rank)
+
+    def put_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Set this rank's shards of tensors that earlier calls have changed: storage name → shard."""
+        self.state.put({name: tensor.to(self.device) for name, tensor in tensors.items()})
+
+    def state_changes(self) -> StateReport | None:
+        """Return what calls have changed in the model and the caller has not confirmed, also of a failed call."""
+        report: StateReport | None = self.state.report(self.emit.sequence)
+        return report
 
     def _move_layers(self) -> None:
         """Set up `moves`: from now on, layers that are not on the device are loaded before they run."""

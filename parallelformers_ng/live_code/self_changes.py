@@ -1,0 +1,81 @@
+"""Finds the program's code on modules, and whether that code may change the modules during a call."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, names_in, package_of
+
+_GENERAL = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
+_NOT_OF_CALLS = frozenset({"__init__", "_init_weights", "extra_repr", "__setstate__", "__getstate__"})
+_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
+_MUTATORS = frozenset({
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
+    "register_buffer", "register_parameter", "setdefault", "update",
+})  # fmt: skip
+
+
+def own_names(model: nn.Module) -> dict[str, frozenset[str]]:
+    """Return the path of each module with code of the program → the names in that code."""
+    names: dict[str, frozenset[str]] = {}
+    known: dict[type, list[types.FunctionType]] = {}
+    for path, module in model.named_modules():
+        if functions := list(_own_functions(module, known)):
+            names[path] = frozenset().union(*(names_in(function.__code__) for function in functions))
+    return names
+
+
+def changes_itself(model: nn.Module) -> bool:
+    """Return whether calls may change the model: code of the program sets attributes of modules or changes their values
+    in place, or an embedding renormalizes its weights."""
+    known: dict[type, list[types.FunctionType]] = {}
+    modules = list(model.modules())
+    functions = {function for module in modules for function in _own_functions(module, known)}
+    return any(map(renormalizes, modules)) or any(_changes_first_argument(function.__code__) for function in functions)
+
+
+def renormalizes(module: nn.Module) -> bool:
+    return getattr(module, "max_norm", None) is not None
+
+
+def may_write(module: nn.Module, name: str) -> bool:
+    """Return whether the program's code on a module may write to a tensor of this name in the module or a submodule."""
+    functions = _own_functions(module, {})
+    return any(name in names_in(each.__code__) and _changes_first_argument(each.__code__) for each in functions)
+
+
+def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]]) -> Iterator[types.FunctionType]:
+    """Yield the functions of the program on a module and its classes; `known` has those of classes seen before."""
+    for base in type(module).__mro__:
+        if base in _GENERAL:
+            continue
+        if base not in known:
+            members = (value for name, value in vars(base).items() if name not in _NOT_OF_CALLS)
+            known[base] = [each for value in members for each in functions_in(value) if _is_own(each)]
+        yield from known[base]
+    for value in vars(module).values():
+        if isinstance(value, (types.FunctionType, types.MethodType)):
+            yield from filter(_is_own, functions_in(value))
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    return package_of(function) not in LIBRARIES
+
+
+def _changes_first_argument(code: types.CodeType) -> bool:
+    """Return whether code has `self.… = …`, `self.…[…] = …`, or `self.….add_(…)` and the like."""
+    begins = set()
+    for instruction in dis.get_instructions(code):
+        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
+        if instruction.opname.startswith("LOAD_") and instruction.argval == (code.co_varnames or ("",))[0]:
+            begins.add(place)
+        elif place in begins:
+            name = instruction.argval if isinstance(instruction.argval, str) else ""
+            if instruction.opname in _STORES or name in _MUTATORS or (name.endswith("_") and name[-2:] != "__"):
+                return True
+    return any(_changes_first_argument(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))

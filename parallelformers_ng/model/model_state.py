@@ -1,0 +1,230 @@
+"""Keeps what calls change in a parallelized model, for this process, for new workers and for other replicas."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.encoded import whole_node
+from parallelformers_ng.checkpoint.lazy import RemoteTensor
+from parallelformers_ng.checkpoint.nodes import FetchedLeaf, of_ranks
+from parallelformers_ng.checkpoint.reading import read_copy
+from parallelformers_ng.errors import StateLostError
+from parallelformers_ng.model.marks import REMOTE
+from parallelformers_ng.sharding.attributes import REMOVED, NewBuffer, OnWorkers, put_attribute
+from parallelformers_ng.sharding.plan import ShardPlan
+from parallelformers_ng.sharding.tensor_plan import TensorPlan
+from parallelformers_ng.sharding.tensors import dotted
+from parallelformers_ng.wire.message import unpack
+from parallelformers_ng.worker.changed_state import Change, StateReport
+
+
+class ModelState:
+    """The state that calls have changed in one model.
+
+    Args:
+        plan: plan of the model.
+        read: function that returns a whole tensor as it was before it changed.
+
+    Attributes:
+        new_buffers: dotted name → buffer that a call has registered.
+        is_changed: whether any call has changed the model.
+    """
+
+    def __init__(self, plan: ShardPlan, read: Any) -> None:
+        self._plan, self._read = plan, read
+        self._whole: dict[str, torch.Tensor] = {}  # storage name → tensor that calls have changed
+        self.is_changed = False
+        self._count = 0  # number of changes of `whole`
+        self._sent: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of the changes that it has
+        self._confirmed: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of its last report
+        self._kept_there: dict[str, tuple[tuple[Any, int], str]] = {}  # what only workers have → which workers, and why
+        self._lost: dict[str, str] = {}
+        self.new_buffers: dict[str, NewBuffer] = {}
+        self._lock = threading.RLock()
+
+    def prepare(self, replica: Any, incarnation: int, group: Any) -> int:
+        """Give the ranks of a group the state that they lack, before a call.
+
+        Returns:
+            Number of the group's last report that this process has applied.
+
+        Raises:
+            StateLostError: workers have ended with state that this process does not have.
+            GroupError: the group failed.
+        """
+        if not self.is_changed:
+            return 0
+        with self._lock:
+            for name, ((where, when), why) in [*self._kept_there.items()]:
+                if where is replica and when != incarnation:
+                    self._lost[name] = f"the workers have ended, and {why}"
+                    del self._kept_there[name]
+            self._check()
+            if self._count and self._sent.get(replica, (incarnation, 0)) != (incarnation, self._count):
+                ranks = range(self._plan.world_size)
+                group.call_each("put_state", [({n: self._part(n, rank) for n in self._whole},) for rank in ranks])
+                self._sent[replica] = incarnation, self._count
+            return self._last_report(replica, incarnation)
+
+    def _part(self, storage: str, rank: int) -> torch.Tensor:
+        plan, whole = self._plan.tensors[storage], self._whole[storage]
+        return plan.shards[rank].of(whole).contiguous() if whole.shape == plan.shape else whole
+
+    def accept(self, name: str | None = None) -> None:
+        """Go on without state that is lost: all of it, or an attribute by its dotted name, which has a new value."""
+        if self.is_changed:
+            with self._lock:
+                for known in (self._lost, self._kept_there):
+                    known.clear() if name is None else known.pop(name, None)
+
+    def _check(self) -> None:
+        if self._lost:
+            raise StateLostError(
+                "what calls of the model have changed is lost: "
+                + "; ".join(f"{name} ({why})" for name, why in self._lost.items())
+                + ". Set these attributes again, or call accept_lost_state() to go on with the values in this process"
+            )
+
+    def take(self, of: Any, incarnation: int, reports: Sequence[StateReport | None], failed: bool) -> None:
+        """Apply the reports of a group's ranks to the model in this process.
+
+        Args:
+            of: dispatcher of the group's replica.
+            incarnation: incarnation of the group.
+            reports: report of each rank.
+            failed: whether the call has failed, so that ranks may have stopped at different points.
+
+        Raises:
+            StateLostError: ranks that must be equal have different values.
+        """
+        told: dict[Any, dict[int, Change]] = collections.defaultdict(dict)
+        for rank, report in enumerate(reports):
+            for key, change in report.changes.items() if report is not None else ():
+                told[key][rank] = change
+        number = max((report.number for report in reports if report is not None), default=0)
+        everyone = len(reports) if self._plan.stages == 1 else 1
+        with self._lock:
+            if not told or number <= self._last_report(of.replica, incarnation):
+                return
+            self.is_changed = True
+            count, is_sent = self._count, self._sent.get(of.replica, (incarnation, 0)) == (incarnation, self._count)
+            for (kind, path, name), changes in told.items():
+                change = max(changes.values(), key=lambda each: each.value is not None)  # the first with a value
+                alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
+                if kind == "tensor":
+                    plan = self._plan.tensors[path]
+                    alike |= not plan.is_replicated
+                    self._take_tensor(of.edits.model, plan, changes, change)
+                    if not alike and not failed:
+                        self._lost[path] = "the workers have different values of it"
+                    is_sent &= alike
+                    self._count = count + 1
+                elif kind == "config":
+                    value = REMOVED if change.value is None else unpack(*change.value)
+                    owner, _, last = path.rpartition(".")
+                    put_attribute(attrgetter(owner)(of.edits.model), last, value)
+                    of.edits.take_config(path, value)
+                elif not change.of_library or ((alike or failed) and not change.why_kept):
+                    # The layers of transformers keep shards of their state on the ranks.
+                    self._take_attribute(of, incarnation, (path, name), change, alike, failed)
+            if self._count > count:
+                self._sent[of.replica] = incarnation, self._count if is_sent else -1
+            self._confirmed[of.replica] = incarnation, number
+            self._check()
+
+    def _last_report(self, replica: Any, incarnation: int) -> int:
+        """Return the number of a group's last report that this process has applied."""
+        when, number = self._confirmed.get(replica, (incarnation, 0))
+        return number if when == incarnation else 0
+
+    def _take_tensor(self, model: Any, plan: TensorPlan, changes: dict[int, Change], change: Change) -> None:
+        if plan.is_replicated:
+            if change.value is None:
+                return
+            whole = change.value.clone()
+        else:
+            before = self._whole[plan.name] if plan.name in self._whole else self._read(plan)
+
+            def part_of(rank: int) -> torch.Tensor:
+                return changes[rank].value if rank in changes else plan.shards[rank].of(before)
+
+            whole = read_copy(whole_node(self._plan, plan, lambda part: of_ranks(part, part_of)), {})
+        self._whole[plan.name] = whole
+        for name in self._plan.aliases()[plan.name]:
+            path, _, short = name.rpartition(".")
+            module = model.get_submodule(path)
+            if plan.is_buffer and module._buffers[short].shape != whole.shape:
+                self._show_buffer(module, name, whole)
+
+    def _show_buffer(self, module: nn.Module, name: str, whole: torch.Tensor) -> None:
+        """Make a new buffer, or a buffer of a new shape, readable in this process."""
+        leaf = FetchedLeaf(tuple(whole.shape), whole.dtype, functools.partial(self.changed, name), name)
+        tables = vars(module)[REMOTE].tables if REMOTE in vars(module) else vars(module)
+        for table in (module._buffers, tables["_buffers"]):
+            dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
+
+    def changed(self, name: str) -> Any:
+        """Return a copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
+        if name in self.new_buffers:
+            return self.new_buffers[name].tensor.clone()
+        whole = self._whole.get(self._plan.tensors[name].storage)
+        return None if whole is None else whole.clone()
+
+    def put_buffers(self, model: Any) -> None:
+        """Give a model whose weights are gathered the buffers that calls have registered."""
+        for name in self.new_buffers:
+            path, _, short = name.rpartition(".")
+            model.get_submodule(path)._buffers[short] = self.changed(name)
+
+    def _take_attribute(
+        self, of: Any, incarnation: int, where: tuple[str, str], change: Change, alike: bool, failed: bool
+    ) -> None:
+        """Apply the new value of an attribute; `where` is the path of its module, and its name."""
+        name, module = dotted(*where), of.edits.model.get_submodule(where[0])
+        self._kept_there.pop(name, None)
+        if change.why_kept:
+            self._kept_there[name] = (of.replica, incarnation), change.why_kept
+            vars(module)[where[1]] = OnWorkers(f"{name} is only on the workers: {change.why_kept}")
+            return
+        value: Any = OnWorkers(
+            f"{name} was set by the model's code, and each worker has a different value, because the plan cuts the"
+            " module. Read it only in the call that sets it, or set it again"
+        )
+        if (alike or failed) and change.value is not None:
+            value = unpack(*change.value)
+        before = vars(module).get(where[1])
+        if isinstance(value, NewBuffer):
+            self.new_buffers[name] = value
+            self._show_buffer(module, name, value.tensor)
+            if not value.persistent:
+                module._non_persistent_buffers_set.add(where[1])
+        elif value is REMOVED:
+            vars(module).pop(where[1], None)
+        elif not (change.in_place and type(before) is type(value) and _is_refilled(before, value)):
+            vars(module)[where[1]] = value
+        of.edits.take_attribute(*where, value, incarnation if alike and not isinstance(value, OnWorkers) else -1)
+        for each in of.others:
+            each.take_attribute(*where, value)
+
+
+def _is_refilled(before: Any, value: Any) -> bool:
+    """Give an object the contents of another object of its class; return False if the object cannot take them."""
+    if isinstance(before, torch.Tensor):
+        fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
+        return bool(fits and before.copy_(value) is before)
+    is_container = isinstance(before, (list, collections.deque, dict, set))
+    old: Any
+    new: Any
+    old, new = (before, value) if is_container else (getattr(each, "__dict__", None) for each in (before, value))
+    if old is not None:
+        old.clear()
+        (old.extend if isinstance(old, (list, collections.deque)) else old.update)(new)
+    return old is not None
