@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
+from parallelformers_ng.checkpoint.identity import is_written
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
@@ -55,6 +56,7 @@ class Calls:
         adapters: adapters of the model; None if the model has no adapters.
         dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
+        shared_weights: name → original values of the weights whose memory other tensors of the program share.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Calls:
         self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
+        self.shared_weights: dict[str, torch.Tensor] = {}
         self.dispatchers = [
             Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code))
             for replica in deployment.replicas
@@ -115,7 +118,7 @@ class Calls:
                 are on several replicas.
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
-        refuse_modes()
+        self._refuse_state_of_caller()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.call(path, method, args, kwargs, options)
 
@@ -144,7 +147,7 @@ class Calls:
             GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
                 that a rank raised also has its original type.
         """
-        refuse_modes()
+        self._refuse_state_of_caller()
         with self.with_adapters(), self._turn((), arguments) as dispatcher:
             options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
             try:
@@ -286,6 +289,17 @@ class Calls:
                 except NotPortableError as error:
                     self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
             return original(module, *args, **kwargs)
+
+    def _refuse_state_of_caller(self) -> None:
+        """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
+        refuse_modes()
+        for name, original in self.shared_weights.items():
+            if is_written(original):
+                raise ParallelError(
+                    f"{name} was changed after the model was parallelized, through a tensor from before that shares its"
+                    " memory, such as one of a state_dict, but the workers have their own copy. Call deparallelize(),"
+                    " which keeps the change, then parallelize() again"
+                )
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's calls keep the adapters that are active at its start."""

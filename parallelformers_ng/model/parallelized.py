@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.generation.streamers import BaseStreamer
 
+from parallelformers_ng.checkpoint.identity import original_of
 from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.store import names_of_each, place
@@ -237,6 +238,8 @@ def enter(model: nn.Module, calls: Calls) -> None:
         fetch = functools.partial(_fetch, weakref.ref(model), deployment, names[0])
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, fetch, names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
+        if (original := original_of(tensor)) is not None and original.nbytes:
+            calls.shared_weights[names[0]] = original
     remote_tree.enter(model, calls, Parallelized)
 
 
