@@ -29,6 +29,8 @@ from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
+from parallelformers_ng.model.outside import OutsideWeights
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
@@ -73,6 +75,7 @@ class Calls:
         self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
+        self._outside = OutsideWeights(model, deployment.code.check.edits.objects())
         self.shared_weights: dict[str, torch.Tensor] = {}
         self.dispatchers = [
             Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code))
@@ -107,6 +110,7 @@ class Calls:
                     f"{path}.{name} is cut: each worker has a different value; set it before parallelize, or call"
                     " deparallelize() first"
                 )
+        self._outside.put(path, name, value)
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
 
@@ -118,7 +122,7 @@ class Calls:
                 are on several replicas.
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
-        self._refuse_state_of_caller()
+        self._check_state_of_caller()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.call(path, method, args, kwargs, options)
 
@@ -147,9 +151,10 @@ class Calls:
             GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
                 that a rank raised also has its original type.
         """
-        self._refuse_state_of_caller()
+        self._check_state_of_caller()
         with self.with_adapters(), self._turn((), arguments) as dispatcher:
-            options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
+            own = set(options_of_class(original)) - ({"streamer"} if is_streamer(arguments.get("streamer")) else set())
+            options = CallOptions(**{name: arguments.pop(name, None) for name in OPTIONS if name not in own})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:
                     with self._limit(options), self._assistants[dispatcher].turn(assistant, arguments) as assistance:
@@ -259,13 +264,13 @@ class Calls:
         """Return a context that limits all requests of a call together to the call's timeout."""
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
-    def generating(
+    def run_method(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a method that calls `generate`, on the workers if possible, and otherwise in this process.
+        """Run a method of modelling code on the workers if possible, and otherwise in this process.
 
-        The method runs in this process if an argument cannot be sent, or if a `generate` of this thread runs its loop
-        here.
+        The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
+        calls `generate` also runs here if a `generate` of this thread runs its loop here.
 
         Args:
             module: the model, or a submodule that generates.
@@ -283,16 +288,19 @@ class Calls:
             BatchingError: see `generate`.
         """
         with self.with_adapters():
-            if not has_own_loop():
+            if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
                 try:
                     return call()
                 except NotPortableError as error:
-                    self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+                    what = f"{name} runs in this process, with a request per call of a module, which is slower"
+                    self._say_once(what, str(error))
             return original(module, *args, **kwargs)
 
-    def _refuse_state_of_caller(self) -> None:
+    def _check_state_of_caller(self) -> None:
         """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
         refuse_modes()
+        for path, name, value in self._outside.changed():
+            self.set_attribute(path, name, value)
         for name, original in self.shared_weights.items():
             if is_written(original):
                 raise ParallelError(

@@ -25,6 +25,7 @@ from parallelformers_ng.model import remote_tree
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import hf_device_map
+from parallelformers_ng.model.methods import is_streamer, options_of_class
 from parallelformers_ng.model.remote_module import RemoteModule, remote_of
 from parallelformers_ng.runtime.limits import Cancellation, cancelled_by
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -124,17 +125,17 @@ class Parallelized(RemoteModule):
             Exception: another error of `generate`, or an error of the streamer.
         """
         model: Any = self
-        if inputs is not None:
-            kwargs["inputs"] = inputs
         cancellation = Cancellation()
         config = kwargs.get("generation_config") or model.generation_config
         # Beam search accepts no streamer.
-        if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:
+        beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+        own_streamer = "streamer" in options_of_class(type(self)._whole_class.generate)  # type: ignore[attr-defined]
+        if beams == 1 and (not own_streamer or is_streamer(kwargs.get("streamer"))):
             kwargs["streamer"] = _Watched(kwargs.get("streamer"), cancellation)
 
         def run() -> Any:
             with cancelled_by(cancellation):
-                return model.generate(**kwargs)
+                return model.generate(*(() if inputs is None else (inputs,)), **kwargs)
 
         with remote_of(self).calls.with_adapters():
             context = contextvars.copy_context()

@@ -17,9 +17,7 @@ def anchor(heading: str) -> str:
 def test_each_promise_names_the_files_that_are_marked_with_it() -> None:
     sections = dict(SECTION.findall((ROOT / "docs/contract.md").read_text()))
     named = {
-        (anchor(heading), file)
-        for heading, text in sections.items()
-        for file in re.findall(r"`(tests/[^`]+\.py)`", text)
+        (anchor(heading), file) for heading, text in sections.items() for file in re.findall(r"`(tests/[^`]+\.py)`", text)
     }
     marked = {
         (promise, str(file.relative_to(ROOT)))
