@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from parallelformers_ng.checkpoint.encoded import Decoded, stored_encoding
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, parts, release
@@ -136,6 +136,9 @@ class RemoteTensor(LazyTensor):
         kwargs = kwargs or {}
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
+        elif func is torch.autograd.grad:
+            tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, RemoteTensor)]
+            raise _refusal("grad()", tensors[0], "asks for a gradient")
         elif func is torch.Tensor.data_ptr:
             raise _refusal("data_ptr()", args[0], "needs its address in this process")
         elif func is torch.Tensor.share_memory_:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
-from parallelformers_ng.checkpoint.identity import is_written
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
@@ -28,8 +27,10 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.gradients import refuse_transforms
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
+from parallelformers_ng.model.modes import Modes
 from parallelformers_ng.model.outside import OutsideWeights
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
@@ -58,7 +59,7 @@ class Calls:
         adapters: adapters of the model; None if the model has no adapters.
         dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
-        shared_weights: name → original values of the weights whose memory other tensors of the program share.
+        outside: weights that the program can change outside of the model's tables.
     """
 
     def __init__(
@@ -75,10 +76,12 @@ class Calls:
         self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
-        self._outside = OutsideWeights(model, deployment.code.check.edits.objects())
-        self.shared_weights: dict[str, torch.Tensor] = {}
+        self._modes = Modes(model, deployment.code)
+        self.outside = OutsideWeights(model, deployment.code.check.edits.objects())
         self.dispatchers = [
-            Dispatcher(replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code))
+            Dispatcher(
+                replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code), self._modes
+            )
             for replica in deployment.replicas
         ]
         self.shared: list[SharedCalls] = []
@@ -110,7 +113,8 @@ class Calls:
                     f"{path}.{name} is cut: each worker has a different value; set it before parallelize, or call"
                     " deparallelize() first"
                 )
-        self._outside.put(path, name, value)
+        self.outside.put(path, name, value)
+        self._modes.add(value)
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
 
@@ -178,7 +182,8 @@ class Calls:
         busy = dispatcher.replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
-        if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
+        alone = may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu")
+        if alone or any(self._modes.are_seen(stateful_arguments(arguments))):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
         draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
@@ -299,15 +304,9 @@ class Calls:
     def _check_state_of_caller(self) -> None:
         """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
         refuse_modes()
-        for path, name, value in self._outside.changed():
+        refuse_transforms()
+        for path, name, value in self.outside.changed():
             self.set_attribute(path, name, value)
-        for name, original in self.shared_weights.items():
-            if is_written(original):
-                raise ParallelError(
-                    f"{name} was changed after the model was parallelized, through a tensor from before that shares its"
-                    " memory, such as one of a state_dict, but the workers have their own copy. Call deparallelize(),"
-                    " which keeps the change, then parallelize() again"
-                )
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's calls keep the adapters that are active at its start."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelformers_ng.checkpoint.identity import is_written
+from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.state import attributes_of
 from parallelformers_ng.sharding.attributes import REMOVED
 
@@ -22,9 +24,13 @@ class OutsideWeights:
     Args:
         model: the model, whose own weights have left this process.
         attributes: path of a module, name and value of the attributes to look at.
+
+    Attributes:
+        shared: name → original values of the model's own weights whose memory other tensors of the program share.
     """
 
     def __init__(self, model: nn.Module, attributes: Iterable[tuple[str, str, Any]]) -> None:
+        self.shared: dict[str, torch.Tensor] = {}
         self._inside = frozenset(map(id, model.modules()))
         self._known: dict[tuple[str, str], tuple[Any, list[torch.Tensor], list[int]]] = {}
         for path, name, value in attributes:
@@ -38,7 +44,18 @@ class OutsideWeights:
             self._known[path, name] = value, tensors, [*map(_content, tensors)]
 
     def changed(self) -> list[tuple[str, str, Any]]:
-        """Return path, name and value of the attributes whose weights have changed since the last call."""
+        """Return path, name and value of the attributes whose weights have changed since the last call.
+
+        Raises:
+            ParallelError: the values of a weight in `shared` have changed.
+        """
+        for name, original in self.shared.items():
+            if is_written(original):
+                raise ParallelError(
+                    f"{name} was changed after the model was parallelized, through a tensor from before that shares its"
+                    " memory, such as one of a state_dict, but the workers have their own copy. Call deparallelize(),"
+                    " which keeps the change, then parallelize() again"
+                )
         return [
             (*key, value)
             for key, (value, tensors, contents) in self._known.items()

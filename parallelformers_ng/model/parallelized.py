@@ -240,7 +240,7 @@ def enter(model: nn.Module, calls: Calls) -> None:
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, fetch, names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
         if (original := original_of(tensor)) is not None and original.nbytes:
-            calls.shared_weights[names[0]] = original
+            calls.outside.shared[names[0]] = original
     remote_tree.enter(model, calls, Parallelized)
 
 

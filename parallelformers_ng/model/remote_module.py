@@ -102,7 +102,7 @@ class Remote:
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options))
+        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
 
 
 class RemoteModule(nn.Module):

@@ -24,10 +24,12 @@ from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import StoredModel
+from parallelformers_ng.model.modes import Modes
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.worker.call import Answer, Call
+from parallelformers_ng.worker.modes import set_draw_states
 
 
 class Replica(Supervisor):
@@ -123,6 +125,7 @@ class Dispatcher:
         steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
             failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
+        modes: what code in a call can see of the caller's thread.
         in_flight: number of running calls; with one replica, always 0.
     """
 
@@ -132,6 +135,7 @@ class Dispatcher:
     adapters: Adapters | None
     steps: StaticSteps | None
     edits: Edits
+    modes: Modes
     in_flight: int = 0
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
@@ -192,6 +196,8 @@ class Dispatcher:
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
+            roots = [] if hooks is None else [hook.call for hook in self.hooks.present()]
+            self.modes.put_into(call, roots if state is None else [*roots, *stateful_arguments(kwargs)])
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
@@ -201,6 +207,8 @@ class Dispatcher:
                 arrived()
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
+                if answer.draws is not None:
+                    set_draw_states(answer.draws)
                 if state is not None:
                     state.restore(answer.states)
                 if hooks is not None:

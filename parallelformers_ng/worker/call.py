@@ -39,6 +39,8 @@ class Call:
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: active adapters of the call; None if the model has no adapters.
         code: code that the caller's program changed since the last call; None if no code changed.
+        grad: the caller's grad mode, if code of the program can see it; None for inference mode.
+        draws: states of the generators of `random` and NumPy, if code draws from them; otherwise None.
     """
 
     path: str
@@ -60,6 +62,8 @@ class Call:
     hooks: Any = None
     adapters: ActiveAdapters | None = None
     code: CodeChanges | None = None
+    grad: bool | None = None
+    draws: Any = None
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Answer:
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
         assistant_settings: settings of the assistant that `generate` has changed: name → value.
+        draws: states of the generators after the call, as in `Call`; None if they did not change.
     """
 
     output: Any
@@ -94,3 +99,4 @@ class Answer:
     uncaptured: str = ""
     hook_changes: Any = None
     assistant_settings: dict[str, Any] = field(default_factory=dict)
+    draws: Any = None

@@ -50,6 +50,7 @@ from parallelformers_ng.worker.call import Answer, Assistance, Call
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
+from parallelformers_ng.worker.modes import changed_draws, modes_of
 from parallelformers_ng.worker.weights import RankWeights
 
 
@@ -176,7 +177,7 @@ class ModelRunner(RankWeights):
             kwargs["assistant_model"] = self.assistant.take(assistance)
             models = [*models, *self.assistant.generating]
         with (
-            torch.inference_mode(),
+            modes_of(call, self.communicator),
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
@@ -196,6 +197,7 @@ class ModelRunner(RankWeights):
             states=state.changes() if state is not None else {},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
+            draws=None if call.draws is None else changed_draws(call.draws),
             assistant_settings={} if assistance is None else self.assistant.changed_settings(),
         )
 
