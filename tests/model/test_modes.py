@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import transformers as tf
 from torch.autograd import forward_ad
 
 from parallelformers_ng import ParallelError, parallelize
+from parallelformers_ng.model.modes import Modes
 from tests.zoo.build import build
 
 pytestmark = pytest.mark.promise("modes")
@@ -187,12 +190,45 @@ def test_outputs_require_gradients_as_in_the_plain_model(stock):
 
 def test_calls_of_stock_code_send_no_modes(stock, monkeypatch):
     calls = []
-    group = type(stock)  # the message is made in `Dispatcher.call`
-    from parallelformers_ng.model.modes import Modes
-
     usual = Modes.put_into
     monkeypatch.setattr(Modes, "put_into", lambda self, call, roots: (usual(self, call, roots), calls.append(call)))
     stock(IDS)
     stock.generate(IDS, **OPTIONS)
     assert [(call.grad, call.draws) for call in calls] == [(None, None)] * 2
-    assert group is type(stock)
+
+
+def test_library_code_that_draws_from_numpy_gets_the_caller_s_numbers(groups):
+    def make():
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        dropouts = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
+        config = tf.Wav2Vec2Config(
+            **sizes, **dropouts, feat_proj_dropout=0.0, conv_dim=(16,), conv_stride=(5,), conv_kernel=(10,),
+            num_feat_extract_layers=1, mask_time_prob=0.3, mask_time_length=2, num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        )  # fmt: skip
+        return build(tf.Wav2Vec2Model, config).train()
+
+    sound = torch.linspace(-1, 1, 400).sin()[None]
+    plain = make()
+    with torch.no_grad(), parallelize(make(), workers=groups(2)) as model:
+        for _ in range(2):
+            got = seeded(lambda: model(sound).last_hidden_state)
+            torch.testing.assert_close(got, seeded(lambda: plain(sound).last_hidden_state), rtol=1e-3, atol=1e-4)
+
+
+def test_prints_of_a_model_appear_once():
+    code = """
+import torch, transformers as tf
+from parallelformers_ng import parallelize
+class Printing(tf.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        print("forward of", type(self).__name__)
+        return super().forward(*args, **kwargs)
+if __name__ == "__main__":
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Printing(tf.LlamaConfig(vocab_size=50, **sizes)).eval()
+    with torch.no_grad(), parallelize(model, 2, workers={"device": "cpu"}):
+        model(torch.tensor([[1, 2, 3]]))
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines() == ["forward of Printing"]
