@@ -91,7 +91,7 @@ def test_gradients_that_are_cleared_meanwhile_stay_cleared(groups):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_weights_of_a_model_leave_memory_and_come_back(groups):
+def test_weights_leave_memory_and_come_back(groups):
     model = tiny()
     storage = weakref.ref(model.lm_head.weight.untyped_storage())
     with parallelize(model, workers=groups(2)):
@@ -111,7 +111,7 @@ def test_failed_parallelize_keeps_the_tensors(groups, monkeypatch):
     torch.testing.assert_close(model(IDS).logits, want)
 
 
-def test_change_through_shared_memory_from_before_is_refused_and_kept(groups):
+def test_change_through_older_tensor_is_refused_and_kept(groups):
     model, plain = tiny(), tiny()
     state, state_of_plain = model.state_dict(), plain.state_dict()
     with parallelize(model, workers=groups(2)):
@@ -176,14 +176,14 @@ OWN_CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_options_of_an_own_generate_are_the_class_s(groups):
+def test_own_generate_takes_its_own_options(groups):
     plain = tiny(OwnGenerate)
     with torch.no_grad(), parallelize(tiny(OwnGenerate), workers=groups(2)) as model:
         for name, call in OWN_CALLS.items():
             assert torch.equal(call(model), call(plain)), name
 
 
-def test_options_that_an_own_generate_does_not_take_are_the_library_s(groups):
+def test_own_generate_passes_options_of_the_library(groups):
     class Streamer:
         def __init__(self):
             self.tokens = []
@@ -205,7 +205,7 @@ def test_options_that_an_own_generate_does_not_take_are_the_library_s(groups):
         assert torch.equal(asyncio.run(model.agenerate(IDS, **options)), ids)
 
 
-def test_names_of_the_class_come_before_names_of_the_library(groups):
+def test_names_of_the_class_come_first(groups):
     plain, model = tiny(OwnNames), parallelize(tiny(OwnNames), workers=groups(2))
     with torch.no_grad():
         for each in (model, plain):
@@ -325,7 +325,7 @@ def test_methods_set_later_are_refused_by_name(helping, case):
     assert getattr(module, name) == before
 
 
-def test_methods_set_before_are_used_and_cannot_be_deleted(groups):
+def test_methods_set_before_are_used_not_deleted(groups):
     model, plain = tiny(Helping), tiny(Helping)
     for each in (model, plain):
         each.helper = types.MethodType(negative, each)
@@ -339,7 +339,7 @@ def test_methods_set_before_are_used_and_cannot_be_deleted(groups):
     assert model.helper.__self__ is model
 
 
-def test_functions_of_libraries_and_of_this_process_may_be_set(helping):
+def test_functions_of_libraries_may_be_set(helping):
     helping.describe = lambda: "mine"
     assert helping.describe() == "mine"
     del helping.describe
@@ -414,7 +414,7 @@ READS: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] =
 
 
 @pytest.mark.parametrize("read", READS)
-def test_state_dict_can_be_read_like_any_other(helping, read):
+def test_state_dict_is_read_like_any_other(helping, read):
     state, want = helping.state_dict(), tiny(Helping).state_dict()
     with torch.enable_grad():
         got = READS[read](state)
@@ -463,7 +463,7 @@ def filled(layer):
     layer.weight.data.copy_(torch.linspace(-1, 1, 2500).view(50, 50))
 
 
-def test_weights_outside_of_the_tables_are_followed(groups):
+def test_weights_outside_of_tables_are_followed(groups):
     models = []
     for _ in range(2):
         torch.manual_seed(0)

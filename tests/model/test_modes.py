@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import subprocess
 import sys
@@ -79,19 +80,19 @@ MODES = {"gradients": torch.enable_grad, "no gradients": torch.no_grad, "inferen
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_code_sees_the_grad_mode_of_the_caller_and_draws_from_its_generators(looking, mode):
-    plain = tiny(Looking)
+def test_code_sees_the_caller_s_modes_and_generators(looking, mode):
+    calls = (lambda m: m(IDS).logits.detach(), lambda m: m.generate(IDS, **OPTIONS))
     with MODES[mode]():
-        for call in (lambda m: m(IDS).logits.detach(), lambda m: m.generate(IDS, **OPTIONS)):
-            torch.testing.assert_close(seeded(lambda: call(looking)), seeded(lambda: call(plain)), msg=mode)
+        got, want = ([seeded(functools.partial(call, m)) for call in calls] for m in (looking, tiny(Looking)))
+        torch.testing.assert_close(got, want)
 
 
-def test_gradients_that_code_computes_of_whole_values_are_right(looking):
+def test_gradients_of_whole_values_are_right(looking):
     torch.testing.assert_close(looking.sharpened(IDS), tiny(Looking).sharpened(IDS))
 
 
 @pytest.mark.parametrize("method", ["through_layers", "of_a_weight"])
-def test_gradients_through_layers_and_weights_are_refused(looking, method):
+def test_gradients_through_layers_are_refused(looking, method):
     with pytest.raises(ParallelError, match="asks for a gradient through layers or weights"):
         getattr(looking, method)(IDS)
     torch.testing.assert_close(seeded(lambda: looking(IDS).logits.detach()), seeded(lambda: tiny(Looking)(IDS).logits))
@@ -172,12 +173,12 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_gradients_of_the_model_are_refused_in_words(stock, gradient):
+def test_gradients_of_the_model_are_refused(stock, gradient):
     with pytest.raises(ParallelError, match=r"deparallelize\(\) first"):
         GRADIENTS[gradient](stock)
 
 
-def test_outputs_require_gradients_as_in_the_plain_model(stock):
+def test_outputs_require_gradients_as_when_plain(stock):
     assert stock(IDS).logits.requires_grad
     assert not stock.generate(IDS, **OPTIONS).requires_grad
     stock.requires_grad_(False)
@@ -197,7 +198,7 @@ def test_calls_of_stock_code_send_no_modes(stock, monkeypatch):
     assert [(call.grad, call.draws) for call in calls] == [(None, None)] * 2
 
 
-def test_library_code_that_draws_from_numpy_gets_the_caller_s_numbers(groups):
+def test_library_code_draws_the_caller_s_numbers(groups):
     def make():
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
         dropouts = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
