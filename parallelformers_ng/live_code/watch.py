@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
@@ -65,11 +66,17 @@ class CodeWatch:
 
 
 def refuse_modes() -> None:
-    """Check that no torch function mode or dispatch mode of the program is active in this thread.
+    """Check that no torch function mode or dispatch mode of the program is active in this thread, nor `torch.func`.
 
     Raises:
-        ParallelError: a mode is active whose class does not belong to a package in `LIBRARIES`.
+        ParallelError: a mode is active whose class does not belong to a package in `LIBRARIES`. Or a level of
+            `torch.func` or of `torch.autograd.forward_ad` is active.
     """
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ParallelError(
+            "a parallelized model cannot be called inside torch.func (grad, vmap, jvp, …) or forward-mode"
+            " differentiation: the workers compute plain tensors without gradients. Call deparallelize() first"
+        )
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):

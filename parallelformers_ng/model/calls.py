@@ -27,7 +27,6 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
-from parallelformers_ng.model.gradients import refuse_transforms
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
 from parallelformers_ng.model.modes import Modes
@@ -157,7 +156,8 @@ class Calls:
         """
         self._check_state_of_caller()
         with self.with_adapters(), self._turn((), arguments) as dispatcher:
-            own = set(options_of_class(original)) - ({"streamer"} if is_streamer(arguments.get("streamer")) else set())
+            own = options_of_class(original)
+            own = own - {"streamer"} if own and is_streamer(arguments.get("streamer")) else own
             options = CallOptions(**{name: arguments.pop(name, None) for name in OPTIONS if name not in own})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:
@@ -304,8 +304,7 @@ class Calls:
     def _check_state_of_caller(self) -> None:
         """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
         refuse_modes()
-        refuse_transforms()
-        for path, name, value in self.outside.changed():
+        for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
             self.set_attribute(path, name, value)
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from parallelformers_ng.errors import ParallelError
@@ -51,16 +50,3 @@ def refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 _NoGradients.apply(leaf, type(model).__name__, *sources)
     return output
-
-
-def refuse_transforms() -> None:
-    """Check that no gradient is computed forward, and no function of torch.func calls the model.
-
-    Raises:
-        ParallelError: a level of `torch.func` or of `torch.autograd.forward_ad` is active in this thread.
-    """
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
-        raise ParallelError(
-            "a parallelized model cannot be called inside torch.func (grad, vmap, jvp, …) or forward-mode"
-            " differentiation: the workers compute plain tensors without gradients. Call deparallelize() first"
-        )

@@ -37,12 +37,15 @@ class Modes:
     Args:
         model: the model, before it is parallelized.
         code: the code that the model runs.
+
+    Attributes:
+        seen: whether the model's code sees the grad mode, and whether it draws from `random` or NumPy.
     """
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
         classes = {type(module) for module in model.modules()}
         own = [*filter(_is_of_program, classes), *code.check.edits.functions]
-        self._seen = False, _DRAWS in code.names
+        self.seen = False, _DRAWS in code.names
         self._note(code.words)
         self.add([*own, *(value for _, _, value in code.check.edits.objects())])
         self._of_roots: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
@@ -52,7 +55,7 @@ class Modes:
         self._note(words_reached([value]))
 
     def _note(self, words: frozenset[str]) -> None:
-        self._seen = tuple(map(operator.or_, self._seen, _seen_by(words)))
+        self.seen = tuple(map(operator.or_, self.seen, _seen_by(words)))
 
     def are_seen(self, roots: Iterable[Any]) -> tuple[bool, bool]:
         """Return whether code sees the grad mode, and whether code draws from `random` or NumPy.
@@ -60,7 +63,7 @@ class Modes:
         Args:
             roots: further code of the call: hooks, processors, criteria.
         """
-        seen = [self._seen, *map(self._seen_of, roots)]
+        seen = [self.seen, *map(self._seen_of, roots)]
         return any(grad for grad, _ in seen), any(draws for _, draws in seen)
 
     def put_into(self, call: Call, roots: Iterable[Any]) -> None:

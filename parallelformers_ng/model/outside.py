@@ -26,22 +26,23 @@ class OutsideWeights:
         attributes: path of a module, name and value of the attributes to look at.
 
     Attributes:
+        known: (path of a module, name of an attribute) → value, its tensors, digests of the tensors.
         shared: name → original values of the model's own weights whose memory other tensors of the program share.
     """
 
     def __init__(self, model: nn.Module, attributes: Iterable[tuple[str, str, Any]]) -> None:
         self.shared: dict[str, torch.Tensor] = {}
         self._inside = frozenset(map(id, model.modules()))
-        self._known: dict[tuple[str, str], tuple[Any, list[torch.Tensor], list[int]]] = {}
+        self.known: dict[tuple[str, str], tuple[Any, list[torch.Tensor], list[int]]] = {}
         for path, name, value in attributes:
             self.put(path, name, value)
 
     def put(self, path: str, name: str, value: Any) -> None:
         """Take over the new value of an attribute, or REMOVED."""
         tensors = [] if value is REMOVED else [*_weights_in(value, set(self._inside))]
-        self._known.pop((path, name), None)
+        self.known.pop((path, name), None)
         if tensors:
-            self._known[path, name] = value, tensors, [*map(_content, tensors)]
+            self.known[path, name] = value, tensors, [*map(_content, tensors)]
 
     def changed(self) -> list[tuple[str, str, Any]]:
         """Return path, name and value of the attributes whose weights have changed since the last call.
@@ -58,7 +59,7 @@ class OutsideWeights:
                 )
         return [
             (*key, value)
-            for key, (value, tensors, contents) in self._known.items()
+            for key, (value, tensors, contents) in self.known.items()
             if [*map(_content, tensors)] != contents
         ]
 

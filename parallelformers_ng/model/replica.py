@@ -197,7 +197,9 @@ class Dispatcher:
                 adapters=None if self.adapters is None else self.adapters.active(),
             )
             roots = [] if hooks is None else [hook.call for hook in self.hooks.present()]
-            self.modes.put_into(call, roots if state is None else [*roots, *stateful_arguments(kwargs)])
+            roots += [] if state is None else stateful_arguments(kwargs)
+            if roots or any(self.modes.seen):
+                self.modes.put_into(call, roots)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()

@@ -20,15 +20,9 @@ _ABOUT_GRADIENTS = ("require grad", "requires grad", "nference tensor", "Inferen
 """Parts of torch's messages about gradients that cannot be computed."""
 
 
-def modes_of(call: Call, communicator: Communicator) -> contextlib.AbstractContextManager[object]:
-    """Return the context of a call: inference mode, unless code of the program can see the caller's modes."""
-    if call.grad is None and call.draws is None:
-        return torch.inference_mode()
-    return _callers_modes(call, communicator)
-
-
 @contextlib.contextmanager
-def _callers_modes(call: Call, communicator: Communicator) -> Iterator[None]:
+def callers_modes(call: Call, communicator: Communicator) -> Iterator[None]:
+    """Run a call in this context with the modes and the states that it has from its caller."""
     if call.draws is not None:
         set_draw_states(call.draws)
     if call.grad is not None:

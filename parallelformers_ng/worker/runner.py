@@ -50,7 +50,7 @@ from parallelformers_ng.worker.call import Answer, Assistance, Call
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
-from parallelformers_ng.worker.modes import changed_draws, modes_of
+from parallelformers_ng.worker.modes import callers_modes, changed_draws
 from parallelformers_ng.worker.weights import RankWeights
 
 
@@ -177,7 +177,7 @@ class ModelRunner(RankWeights):
             kwargs["assistant_model"] = self.assistant.take(assistance)
             models = [*models, *self.assistant.generating]
         with (
-            modes_of(call, self.communicator),
+            torch.inference_mode() if call.grad is call.draws is None else callers_modes(call, self.communicator),
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,

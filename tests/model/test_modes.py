@@ -190,12 +190,9 @@ def test_outputs_require_gradients_as_when_plain(stock):
 
 
 def test_calls_of_stock_code_send_no_modes(stock, monkeypatch):
-    calls = []
-    usual = Modes.put_into
-    monkeypatch.setattr(Modes, "put_into", lambda self, call, roots: (usual(self, call, roots), calls.append(call)))
+    monkeypatch.setattr(Modes, "put_into", lambda *_: pytest.fail("a stock call looks for modes"))
     stock(IDS)
     stock.generate(IDS, **OPTIONS)
-    assert [(call.grad, call.draws) for call in calls] == [(None, None)] * 2
 
 
 def test_library_code_draws_the_caller_s_numbers(groups):
