@@ -28,7 +28,7 @@ from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.kinds import check_model
 from parallelformers_ng.model.live_code import LiveCode
-from parallelformers_ng.model.parallelized import enter, forget_end
+from parallelformers_ng.model.parallelized import Parallelized, enter, forget_end
 from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
@@ -223,7 +223,7 @@ def parallelize(
     enter(loaded, Calls(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto"))
     surround(wrappers, loaded)
     if verbose is not None:
-        print(loaded.memory_summary(detail=verbose == "detail"))
+        print(Parallelized.memory_summary(loaded, detail=verbose == "detail"))
     return wrappers[0] if wrappers else loaded
 
 

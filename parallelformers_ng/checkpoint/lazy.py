@@ -13,6 +13,7 @@ workers would not see the change. torch's schema of an operation says which argu
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from parallelformers_ng.checkpoint.encoded import Decoded, stored_encoding
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, Node, Operation, leaves, parts, release
+from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor, written
 from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import ParallelError, UnsupportedModelError
 from parallelformers_ng.sharding.encoding import Encoding
@@ -116,10 +118,12 @@ class RemoteTensor(LazyTensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and (written := _written(func, args, kwargs)):
-            raise _refusal(f"{func._schema.name.partition('::')[2]}()", written[0])
+        for tensor in written(func, args, kwargs) if func._schema.is_mutable else ():
+            if isinstance(tensor, RemoteTensor):
+                raise _refusal(f"{func._schema.name.partition('::')[2]}()", tensor)
         if func.is_view:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            with torch.inference_mode(False):  # autograd sets the version of a view, which no inference tensor has
+                return super().__torch_dispatch__(func, types, args, kwargs)
         return _run(func, args, kwargs)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -132,23 +136,30 @@ class RemoteTensor(LazyTensor):
         kwargs = kwargs or {}
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
+        elif func is torch.autograd.grad:
+            tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, RemoteTensor)]
+            raise _refusal("grad()", tensors[0], "asks for a gradient")
         elif func is torch.Tensor.data_ptr:
             raise _refusal("data_ptr()", args[0], "needs its address in this process")
         elif func is torch.Tensor.share_memory_:
             return args[0]  # the weight is in memory that several processes can read
         elif func in _BEYOND_OPERATORS:
-            return getattr(values(args[0]), func.__name__)(*args[1:], **kwargs)
+            whole = values(args[0])
+            if func is torch.Tensor.__deepcopy__:  # not a method's call, because the memo has to keep `whole` alive
+                return copy.deepcopy(whole, *args[1:])
+            whole = whole.as_subclass(ReadOnlyTensor) if func in _SHARING else whole
+            return getattr(whole, func.__name__)(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 
+_SHARING = (torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.numpy)
+"""Methods whose results share the memory of a tensor."""
 _BEYOND_OPERATORS = (
-    torch.Tensor.__array__,
+    *_SHARING,
     torch.Tensor.__deepcopy__,
-    torch.Tensor.__dlpack__,
     torch.Tensor.__reduce_ex__,
     torch.Tensor.is_shared,
-    torch.Tensor.numpy,
     torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 )
@@ -170,14 +181,6 @@ def values(tensor: RemoteTensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
             whole = torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
     return whole
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[RemoteTensor]:
-    """Return the remote tensors that an operator would write to."""
-    by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    writes = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    leaves = tree_leaves([by_name[name] for name in by_name if name in writes])
-    return [tensor for tensor in leaves if isinstance(tensor, RemoteTensor)]
 
 
 def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> ParallelError:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
+from parallelformers_ng.checkpoint.identity import SharedMemory, become
 from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import Mapping, map_file
@@ -244,17 +245,19 @@ def hand_over(
         CheckpointError: a checkpoint file with a `LazyTensor` is damaged, or has changed.
     """
     moved_names: list[str] = []
-    pending = 0
+    pending, shared = 0, SharedMemory(model)
     try:
         for names in names_of_each(model, store.plan, which):
             plans = [store.plan.tensors[name] for name in names]
             whole = get_tensor(model, names[0], plans[0].is_buffer)
+            is_shared = not copy and shared.has(whole)
             node = whole.node if isinstance(whole, LazyTensor) else leaf_of(whole)
             for plan in plans:
                 if plan.storage == plan.name:
                     store.write(plan, node)
             if not copy:
-                place(model, names, store.plan, torch.empty(whole.shape, dtype=plans[0].dtype, device="meta"))
+                nothing = torch.empty(whole.shape, dtype=plans[0].dtype, device="meta")
+                place(model, names, store.plan, nothing, is_shared)
                 moved_names += names
             del whole, node
             pending += plans[0].bytes_whole
@@ -307,13 +310,19 @@ def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None
     return list(together.values())
 
 
-def place(model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor) -> None:
-    """Set one tensor under all its names in the model, as one parameter or buffer, with its earlier `requires_grad`."""
+def place(
+    model: nn.Module, names: list[str], plan: ShardPlan, tensor: torch.Tensor, keeps_values: bool = False
+) -> None:
+    """Give a tensor of the model, which may have several names, the content of another tensor; see `become`."""
     first = plan.tensors[names[0]]
+    current = get_tensor(model, first.name, first.is_buffer)
     if not first.is_buffer:
-        tensor = nn.Parameter(tensor, requires_grad=get_tensor(model, first.name, False).requires_grad)
-    for name in names:
-        set_tensor(model, name, tensor, first.is_buffer)
+        tensor = nn.Parameter(tensor, requires_grad=current.requires_grad)
+    try:
+        become(current, tensor, keeps_values)
+    except RuntimeError:
+        for name in names:
+            set_tensor(model, name, tensor, first.is_buffer)
 
 
 def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:

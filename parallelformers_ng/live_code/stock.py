@@ -134,6 +134,11 @@ def _is_of_library(function: types.FunctionType) -> bool:
     return package_of(function) in LIBRARIES and not function.__code__.co_filename.startswith("<ipython")
 
 
+def is_code_of_program(value: Any) -> bool:
+    """Return whether a callable runs a function of the program."""
+    return not all(map(_is_of_library, functions_in(value)))
+
+
 def functions_of(module: nn.Module) -> dict[str, Any]:
     """Return name → value of the attributes of a module object that are, or contain, functions of the program."""
     program_functions = {}
@@ -153,7 +158,7 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
 
 def _is_function_of_program(module: nn.Module, function: Any) -> bool:
     """Return whether a function in an attribute is the program's, or a function of torch that the program put there."""
-    return not all(map(_is_of_library, functions_in(function))) or is_torch_function_put_there(module, function)
+    return is_code_of_program(function) or is_torch_function_put_there(module, function)
 
 
 def _foreign_on_module(module: nn.Module) -> str:

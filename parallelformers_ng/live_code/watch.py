@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.utils.generic import GeneralInterface
@@ -135,15 +136,20 @@ def _parts_of(functions: tuple[types.FunctionType, ...]) -> Iterator[Any]:
 
 
 def refuse_modes() -> None:
-    """Check that no torch function mode or dispatch mode of the program is active in this thread.
+    """Check that no torch function mode or dispatch mode of the program is active in this thread, nor `torch.func`.
 
     Raises:
-        ParallelError: `torch.jit.trace` runs, or a mode is active whose class does not belong to a package in
-            `LIBRARIES`.
+        ParallelError: `torch.jit.trace` runs, a mode is active whose class does not belong to a package in
+            `LIBRARIES`, or a level of `torch.func` or of `torch.autograd.forward_ad` is active.
     """
     if torch._C._is_tracing():
         raise ParallelError(
             "torch.jit.trace cannot record a parallelized model: its workers compute. Call deparallelize() first"
+        )
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ParallelError(
+            "a parallelized model cannot be called inside torch.func (grad, vmap, jvp, …) or forward-mode"
+            " differentiation: the workers compute plain tensors without gradients. Call deparallelize() first"
         )
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return

@@ -28,6 +28,9 @@ from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
+from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
+from parallelformers_ng.model.modes import Modes
+from parallelformers_ng.model.outside import OutsideWeights
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
@@ -55,6 +58,7 @@ class Calls:
         adapters: adapters of the model; None if the model has no adapters.
         dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
+        outside: weights that the program can change outside of the model's tables.
     """
 
     def __init__(
@@ -71,9 +75,18 @@ class Calls:
         self.adapters = Adapters.of(model)
         self._stream = RandomStream(seed)
         self._said: set[tuple[str, int]] = set()
+        self._modes = Modes(model, deployment.code)
+        self.outside = OutsideWeights(model, deployment.code.check.edits.objects())
         self.dispatchers = [
             Dispatcher(
-                replica, self._stream, self.hooks, self.adapters, steps, Edits(model, deployment.code), deployment.state
+                replica,
+                self._stream,
+                self.hooks,
+                self.adapters,
+                steps,
+                Edits(model, deployment.code),
+                deployment.state,
+                self._modes,
             )
             for replica in deployment.replicas
         ]
@@ -111,6 +124,8 @@ class Calls:
                     " deparallelize() first"
                 )
         self.deployment.state.accept(dotted(path, name))
+        self.outside.put(path, name, value)
+        self._modes.add(value)
         for dispatcher in self.dispatchers:
             dispatcher.edits.set_attribute(path, name, value)
 
@@ -122,7 +137,7 @@ class Calls:
                 are on several replicas.
             StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
         """
-        refuse_modes()
+        self._check_state_of_caller()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.call(path, method, args, kwargs, options)
 
@@ -151,9 +166,11 @@ class Calls:
             GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
                 that a rank raised also has its original type.
         """
-        refuse_modes()
+        self._check_state_of_caller()
         with self.with_adapters(), self._turn((), arguments) as dispatcher:
-            options = CallOptions(**{name: arguments.pop(name, None) for name in ("seed", "timeout", "streamer")})
+            own = options_of_class(original)
+            own = own - {"streamer"} if own and is_streamer(arguments.get("streamer")) else own
+            options = CallOptions(**{name: arguments.pop(name, None) for name in OPTIONS if name not in own})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:
                     with self._limit(options), self._assistants[dispatcher].turn(assistant, arguments) as assistance:
@@ -179,7 +196,8 @@ class Calls:
         busy = dispatcher.replica.current[0].busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
-        if may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu"):
+        alone = may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu")
+        if alone or any(self._modes.are_seen(stateful_arguments(arguments))):
             return None
         if any(globals_written_by(root) for root in stateful_arguments(arguments) if root is not None):
             return None
@@ -253,13 +271,13 @@ class Calls:
         """Return a context that limits all requests of a call together to the call's timeout."""
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
 
-    def generating(
+    def run_method(
         self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a method that calls `generate`, on the workers if possible, and otherwise in this process.
+        """Run a method of modelling code on the workers if possible, and otherwise in this process.
 
-        The method runs in this process if an argument cannot be sent, or if a `generate` of this thread runs its loop
-        here.
+        The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
+        calls `generate` also runs here if a `generate` of this thread runs its loop here.
 
         Args:
             module: the model, or a submodule that generates.
@@ -277,12 +295,19 @@ class Calls:
             BatchingError: see `generate`.
         """
         with self.with_adapters():
-            if not has_own_loop():
+            if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
                 try:
                     return call()
                 except NotPortableError as error:
-                    self._say_once(f"{name} runs in this process, a request per token, which is slower", str(error))
+                    what = f"{name} runs in this process, with a request per call of a module, which is slower"
+                    self._say_once(what, str(error))
             return original(module, *args, **kwargs)
+
+    def _check_state_of_caller(self) -> None:
+        """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
+        refuse_modes()
+        for path, name, value in self.outside.changed() if self.outside.known or self.outside.shared else ():
+            self.set_attribute(path, name, value)
 
     def with_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's calls keep the adapters that are active at its start."""

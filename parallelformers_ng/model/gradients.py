@@ -1,4 +1,4 @@
-"""Makes a backward pass through a parallelized model raise a clear error: the workers compute without gradients."""
+"""Makes gradients of a parallelized model raise a clear error: the workers compute without gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from parallelformers_ng.errors import ParallelError
 
 
 class _NoGradients(torch.autograd.Function):
-    """The identity function, with a backward pass that raises ParallelError."""
+    """The identity function of an output, with a backward pass that raises ParallelError."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, name: str, *_: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(output)  # the same tensor object is returned, so the output keeps it
         ctx.name = name
         return output
@@ -28,23 +28,25 @@ class _NoGradients(torch.autograd.Function):
         )
 
 
-def refuse_gradients(model: nn.Module, output: Any) -> Any:
-    """Make the backward pass of the loss, and in training mode of every output, raise ParallelError.
+def refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
+    """Make the backward pass of an output raise ParallelError.
 
-    Outside of training mode only scalar outputs raise the error: larger outputs are seldom trained on, and `numpy()`
-    refuses tensors that require gradients. Only floating-point tensors are changed, and only if gradients are enabled
-    in this thread.
+    As in the plain model, an output requires a gradient if gradients are enabled in this thread, and a weight or an
+    input requires one. Only floating-point tensors are changed.
 
     Args:
         model: the parallelized model.
         output: output of a call; its tensors are changed in place.
+        inputs: arguments of the call.
 
     Returns:
         `output` itself.
     """
     if torch.is_grad_enabled():
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and (model.training or leaf.dim() == 0):
-                _NoGradients.apply(anchor, leaf, type(model).__name__)
+        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            sources.append(torch.empty(0, device="cpu", requires_grad=True))
+        for leaf in tree_leaves(output) if sources else ():
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                _NoGradients.apply(leaf, type(model).__name__, *sources)
     return output

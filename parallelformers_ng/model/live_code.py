@@ -24,7 +24,7 @@ from parallelformers_ng.live_code.changes import (
 from parallelformers_ng.live_code.content import digest, is_equal_code
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
-from parallelformers_ng.live_code.reach import Slot, functions_in, module_of, reach
+from parallelformers_ng.live_code.reach import Slot, functions_in, module_of, names_in, reach
 from parallelformers_ng.live_code.state import PLAIN, State, is_code, is_same
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
@@ -79,6 +79,12 @@ class LiveCode:
             values = (*(slot.value for slot in self._slots.values()), *self._functions)
             self._words = self.count, frozenset(words_of_program(values))
         return self._words[1]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names in all code that the model reaches, also in code of libraries."""
+        functions = (function for slot in self._slots.values() for function in functions_in(slot.value))
+        return frozenset().union(*(names_in(function.__code__) for function in functions))
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
         """Find the code that differs from the ranks' imported code.

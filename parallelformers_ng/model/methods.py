@@ -98,8 +98,36 @@ def place_of(cls: type, name: str) -> Place:
         return "refused"
     is_of_library = library in ("transformers", "torch", "builtins", "peft")
     is_modelling_code = not is_of_library or defining.__module__.startswith("transformers.models.")
-    computes = isinstance(vars(defining).get(name), types.FunctionType) and name not in _ACCESSORS
+    function = vars(defining).get(name)
+    computes = isinstance(function, types.FunctionType) and name not in _ACCESSORS and not _is_lazy(function)
     return "forwarded" if is_modelling_code and computes else "local"
+
+
+def _is_lazy(function: Callable) -> bool:
+    """Return whether a call only makes a generator, a coroutine or a context manager. Its body must run in the caller's
+    process, where the program resumes it; the modules that it calls run on the workers."""
+    function = inspect.unwrap(function)
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(kind(function) for kind in kinds)
+
+
+OPTIONS = ("seed", "timeout", "streamer")
+"""Arguments that every call of `generate` takes, unless the `generate` of the model's class takes them itself."""
+
+
+@functools.cache
+def options_of_class(generate: Any) -> frozenset[str]:
+    """Return the names in `OPTIONS` that a class's own `generate` takes: as parameters, or by name from `**kwargs`."""
+    function = inspect.unwrap(generate)
+    if function is inspect.unwrap(GenerationMixin.generate) or not isinstance(function, types.FunctionType):
+        return frozenset()
+    code = function.__code__
+    strings = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return frozenset(OPTIONS) & strings.union(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def is_streamer(value: Any) -> bool:
+    return hasattr(value, "put") and hasattr(value, "end")
 
 
 def public_methods(cls: type) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.generation.streamers import BaseStreamer
 
+from parallelformers_ng.checkpoint.identity import original_of
 from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf
 from parallelformers_ng.checkpoint.store import names_of_each, place
@@ -25,6 +26,7 @@ from parallelformers_ng.model import remote_tree
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import REMOTE, hf_device_map
+from parallelformers_ng.model.methods import is_streamer, options_of_class
 from parallelformers_ng.model.remote_module import RemoteModule, remote_of
 from parallelformers_ng.runtime.limits import Cancellation, cancelled_by
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -128,19 +130,19 @@ class Parallelized(RemoteModule):
             Exception: another error of `generate`, or an error of the streamer.
         """
         model: Any = self
-        if inputs is not None:
-            kwargs["inputs"] = inputs
         cancellation = Cancellation()
         config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
         # Beam search accepts no streamer.
         takes = inspect.signature(type(model).generate).parameters.values()
         takes_streamer = any(each.name == "streamer" or each.kind is each.VAR_KEYWORD for each in takes)
-        if takes_streamer and (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) == 1:
+        beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+        own_streamer = "streamer" in options_of_class(type(self)._whole_class.generate)  # type: ignore[attr-defined]
+        if takes_streamer and beams == 1 and (not own_streamer or is_streamer(kwargs.get("streamer"))):
             kwargs["streamer"] = _Watched(kwargs.get("streamer"), cancellation)
 
         def run() -> Any:
             with cancelled_by(cancellation):
-                return model.generate(**kwargs)
+                return model.generate(*(() if inputs is None else (inputs,)), **kwargs)
 
         with remote_of(self).calls.with_adapters():
             context = contextvars.copy_context()
@@ -244,6 +246,8 @@ def enter(model: nn.Module, calls: Calls) -> None:
         fetch = functools.partial(_fetch, weakref.ref(model), deployment, names[0])
         weight = FetchedLeaf(tuple(tensor.shape), tensor.dtype, fetch, names[0])
         place(model, names, deployment.plan, RemoteTensor(weight, tensor.stride()))
+        if (original := original_of(tensor)) is not None and original.nbytes:
+            calls.outside.shared[names[0]] = original
     remote_tree.enter(model, calls, Parallelized)
 
 

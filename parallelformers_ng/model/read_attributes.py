@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelformers_ng.live_code.stock import is_code_of_program
 from parallelformers_ng.sharding.active_adapters import SWITCHES
 from parallelformers_ng.sharding.attributes import REMOVED
 
 _ABSENT = object()
+AGAIN = "Call deparallelize(), then parallelize() again"
+FROZEN = "the workers run the code of the model as it was when it was parallelized"
+
+
+def is_frozen_code(
+    module: nn.Module, name: str, value: Any, names: Callable[[str], bool], here: Collection[str] = ()
+) -> bool:
+    """Return whether an attribute that is about to be set or deleted is the program's code, which the ranks may run.
+
+    Methods of `nn.Module` and `generate` are called in the caller's process, unless the program's code names them.
+
+    Args:
+        module: the module.
+        name: name of the attribute.
+        value: new value of the attribute, or REMOVED.
+        names: same as in `may_be_read`.
+        here: names of attributes that only this process has.
+    """
+    before = vars(module).get(name, _ABSENT)
+    value = before if value is REMOVED else value if before is not value else None
+    if not callable(value) or isinstance(value, (type, nn.Module)):
+        return False
+    if not (is_code_of_program(value) or isinstance(getattr(value, "__self__", None), nn.Module)):
+        return False
+    if hasattr(nn.Module, name) or name in ("generate", "save_pretrained"):
+        return names(name)
+    on_ranks = name in vars(module) and name not in here
+    return on_ranks or callable(getattr(type(module), name, None)) or names(name)
 
 
 def may_be_read(module: nn.Module, name: str, value: Any, names: Callable[[str], bool]) -> bool:

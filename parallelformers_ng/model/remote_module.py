@@ -20,12 +20,13 @@ from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
+from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.gradients import refuse_gradients
 from parallelformers_ng.model.marks import REMOTE
-from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
-from parallelformers_ng.model.read_attributes import may_be_read
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT
+from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
 from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
@@ -48,6 +49,7 @@ class Remote:
         parts: for the model itself, its remote submodules; otherwise empty.
         plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
+        here: names of attributes that only this process has.
         tables: original parameters, buffers and children of the module, which `unlock` restores.
     """
 
@@ -58,6 +60,7 @@ class Remote:
         self.parts: list[nn.Module] = []
         self.plain_parts: list[nn.Module] = []
         self.around: list[nn.Module] = []
+        self.here: set[str] = set()
         self.tables: dict[str, dict[str, Any]] = {}
 
     @property
@@ -99,7 +102,7 @@ class Remote:
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options))
+        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
 
 
 class RemoteModule(nn.Module):
@@ -115,8 +118,12 @@ class RemoteModule(nn.Module):
         if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
             raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
         remote = remote_of(self)
+        if is_frozen_code(self, name, value, remote.calls.names, remote.here):
+            raise ParallelError(refusal(self, f"setting {name}", FROZEN, AGAIN))
         if may_be_read(self, name, value, remote.calls.names):
             remote.calls.set_attribute(remote.path, name, value)
+        elif name not in vars(self):
+            remote.here.add(name)
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
@@ -127,6 +134,8 @@ class RemoteModule(nn.Module):
         if self._table_of(name) is not None or name in FIXED:
             raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
         remote = remote_of(self)
+        if is_frozen_code(self, name, REMOVED, remote.calls.names, remote.here):
+            raise ParallelError(refusal(self, f"deleting {name}", FROZEN, AGAIN))
         if may_be_read(self, name, REMOVED, remote.calls.names):
             remote.calls.set_attribute(remote.path, name, REMOVED)
         super().__delattr__(name)
@@ -160,7 +169,9 @@ class RemoteModule(nn.Module):
         return any(new is not old for new, old in zip(probe._buffers.values(), before, strict=True))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole weights on CPU, in the model's data types. Tied entries share memory, as in any state dict.
+        """Return the whole weights on CPU, in the model's data types, to read: a change of an entry is refused.
+
+        Tied entries share memory, as in any state dict.
 
         With `keep_vars=True` the values are the parameters themselves, and a weight is gathered only when it is read.
 
@@ -194,7 +205,7 @@ class _Gathered:
 
     def whole(self, tensor: RemoteTensor) -> torch.Tensor:
         if id(tensor) not in self._whole:
-            self._whole[id(tensor)] = values(tensor).detach()
+            self._whole[id(tensor)] = values(tensor).detach().as_subclass(ReadOnlyTensor)
             self._advance(self._whole[id(tensor)].nbytes)
         return self._whole[id(tensor)]
 
@@ -232,17 +243,18 @@ def remote_of(module: nn.Module) -> Remote:
     return vars(module)[REMOTE]
 
 
-def refusal(module: Any, what: str, why: str) -> str:
+def refusal(module: Any, what: str, why: str, advice: str = "Call deparallelize() first") -> str:
     """Return the error message for an operation that a parallelized model or its submodule does not support.
 
     Args:
         module: the model or submodule.
         what: the operation.
         why: the reason, a clause.
+        advice: the next step.
     """
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
-    return f"{whose} and does not support {what}: {why}. Call deparallelize() first"
+    return f"{whose} and does not support {what}: {why}. {advice}"
 
 
 def replaced(place: str, name: str, original: Callable) -> Callable:
@@ -267,13 +279,13 @@ def replaced(place: str, name: str, original: Callable) -> Callable:
 def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
     """Run a method on the workers; raise the errors of `Remote.call`.
 
-    A method that calls `generate` may run in this process instead; see `Calls.generating`.
+    A method other than `forward` may run in this process instead; see `Calls.run_method`.
     """
     remote = remote_of(module)
     run = functools.partial(remote.call, name, args, kwargs)
-    if name == "forward" or not generates(type(module), original):  # type: ignore[arg-type]
+    if name == "forward":
         return run()
-    return remote.calls.generating(module, name, original, run, args, kwargs)
+    return remote.calls.run_method(module, name, original, run, args, kwargs)
 
 
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:

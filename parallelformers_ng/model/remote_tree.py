@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import operator
 import os
 import weakref
@@ -18,11 +19,12 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import place_of, public_methods
-from parallelformers_ng.model.read_attributes import may_be_read
+from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
 from parallelformers_ng.model.remote_module import (
     FIXED,
     Remote,
@@ -62,16 +64,25 @@ class PlainPart(nn.Module):
         """Have the workers of every parallelized model with this module set or delete an attribute."""
         for home, path in _homes.get(self, []):
             calls = home()
-            if calls is not None and name != "training" and may_be_read(self, name, value, calls.names):
+            if calls is None:
+                continue
+            if is_frozen_code(self, name, value, calls.names):
+                raise ParallelError(_refusal_of_part(self, f"changing {name}", FROZEN, AGAIN))
+            if name != "training" and may_be_read(self, name, value, calls.names):
                 calls.set_attribute(path, name, value)
 
 
-def _refusal_of_part(part: PlainPart, what: str) -> str:
+def _refusal_of_part(
+    part: PlainPart,
+    what: str,
+    why: str = "the workers have a copy of the module",
+    advice: str = "Call deparallelize() first",
+) -> str:
     """Return the error message for an operation that a plain part does not support."""
     homes = _homes.get(part, [])
     return (
         f"{homes[0][1] if homes else type(part).__name__} belongs to a parallelized model and does not support {what}:"
-        " the workers have a copy of the module. Call deparallelize() first"
+        f" {why}. {advice}"
     )
 
 
@@ -174,7 +185,11 @@ def _replacement(mixin: type, cls: Any) -> Any:
         cls: the original class.
     """
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    mixin_names = {name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)}
+    own = {name for base in cls.__mro__ if package_of(base) not in LIBRARIES for name in vars(base)}
+    members |= {name: inspect.getattr_static(cls, name) for name in own & _of_class(mixin)}
+    mixin_names = {
+        name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)
+    } - members.keys()
     for name in () if mixin is PlainPart else public_methods(cls):
         place = place_of(cls, name)
         if name not in mixin_names and place != "local":
@@ -185,6 +200,12 @@ def _replacement(mixin: type, cls: Any) -> Any:
     combined = kind(cls.__name__, (mixin, cls), members)
     combined._whole_class = cls
     return combined
+
+
+def _of_class(mixin: type) -> set[str]:
+    """Return the names that a mixin only lends to a model: if the program's class has one, it is the class's."""
+    names = {name for name in vars(mixin) if not name.startswith("_")} - {"deparallelize", "hf_device_map"}
+    return names | {"state_dict", "__enter__", "__exit__", "__repr__", "__str__"}
 
 
 def _saved(original: Callable) -> Callable:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, NotPortableError, PlacementError, WorkerError
-from parallelformers_ng.generation.arguments import roots_of, tensors_of
+from parallelformers_ng.generation.arguments import roots_of, stateful_arguments, tensors_of
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.object_parts import put_items
@@ -27,10 +27,12 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.model_state import ModelState
+from parallelformers_ng.model.modes import Modes
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.worker.call import Answer, Call
+from parallelformers_ng.worker.modes import set_draw_states
 
 
 class Replica(Supervisor):
@@ -127,6 +129,7 @@ class Dispatcher:
             failed to capture a step.
         edits: changes of the model's attributes, configurations and code that the workers do not have yet.
         state: what calls have changed in the model.
+        modes: what code in a call can see of the caller's thread.
         in_flight: number of running calls; with one replica, always 0.
         others: edits of the other replicas.
     """
@@ -138,6 +141,7 @@ class Dispatcher:
     steps: StaticSteps | None
     edits: Edits
     state: ModelState
+    modes: Modes
     in_flight: int = 0
     others: list[Edits] = field(default_factory=list)
 
@@ -205,6 +209,10 @@ class Dispatcher:
             )
             if self.state.is_changed:
                 call.confirmed = self.state.prepare(self.replica, incarnation, group)
+            code = [] if hooks is None else [hook.call for hook in self.hooks.present()]
+            code += [] if state is None else stateful_arguments(kwargs)
+            if code or any(self.modes.seen):
+                self.modes.put_into(call, code)
             arrived = self.edits.put_into(call, incarnation)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
@@ -228,6 +236,8 @@ class Dispatcher:
                     self.state.take(self, incarnation, [answer.changes, *values[1:]], failed=False)
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
+                if answer.draws is not None:
+                    set_draw_states(answer.draws)
                 if state is not None:
                     state.restore(answer.states)
                 for index, written in answer.written.items():

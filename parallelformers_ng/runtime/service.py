@@ -203,9 +203,13 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         return None
 
     if rank:
-        # All ranks run the same code on the same values, so only rank 0 shows warnings. Every rank reports errors.
+        # All ranks run the same code on the same values, so only rank 0 prints and shows warnings. Every rank reports
+        # errors.
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # a print appears during the call, not at the end of the worker
     # Up to here standard error went to the log for a StartupError; from now on it is the parent's standard error.
     sys.stderr.flush()
     os.dup2(boot["stderr"].fd, 2)

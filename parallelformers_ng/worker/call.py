@@ -42,6 +42,8 @@ class Call:
         adapters: active adapters of the call; None if the model has no adapters.
         code: code that the caller's program changed since the last call; None if no code changed.
         confirmed: number of the last report of changed state that the caller has applied.
+        grad: the caller's grad mode, if code of the program can see it; None for inference mode.
+        draws: states of the generators of `random` and NumPy, if code draws from them; otherwise None.
     """
 
     path: str
@@ -64,6 +66,8 @@ class Call:
     adapters: ActiveAdapters | None = None
     code: CodeChanges | None = None
     confirmed: int = 0
+    grad: bool | None = None
+    draws: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, first the modules to import: functions of these modules get the modules' globals."""
@@ -95,6 +99,7 @@ class Answer:
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
         assistant_settings: settings of the assistant that `generate` has changed: name → value.
         changes: what calls have changed in the model, and the caller has not confirmed; None without changes.
+        draws: states of the generators after the call, as in `Call`; None if they did not change.
     """
 
     output: Any
@@ -106,3 +111,4 @@ class Answer:
     hook_changes: Any = None
     assistant_settings: dict[str, Any] = field(default_factory=dict)
     changes: StateReport | None = None
+    draws: Any = None

@@ -60,6 +60,7 @@ from parallelformers_ng.worker.changed_state import StateReport, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
+from parallelformers_ng.worker.modes import callers_modes, changed_draws
 from parallelformers_ng.worker.weights import RankWeights
 
 
@@ -209,7 +210,7 @@ class ModelRunner(RankWeights):
             kwargs["assistant_model"] = self.assistant.take(assistance)
             models = [*models, *self.assistant.generating]
         with (
-            torch.inference_mode(),
+            torch.inference_mode() if call.grad is call.draws is None else callers_modes(call, self.communicator),
             contextlib.nullcontext() if self.device.type == "cpu" else self._on_device(models, kwargs),
             contextlib.nullcontext() if call.autocast is None else torch.autocast(self.device.type, call.autocast),
             CallersRandomness(call.rng, self.device) as draws,
@@ -231,6 +232,7 @@ class ModelRunner(RankWeights):
             written={i: each for i, each in enumerate(tensors) if each._version != versions[i]},
             uncaptured=uncaptured(),
             hook_changes=None if call.hooks is None else self.hooks.changes(call.cache_block),
+            draws=None if call.draws is None else changed_draws(call.draws),
             assistant_settings={} if assistance is None else self.assistant.changed_settings(),
         )
 

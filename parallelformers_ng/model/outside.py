@@ -1,0 +1,87 @@
+"""Follows weights that the program keeps outside of the model's tables, such as the layers of a plain list.
+
+The ranks have copies of such weights, and torch records no change of them that is made through `.data` or NumPy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelformers_ng.checkpoint.identity import is_written
+from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.live_code.state import attributes_of
+from parallelformers_ng.sharding.attributes import REMOVED
+
+
+class OutsideWeights:
+    """The values of attributes with weights, and what the weights contained at the last call.
+
+    Args:
+        model: the model, whose own weights have left this process.
+        attributes: path of a module, name and value of the attributes to look at.
+
+    Attributes:
+        known: (path of a module, name of an attribute) → value, its tensors, digests of the tensors.
+        shared: name → original values of the model's own weights whose memory other tensors of the program share.
+    """
+
+    def __init__(self, model: nn.Module, attributes: Iterable[tuple[str, str, Any]]) -> None:
+        self.shared: dict[str, torch.Tensor] = {}
+        self._inside = frozenset(map(id, model.modules()))
+        self.known: dict[tuple[str, str], tuple[Any, list[torch.Tensor], list[int]]] = {}
+        for path, name, value in attributes:
+            self.put(path, name, value)
+
+    def put(self, path: str, name: str, value: Any) -> None:
+        """Take over the new value of an attribute, or REMOVED."""
+        tensors = [] if value is REMOVED else [*_weights_in(value, set(self._inside))]
+        self.known.pop((path, name), None)
+        if tensors:
+            self.known[path, name] = value, tensors, [*map(_content, tensors)]
+
+    def changed(self) -> list[tuple[str, str, Any]]:
+        """Return path, name and value of the attributes whose weights have changed since the last call.
+
+        Raises:
+            ParallelError: the values of a weight in `shared` have changed.
+        """
+        for name, original in self.shared.items():
+            if is_written(original):
+                raise ParallelError(
+                    f"{name} was changed after the model was parallelized, through a tensor from before that shares its"
+                    " memory, such as one of a state_dict, but the workers have their own copy. Call deparallelize(),"
+                    " which keeps the change, then parallelize() again"
+                )
+        return [
+            (*key, value)
+            for key, (value, tensors, contents) in self.known.items()
+            if [*map(_content, tensors)] != contents
+        ]
+
+
+def _weights_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors with values in a list, a dictionary, a module or an object of the program."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu" and type(value) in (torch.Tensor, nn.Parameter):
+            yield value
+        return
+    if isinstance(value, nn.Module):
+        inner: Iterable[Any] = vars(value).values()
+    elif isinstance(value, dict):
+        inner = value.values()
+    else:
+        inner = value if isinstance(value, (list, tuple, set)) else (attributes_of(value) or {}).values()
+    for part in inner:
+        yield from _weights_in(part, seen)
+
+
+def _content(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
