@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from parallelformers_ng.live_code.reach import LIBRARIES, contents_of, function_behind, package_of
+from parallelformers_ng.live_code.functions import contents_of, function_behind
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.live_code.state import attributes_of, in_slots
 
 _LARGEST = 1 << 20

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.content import digest
-from parallelformers_ng.live_code.reach import functions_in, names_in, package_of
+from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.live_code.reach import package_of
 from parallelformers_ng.live_code.state import attributes_of, holds_module
 
 PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, names_in, package_of
+from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 
 _GENERAL = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
 _NOT_OF_CALLS = frozenset({"__init__", "_init_weights", "extra_repr", "__setstate__", "__getstate__"})

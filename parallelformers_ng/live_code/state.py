@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallelformers_ng.live_code.reach import LIBRARIES, contents_of, function_behind, package_of
+from parallelformers_ng.live_code.functions import contents_of, function_behind
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _MOST_ITEMS = 100_000

@@ -11,18 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from parallelformers_ng.live_code.functions import functions_in, names_in, words_in
 from parallelformers_ng.live_code.holders import size_of, value_in
-from parallelformers_ng.live_code.reach import (
-    LIBRARIES,
-    STEP,
-    Slot,
-    functions_in,
-    names_in,
-    package_named_in,
-    package_of,
-    reach,
-    words_in,
-)
+from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_named_in, package_of, reach
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
 
 _FAMILIES = "transformers.models."

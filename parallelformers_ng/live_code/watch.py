@@ -18,7 +18,8 @@ from transformers.utils.generic import GeneralInterface
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.content import digest, instructions
-from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, functions_in, is_library, module_of, package_of
+from parallelformers_ng.live_code.functions import functions_in
+from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, is_library, module_of, package_of
 from parallelformers_ng.live_code.state import State, is_same
 
 try:

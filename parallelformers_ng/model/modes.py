@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallelformers_ng.live_code.reach import LIBRARIES, functions_in, names_in, package_of
+from parallelformers_ng.live_code.functions import functions_in, names_in
+from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.live_code.state import attributes_of
 from parallelformers_ng.live_code.stock import words_of_program
 from parallelformers_ng.model.live_code import LiveCode

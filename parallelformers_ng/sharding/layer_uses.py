@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from parallelformers_ng.live_code.reach import functions_in, names_in
+from parallelformers_ng.live_code.functions import functions_in, names_in
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _READ = frozenset({

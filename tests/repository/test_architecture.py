@@ -39,10 +39,6 @@ class FileTrace:
             self.requests[-1].append(name)
 
 
-TRACE = FileTrace()
-"""Trace of this worker."""
-
-
 class TraceSwitch(LogitsProcessor):
     """A processor that `generate` sends to the workers. On a worker it starts a trace, or ends and saves the trace."""
 
@@ -51,10 +47,10 @@ class TraceSwitch(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.on:
-            sys.setprofile(TRACE)
-        elif sys.getprofile() is TRACE:
+            sys.setprofile(FileTrace())
+        elif isinstance(trace := sys.getprofile(), FileTrace):
             sys.setprofile(None)
-            Path(self.directory, str(os.getpid())).write_text("\n".join(TRACE.requests[1]))
+            Path(self.directory, str(os.getpid())).write_text("\n".join(trace.requests[1]))
         return scores
 
 
