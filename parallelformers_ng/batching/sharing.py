@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
-from parallelformers_ng.generation.arguments import STATEFUL, roots_of
+from parallelformers_ng.generation.call_arguments import STATEFUL, roots_of
 from parallelformers_ng.generation.object_state import ObjectState
 from parallelformers_ng.sharding.active_adapters import ActiveAdapters
 

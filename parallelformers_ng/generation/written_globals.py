@@ -7,7 +7,7 @@ import functools
 import types
 from typing import Any
 
-from parallelformers_ng.generation.arguments import code_of
+from parallelformers_ng.generation.call_arguments import code_of
 from parallelformers_ng.generation.object_parts import is_own_code
 
 _MUTATORS = frozenset({

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.generation.arguments import code_of
 from parallelformers_ng.generation.cache_handle import CacheHandle
+from parallelformers_ng.generation.call_arguments import code_of
 from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler

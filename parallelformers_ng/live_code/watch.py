@@ -32,7 +32,7 @@ except ImportError:  # installed without a compiler
 
 
 @dataclass
-class _Table:
+class _NamedValues:
     """Names of a class, of a module or of a registry, and their values when the watch began.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Table:
 
 _MISSING = object()
 _COLUMNS = ("items", "keys", "objects", "size", "owner")
-"""Attributes of a `_Table` that are arguments of `are_unchanged`."""
+"""Attributes of a `_NamedValues` that are arguments of `are_unchanged`."""
 
 
 class CodeWatch:
@@ -87,11 +87,11 @@ class CodeWatch:
         values = (*(slot.value for slot in slots), *functions)
         self._functions = tuple({id(part): part for value in values for part in functions_in(value)}.values())
         self._parts = tuple(_parts_of(self._functions))
-        tables: dict[int, _Table] = {}
+        tables: dict[int, _NamedValues] = {}
 
-        def table_of(holder: Any) -> _Table:
+        def table_of(holder: Any) -> _NamedValues:
             items = _items_of(holder)
-            return tables.setdefault(id(items), _Table(items, holder if isinstance(holder, type) else None))
+            return tables.setdefault(id(items), _NamedValues(items, holder if isinstance(holder, type) else None))
 
         self._attributes = [(f, dict(vars(f))) for f in self._functions if not is_library(f.__globals__["__name__"])]
         for function, attributes in self._attributes:

@@ -115,12 +115,13 @@ class Snapshot:
     def still_holds(self, configs: dict[str, Any]) -> bool:
         """Return whether `configs` has the same objects with unchanged attributes. The comparison takes microseconds,
         because comparing two dicts is fast for values that are identical objects."""
-        return (
-            len(configs) == len(self._roots)
-            and all(configs.get(root) is config for root, config in self._roots)
-            and all(are_equal(vars(part), values) for _, part, values in self._parts)
-            and not self.moved()
-        )
+        if len(configs) != len(self._roots) or not all(configs.get(root) is config for root, config in self._roots):
+            return False
+        try:
+            same = all(vars(part) == values for _, part, values in self._parts)
+        except (RuntimeError, ValueError):  # of tensors or arrays in a list
+            same = all(are_equal(vars(part), values) for _, part, values in self._parts)
+        return same and not self.moved()
 
     def moved(self) -> set[str]:
         """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""

@@ -16,9 +16,9 @@ import torch
 from parallelformers_ng.batching.batch_proof import Trial
 from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
-from parallelformers_ng.generation.arguments import stateful_arguments
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
+from parallelformers_ng.generation.call_arguments import stateful_arguments
 from parallelformers_ng.generation.written_globals import globals_written_by
 from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.self_changes import changes_itself
@@ -29,9 +29,9 @@ from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state
 from parallelformers_ng.model.deployment import Deployment
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
-from parallelformers_ng.model.modes import Modes
 from parallelformers_ng.model.outside import OutsideWeights
 from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
+from parallelformers_ng.model.seen_modes import Modes
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.options import BatchingOptions

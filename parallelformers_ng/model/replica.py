@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, NotPortableError, PlacementError, WorkerError
-from parallelformers_ng.generation.arguments import roots_of, stateful_arguments, tensors_of
 from parallelformers_ng.generation.cache_registry import CacheRegistry
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
+from parallelformers_ng.generation.call_arguments import roots_of, stateful_arguments, tensors_of
 from parallelformers_ng.generation.object_parts import put_items
 from parallelformers_ng.generation.object_state import TAKEN, ObjectState
 from parallelformers_ng.generation.streaming import deliver
@@ -27,12 +27,12 @@ from parallelformers_ng.model.adapter_state import Adapters
 from parallelformers_ng.model.caller_state import Edits, RandomStream
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.model_state import ModelState
-from parallelformers_ng.model.modes import Modes
+from parallelformers_ng.model.seen_modes import Modes
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.worker.call import Answer, Call
-from parallelformers_ng.worker.modes import set_draw_states
+from parallelformers_ng.worker.caller_modes import set_draw_states
 
 
 class Replica(Supervisor):

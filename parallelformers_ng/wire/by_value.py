@@ -106,10 +106,6 @@ class ByValuePickler(cloudpickle.Pickler):
         }
     )
 
-    def __init__(self, buffer: io.BytesIO, protocol: int = 5, buffer_callback: Any = None) -> None:
-        super().__init__(buffer, protocol, buffer_callback)
-        self._cells: dict[int, types.CellType] = {}
-
     def reducer_override(self, obj: Any) -> Any:
         """Reduce a class by value with its qualified name, which cloudpickle leaves out: changes of a class name it."""
         if type(obj) is torch.Tensor and obj.dtype.itemsize == 1 and obj.is_floating_point():
@@ -125,7 +121,8 @@ class ByValuePickler(cloudpickle.Pickler):
             if empty:
                 # By default cloudpickle gives each function its own cells; functions would no longer share a variable.
                 cells = zip(obj.__closure__, empty, strict=True)
-                empty = tuple(self._cells.setdefault(id(cell), new) for cell, new in cells)
+                known = self.__dict__.setdefault("_cells", {})
+                empty = tuple(known.setdefault(id(cell), new) for cell, new in cells)
             args = *code, empty
             module = sys.modules.get(obj.__module__ or "__main__")
             by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}

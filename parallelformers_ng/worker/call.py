@@ -46,6 +46,8 @@ class Call:
         draws: states of the generators of `random` and NumPy, if code draws from them; otherwise None.
     """
 
+    # First, because these modules are imported before functions of the modules are read, and get the modules' globals.
+    given: Given | None = field(default=None, kw_only=True)
     path: str
     method: str
     args: tuple[Any, ...]
@@ -60,7 +62,6 @@ class Call:
     freed_caches: list[int] = field(default_factory=list)
     streams: bool = False
     has_caches: bool = False
-    given: Given | None = None
     captured: bool = False
     hooks: Any = None
     adapters: ActiveAdapters | None = None
@@ -68,10 +69,6 @@ class Call:
     confirmed: int = 0
     grad: bool | None = None
     draws: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, first the modules to import: functions of these modules get the modules' globals."""
-        return {"given": self.given, **vars(self)}
 
 
 @dataclass

@@ -25,9 +25,9 @@ from parallelformers_ng.cuda_graphs.modes import NO_DEVICE
 from parallelformers_ng.cuda_graphs.recorder import CudaRecorder
 from parallelformers_ng.cuda_graphs.static_caches import handed_out
 from parallelformers_ng.errors import NotPortableError, ParallelError
-from parallelformers_ng.generation.arguments import STATEFUL, roots_of, tensors_of
 from parallelformers_ng.generation.cache_kinds import keep_caches, take_kind
 from parallelformers_ng.generation.caches import CacheTable, map_handles, mapped
+from parallelformers_ng.generation.call_arguments import STATEFUL, roots_of, tensors_of
 from parallelformers_ng.generation.deferred_stops import deferring
 from parallelformers_ng.generation.lockstep import (
     CallersRandomness,
@@ -56,11 +56,11 @@ from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import unpack
 from parallelformers_ng.worker.assistant import RankAssistant
 from parallelformers_ng.worker.call import Answer, Assistance, Call
+from parallelformers_ng.worker.caller_modes import callers_modes, changed_draws
 from parallelformers_ng.worker.changed_state import StateReport, note_stores
 from parallelformers_ng.worker.installing import install, install_kernels
 from parallelformers_ng.worker.kept import Kept
 from parallelformers_ng.worker.memory import RankMemory
-from parallelformers_ng.worker.modes import callers_modes, changed_draws
 from parallelformers_ng.worker.weights import RankWeights
 
 

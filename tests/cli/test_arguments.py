@@ -36,7 +36,7 @@ _WRONG = [
 ]
 
 
-def test_wrong_arguments_end_the_command_before_torch_is_imported(tmp_path: Path) -> None:
+def test_wrong_arguments_end_commands_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     words = [line.format(empty=tmp_path / "empty").split() for line, _ in _WRONG]
     for (line, why), (status, text, has_torch) in zip(_WRONG, ended(words, tmp_path), strict=True):

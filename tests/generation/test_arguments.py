@@ -189,7 +189,7 @@ def test_what_a_processor_changes_comes_home_in_place(groups, whole, batching: b
             assert results[0] == results[1], kind
 
 
-def test_globals_modules_defaults_and_attributes_of_functions_come_home(whole, cut) -> None:
+def test_globals_defaults_and_function_attributes_come_home(whole, cut) -> None:
     expected = None
     for model in (whole, cut, cut):
         settings.reset()
@@ -255,7 +255,7 @@ def test_objects_given_to_forward_and_to_own_methods(groups) -> None:
     assert results[0] == results[1]
 
 
-def test_what_cannot_come_home_is_refused_in_words_before_the_call(groups, cut) -> None:
+def test_what_cannot_come_home_is_refused_before(groups, cut) -> None:
     seen = []
 
     def stores_lock(processor: Any) -> None:
@@ -321,7 +321,7 @@ def _flags() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
 
 
 @pytest.mark.parametrize("batching", [False, True])
-def test_a_flag_that_another_thread_sets_stops_the_call(groups, batching: bool, caplog) -> None:
+def test_flag_of_another_thread_stops_the_call(groups, batching: bool, caplog) -> None:
     caplog.set_level(logging.ERROR, "parallelformers_ng")
     with parallelize(decoder("Llama"), workers=groups(2), batching=batching) as model:
         model.generate(prompt(5), stopping_criteria=[Flagged(lambda c: True)], **LONG)
@@ -341,7 +341,7 @@ def test_a_flag_that_another_thread_sets_stops_the_call(groups, batching: bool, 
     settings.event.clear()
 
 
-def test_the_other_thread_wins_if_both_sides_change_a_value(cut) -> None:
+def test_other_thread_wins_over_the_call(cut) -> None:
     criterion = Flagged(lambda c: c.seen > 1000)
     timer = threading.Timer(0.4, setattr, [criterion, "seen", 1000])
     timer.start()
@@ -351,7 +351,7 @@ def test_the_other_thread_wins_if_both_sides_change_a_value(cut) -> None:
     assert 5 < length - 5 < 60
 
 
-def test_calls_that_write_globals_do_not_share_a_batch(groups) -> None:
+def test_calls_that_write_globals_run_alone(groups) -> None:
     with parallelize(decoder("Llama"), workers=groups(2), batching=True) as model:
         settings.reset()
         options = {"prefix_allowed_tokens_fn": settings.noting, **OPTIONS}

@@ -59,7 +59,7 @@ def test_unknown_arguments_are_left_to_the_modules() -> None:
         assert not are_harmless({"anything": value})
 
 
-def test_a_layer_on_a_device_knows_the_same_arguments() -> None:
+def test_device_layer_knows_the_same_arguments() -> None:
     angles = torch.zeros(1, 1, 4)
     arguments: dict[str, Any] = {
         "attention_mask": torch.ones(1, 1, 1, 8, dtype=torch.bool),
@@ -140,7 +140,7 @@ def test_attention_in_training_draws_its_dropout(as_one: bool) -> None:
 
 
 @needs_kernel
-def test_single_tokens_run_in_c_if_tokens_see_later_tokens(calls: Counter[str]) -> None:
+def test_single_tokens_of_two_way_models_run_in_c(calls: Counter[str]) -> None:
     _, fused = models("llama", as_one=True)
     _see_later_tokens(fused)
     _scores(fused)

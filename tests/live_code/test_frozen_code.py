@@ -129,7 +129,7 @@ CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_code_of_the_program_is_refused_until_restored(groups, name: str) -> None:
+def test_changed_code_of_program_is_refused_until_restored(groups, name: str) -> None:
     change, place = CHANGES[name]
     whole, cut = own(), own()
     with parallelize(cut, workers=groups(2)):

@@ -16,7 +16,7 @@ import transformers as tf
 from torch.autograd import forward_ad
 
 from parallelformers_ng import ParallelError, parallelize
-from parallelformers_ng.model.modes import Modes
+from parallelformers_ng.model.seen_modes import Modes
 from tests.zoo.build import build
 
 pytestmark = pytest.mark.promise("modes")

@@ -168,6 +168,7 @@ PICKLES = {
     "wire/message.py",  # from a process and its own fork; between hosts, after its signature was checked
     "checkpoint/skeleton.py",  # inside such a message
     "hooks/pickling.py",  # inside such a message
+    "generation/object_state.py",  # inside such a message
     "live_code/changes.py",  # inside such a message
     "autopolicy/live_edits.py",  # bytes that this process has just written, to copy a function of the program
     "collectives/shared_result.py",  # from another rank, through memory of this group alone

@@ -191,7 +191,7 @@ _WRONG = [
 """Words after `serve`, and the error message."""
 
 
-def test_wrong_flags_end_the_command_before_torch_is_imported(tmp_path):
+def test_wrong_flags_end_command_before_torch_is_imported(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

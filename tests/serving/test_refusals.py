@@ -201,7 +201,7 @@ def test_answer_without_tools_has_no_calls(fields):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_call_that_is_cut_off_is_no_text(stream):
+def test_forced_call_cut_off_is_no_text(stream):
     said = ScriptedModel(TOKENIZER, '{"name": "add", "arguments": {}}')
     with serving(said, TOKENIZER) as running, running.client() as client:
         body = {"messages": HELLO, "tools": [ADD], "max_tokens": 12, "stream": stream}

@@ -48,7 +48,7 @@ def test_mask_of_each_head(name: str, attention: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_recurrent_layers_begin_with_a_prompt_of_one_token(world_size: int) -> None:
+def test_recurrent_layers_begin_with_one_token(world_size: int) -> None:
     sizes = {"hidden_size": 48, "lru_width": 48, "num_attention_heads": 4, "num_key_value_heads": 1}
     config = RecurrentGemmaConfig(
         vocab_size=61, intermediate_size=96, num_hidden_layers=3, attention_window_size=8, eos_token_id=None, **sizes

@@ -97,7 +97,7 @@ print("own")
 """
 
 
-def test_classes_and_functions_of_a_script_stay_its_own() -> None:
+def test_classes_and_functions_stay_the_scripts_own() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "own", done.stderr[-3000:]
 
@@ -185,7 +185,7 @@ class Both(NamedTuple):
 Plain = collections.namedtuple("Plain", "n")
 
 
-def test_a_class_that_comes_back_keeps_what_the_program_changed_meanwhile() -> None:
+def test_returned_class_keeps_meanwhile_changes() -> None:
     """The pickle of a class by value is read in the process that wrote it, as when a rank returns the class."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:

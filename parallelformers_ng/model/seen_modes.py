@@ -21,7 +21,7 @@ from parallelformers_ng.live_code.state import attributes_of
 from parallelformers_ng.live_code.stock import words_of_program
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.worker.call import Call
-from parallelformers_ng.worker.modes import draw_states
+from parallelformers_ng.worker.caller_modes import draw_states
 
 _SEES_GRAD_MODE = frozenset({
     "autograd", "enable_grad", "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled", "is_inference",
