@@ -44,16 +44,11 @@ def dia() -> PreTrainedModel:
         **encoder, "vocab_size": 40, "num_channels": 3, "num_key_value_heads": 1, "cross_num_attention_heads": 5,
         "cross_num_key_value_heads": 5, "cross_head_dim": 8, "cross_hidden_size": 40,
     }  # fmt: skip
-    return tf.DiaForConditionalGeneration(
-        tf.DiaConfig(
-            encoder_config=encoder,
-            decoder_config=decoder,
-            delay_pattern=[0, 1, 2],
-            pad_token_id=37,
-            eos_token_id=36,
-            bos_token_id=38,
-        )  # fmt: skip
-    )
+    config = tf.DiaConfig(
+        encoder_config=encoder, decoder_config=decoder, delay_pattern=[0, 1, 2], pad_token_id=37, eos_token_id=36,
+        bos_token_id=38,
+    )  # fmt: skip
+    return tf.DiaForConditionalGeneration(config)
 
 
 def _musicgen(config: type[Any], model: type[PreTrainedModel], **decoder: Any) -> PreTrainedModel:
