@@ -78,9 +78,8 @@ class Trial:
         with self._lock:
             if code != self._code or self._thread is None:
                 self._code, self._why_alone, self.in_pieces = code, _UNKNOWN, False
-                self._thread = threading.Thread(
-                    target=self._try, args=(cls, config, code), name="batching proof", daemon=True
-                )
+                # No daemon: the process would abort if Python ended the thread while it runs torch.
+                self._thread = threading.Thread(target=self._try, args=(cls, config, code), name="batching proof")
                 self._thread.start()
             thread = self._thread
         if self._at_once:
@@ -194,6 +193,8 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not threading.main_thread().is_alive():  # Python waits for this thread
+            raise RuntimeError("the program has ended")
         seen.append(scores)
         return scores
 
