@@ -38,6 +38,7 @@ from parallelformers_ng.wire.frame import (
     own_copy,
     write_memfd,
 )
+from parallelformers_ng.wire.signal_handlers import is_of_handler
 
 TENSOR_CLASSES: set[type] = {torch.Tensor}
 """Tensor classes that can be sent as bytes, data type and shape alone."""
@@ -95,6 +96,8 @@ def encode(value: Any, place: str = "") -> Encoded:
     except NotPortableError:
         raise
     except Exception as error:  # reducers are foreign code and may raise anything
+        if is_of_handler(error):
+            raise
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
         raise NotPortableError(
@@ -226,7 +229,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     except BaseException as error:
         close_all(fds)
         passed_on = (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)
-        if isinstance(error, passed_on) or not isinstance(error, Exception):
+        if isinstance(error, passed_on) or not isinstance(error, Exception) or is_of_handler(error):
             raise
         # Rebuilding an object runs its code, which may raise anything.
         raise NotPortableError(
