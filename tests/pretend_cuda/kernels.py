@@ -116,7 +116,7 @@ class CountingRunner(PretendedRunner):
 
     def changed_code(self) -> list[str]:
         """Return the places with code of the caller's program."""
-        return sorted(self.code.of_step)
+        return sorted(self.code._before)
 
     def norms(self) -> dict[str, int]:
         """Return the norms with one kernel: class → number."""
