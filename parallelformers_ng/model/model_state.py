@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -31,7 +32,7 @@ class ModelState:
 
     Args:
         plan: plan of the model.
-        read: function that returns a whole tensor as it was before it changed.
+        read: method that returns a whole tensor as it was before it changed; its object must outlive the state.
 
     Attributes:
         new_buffers: dotted name → buffer that a call has registered.
@@ -39,7 +40,8 @@ class ModelState:
     """
 
     def __init__(self, plan: ShardPlan, read: Any) -> None:
-        self._plan, self._read = plan, read
+        self._plan = plan
+        self._read: Any = weakref.WeakMethod(read)  # a cycle would keep the workers of a model that the program drops
         self._whole: dict[str, torch.Tensor] = {}  # storage name → tensor that calls have changed
         self.is_changed = False
         self._count = 0  # number of changes of `whole`
@@ -151,7 +153,7 @@ class ModelState:
                 return
             whole = change.value.clone()
         else:
-            before = self._whole[plan.name] if plan.name in self._whole else self._read(plan)
+            before = self._whole[plan.name] if plan.name in self._whole else self._read()(plan)
 
             def part_of(rank: int) -> torch.Tensor:
                 return changes[rank].value if rank in changes else plan.shards[rank].of(before)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from parallelformers_ng import warm_up
+from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.sharding.cache_names import CACHE
 from tests.generation.test_generate import assert_same
@@ -320,9 +321,10 @@ def first_tensor(output: Any) -> torch.Tensor | None:
 
 
 def comparable(value: Any) -> Any:
-    """Return a result without its caches, and with detached tensors."""
+    """Return a result without its caches, and with detached tensors; weights that were gathered are read-only ones."""
     if isinstance(value, torch.Tensor):
-        return value.detach()
+        value = value.detach()
+        return value.as_subclass(torch.Tensor) if isinstance(value, ReadOnlyTensor) else value
     if isinstance(value, dict):
         return {name: comparable(item) for name, item in value.items() if name != CACHE}
     if isinstance(value, (list, tuple)):
