@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.generation.caches import PLAIN
 from parallelformers_ng.wire.frame import Handle
+from parallelformers_ng.wire.message import TENSOR_CLASSES
 
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """Arguments of `generate` that accept objects with the caller's code."""
@@ -53,4 +54,4 @@ def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the arguments of a call that are tensors, which the called method may write to."""
-    return [value for value in (*args, *kwargs.values()) if type(value) is torch.Tensor]
+    return [value for value in (*args, *kwargs.values()) if type(value) in TENSOR_CLASSES]

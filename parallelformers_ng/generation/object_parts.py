@@ -25,6 +25,7 @@ from torch import nn
 from transformers import LogitsProcessor, StoppingCriteria
 
 from parallelformers_ng.errors import NotPortableError
+from parallelformers_ng.wire.message import TENSOR_CLASSES
 
 LIBRARIES = frozenset({"parallelformers_ng", "transformers", "torch", "tokenizers", "numpy"}) | sys.stdlib_module_names
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range})
@@ -79,7 +80,7 @@ def is_part(obj: Any, with_modules: bool) -> bool:
     if isinstance(obj, (*_CONTAINERS, bytearray, array.array, types.CellType, Names, torch.Generator)):
         return True
     if isinstance(obj, torch.Tensor):
-        is_exact = type(obj) in (torch.Tensor, nn.Parameter)
+        is_exact = type(obj) in TENSOR_CLASSES or type(obj) is nn.Parameter
         return is_exact and obj.layout is torch.strided and obj.device.type != "meta" and not obj.is_quantized
     if isinstance(obj, (types.FunctionType, type)):
         return is_own_code(obj.__module__ or "") and not (isinstance(obj, type) and issubclass(obj, enum.Enum))

@@ -26,6 +26,7 @@ from parallelformers_ng.generation import object_parts
 from parallelformers_ng.generation.object_parts import CODE, REMOVED, Names, Place, attributes_of, is_own_code, items_of
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
+from parallelformers_ng.wire.message import TENSOR_CLASSES
 
 TAKEN = Handle("taken")
 """Event of rank 0: the ranks have written the latest update of the caller's objects to their copies."""
@@ -366,7 +367,7 @@ class ObjectState:
         def reference(obj: Any) -> Any:
             if (number := self._numbers.get(id(obj))) is not None:
                 return "part", number
-            if type(obj) is torch.Tensor:
+            if type(obj) in TENSOR_CLASSES:
                 if tensors is None:  # torch's own pickle of a tensor differs from one time to the next
                     return "tensor", object_parts.items_of(obj)
                 tensors.append(obj)

@@ -102,6 +102,9 @@ class _WatchedTensor:
 _ABSENT = object()
 _stores: dict[tuple[int, str], tuple[nn.Module, Any]] | None = None
 """During a call: attributes that code has set → the module, and the value before."""
+_modules: dict[int, str] = {}
+"""During a call: ids of the model's modules → paths. A note of a module that a forward makes, such as a slice of
+layers, would have torch compile that forward again at each step."""
 
 
 def note_stores() -> None:
@@ -115,7 +118,7 @@ def note_stores() -> None:
 def _noting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def noting(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        if _stores is not None and (id(self), name) not in _stores:
+        if _stores is not None and id(self) in _modules and (id(self), name) not in _stores:
             _stores[id(self), name] = self, _value_of(self, name)
         original(self, name, *args, **kwargs)
 
@@ -183,11 +186,11 @@ class ChangedState:
     def during(self, number: int, confirmed: int) -> Iterator[None]:
         """Note what a call changes, even if the call fails. `number` is the number of the request, `confirmed` that of
         the last report that the caller has applied."""
-        global _stores
+        global _stores, _modules
         if self._unseen and confirmed >= self._changed_at:
             self._unseen.clear()
         stores: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
-        _stores = stores
+        _stores, _modules = stores, self._paths
         try:
             yield
         finally:

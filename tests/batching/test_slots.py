@@ -260,7 +260,9 @@ def test_full_device_gets_shorter_passes_first(caplog: pytest.LogCaptureFixture)
         again.append(suspected)
         return True
 
-    ticket: Any = SimpleNamespace(call=call, given_up=False, is_suspect=False, needs_solitude=False, has_news=False)
+    ticket: Any = SimpleNamespace(
+        call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False, has_news=False
+    )
     ticket.parcel, ticket.positions, ticket.begin_again = (b"", 0), MOST_POSITIONS, begin_again
     batch.add(ticket, ())
     seen = []
@@ -283,7 +285,7 @@ def test_measured_memory_bounds_recorded_steps() -> None:
     for tokens, positions in ((1000, MOST_POSITIONS), (50_000, 50_000), (None, MOST_POSITIONS)):
         batch = Batch(BatchingOptions(cache_tokens=tokens), trial, group, CAPTURED)
         call = SimpleNamespace(tokens=(3, 9), adapters=None, seed=None)
-        ticket: Any = SimpleNamespace(call=call, given_up=False, is_suspect=False, needs_solitude=False)
+        ticket: Any = SimpleNamespace(call=call, given_up=False, update=None, is_suspect=False, needs_solitude=False)
         ticket.parcel, ticket.positions = (b"", 0), MOST_POSITIONS
         batch.add(ticket, ())
         order = batch.next_round()

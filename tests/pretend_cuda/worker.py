@@ -88,6 +88,7 @@ def _no_room(*_: object) -> None:
 obstacle = StepKernels.obstacle
 StepKernels.obstacle = lambda self: "a pretended device has no compiler"  # type: ignore[method-assign]
 message.TENSOR_CLASSES.add(DeviceTensor)  # a GPU tensor has no class of its own
+DeviceTensor.__name__, DeviceTensor.__module__ = torch.Tensor.__name__, torch.Tensor.__module__
 
 
 class PretendedRunner(ModelRunner):
