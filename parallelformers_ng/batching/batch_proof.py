@@ -18,7 +18,7 @@ from parallelformers_ng.autopolicy.twin import difference
 from parallelformers_ng.autopolicy.twin_making import make_twin
 from parallelformers_ng.batching.prefixes import Prefixes
 from parallelformers_ng.batching.prepared import prepare
-from parallelformers_ng.batching.prompts import Prompts
+from parallelformers_ng.batching.prompts import Prompts, is_causal
 from parallelformers_ng.batching.row import BatchRow
 from parallelformers_ng.batching.rows import Rows
 from parallelformers_ng.errors import DeadlineExpiredError, UnsupportedModelError
@@ -133,6 +133,8 @@ def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = 
         in_pieces: whether prompts run in pieces, as in `Trial`.
         lengths: prompt tokens and new tokens of each call.
     """
+    if in_pieces and not is_causal(model):
+        return "tokens see later tokens of a prompt"  # the ranks run such prompts whole, so a trial would prove nothing
     model.set_experts_implementation("eager")  # like the ranks; other kernels need wider layers than a small copy has
     words = model.config.get_text_config().vocab_size
     numbers = torch.Generator().manual_seed(1)
