@@ -61,9 +61,9 @@ def plan(options: argparse.Namespace) -> None:
         OSError: the configuration or the policy file cannot be found.
         ValueError: transformers does not know the model type of the configuration.
     """
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    layout: dict[str, Any] = {name: given[name] for name in ("ratio", "strategy", "tensor") if name in given}
-    sizes = {name: given[name] for name in ("batch", "length") if name in given}
+    chosen = {name: value for name, value in vars(options).items() if value is not None}
+    layout: dict[str, Any] = {name: chosen[name] for name in ("ratio", "strategy", "tensor") if name in chosen}
+    sizes = {name: chosen[name] for name in ("batch", "length") if name in chosen}
     if options.device is None and sizes:
         raise ParallelError(f"--{next(iter(sizes))} is for a forecast; add --device, for example --device h100")
     if options.device is not None and layout:

@@ -125,7 +125,7 @@ class ObjectState:
         self._numbers[id(obj)] = len(self.parts)
         self.parts.append(obj)
 
-    def given(self, live: bool = False) -> Given:
+    def followed(self, live: bool = False) -> Given:
         """Return what the ranks need to follow the same objects.
 
         Args:
@@ -150,19 +150,21 @@ class ObjectState:
         return Given(imported, self._shape(), live, places)
 
     @classmethod
-    def on_rank(cls, given: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None) -> ObjectState:
+    def on_rank(
+        cls, followed: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
+    ) -> ObjectState:
         """Return the state of a call on a rank, and remember its parts. The arguments are those of the constructor.
 
         Raises:
             NotPortableError: the rank's copies have other parts than the caller's objects.
         """
-        for place, attributes, closed in given.places:
+        for place, attributes, closed in followed.places:
             for name, value in attributes.items():
                 object_parts.put_attribute(place, name, value)
             for index, value in closed.items():
                 place.__closure__[index].cell_contents = value  # type: ignore[union-attr, index]
         state = cls(roots, stand_in)
-        if state._shape() != given.shape:
+        if state._shape() != followed.shape:
             raise NotPortableError(
                 "an object given to the call has other parts after pickling (see its __getstate__ or __reduce__), so"
                 " its changes cannot be copied back"
@@ -239,7 +241,7 @@ class ObjectState:
             ParallelError: a new value cannot be copied to the other process.
         """
         present = [[attributes_of(part), items_of(part)] for part in self.parts]
-        found: dict[int, Any] = {}
+        changed_parts: dict[int, Any] = {}
         for number, ((attributes, items), (old_attributes, old_items)) in enumerate(
             zip(present, self._before, strict=True)
         ):
@@ -251,14 +253,14 @@ class ObjectState:
             else:
                 new = object_parts.state_of(self.parts[number]) if items != old_items else None
             if named is not None or new is not None:
-                found[number] = named, new
-        if not found:
+                changed_parts[number] = named, new
+        if not changed_parts:
             return None
         if again:
             self.remember(present)
             self._unconfirmed = {
                 (number, kind, key)
-                for number, each in found.items()
+                for number, each in changed_parts.items()
                 for kind, change in enumerate(each)
                 for key in (
                     () if change is None else (*change[0], *change[1]) if self._is_mapping(number, kind) else (None,)
@@ -266,9 +268,9 @@ class ObjectState:
             }
         tensors = list[torch.Tensor]()
         try:
-            return Changes(self._pickled(found, tensors), tensors)
+            return Changes(self._pickled(changed_parts, tensors), tensors)
         except Exception as error:  # reducers are foreign code and may raise anything
-            names = ", ".join(sorted({type(self.parts[number]).__qualname__ for number in found}))
+            names = ", ".join(sorted({type(self.parts[number]).__qualname__ for number in changed_parts}))
             raise ParallelError(
                 f"what this call changed in its arguments ({names}) cannot be copied between the workers and this"
                 f" process: {error}. Store only values there that can be pickled"

@@ -53,7 +53,7 @@ class InstalledHooks:
             NotPortableError: the hooks have other mutable objects on this rank than in the caller.
             AttributeError, ImportError: a hook cannot be rebuilt on this rank, see `unpack`.
         """
-        hooks, given = ([], None) if packed is None else unpack(packed, self._model, self._remove)
+        hooks, followed = ([], None) if packed is None else unpack(packed, self._model, self._remove)
         self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in self._handles.keys() - self._hooks.keys():
             self._handles.pop(place).remove()
@@ -71,7 +71,7 @@ class InstalledHooks:
             return  # the caller may still request the changes of a failed call with hooks
         self._attributes, self._removed = {}, []
         calls = [hook.call for hook in hooks]
-        self._state = None if given is None else ObjectState.on_rank(given, calls, self._stand_in)
+        self._state = None if followed is None else ObjectState.on_rank(followed, calls, self._stand_in)
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:

@@ -95,7 +95,7 @@ def is_of_library(hook: Any) -> bool:
     return str(place).startswith(LIBRARIES)
 
 
-def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given | None = None) -> PackedHooks:
+def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Given | None = None) -> PackedHooks:
     """Pickle hooks of a model for the workers.
 
     Args:
@@ -103,7 +103,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given
         hooks: hooks to pickle.
         local: list to which objects are added that stay in the caller's process; the payload of their
             handles is an index.
-        given: what the ranks need to follow the objects of the hooks; None for a trial.
+        followed: what the ranks need to follow the objects of the hooks; None for a trial.
 
     Raises:
         ParallelError: a hook cannot be sent.
@@ -111,7 +111,7 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], given: Given
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
-            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump((list(hooks), given))
+            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump((list(hooks), followed))
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error

@@ -155,7 +155,7 @@ class CallHooks:
         self._model = model
         self._local: list[Any] = []
         self._state = ObjectState([hook.call for hook in hooks], stand_in=lambda part: part)
-        self.packed = pack(model, hooks, self._local, self._state.given())
+        self.packed = pack(model, hooks, self._local, self._state.followed())
 
     def check_apart_from(self, arguments: ObjectState) -> None:
         """Check that no hook shares an object with the arguments of the call: only one changed copy can return.

@@ -202,7 +202,7 @@ class Dispatcher:
                 cache_block=next(registry.blocks),
                 streams=options.streamer is not None,
                 has_caches=bool(caches),
-                given=state.given(live) if state is not None and state.parts else None,
+                followed=state.followed(live) if state is not None and state.parts else None,
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
@@ -260,7 +260,7 @@ class Dispatcher:
                         self.state.take(self, incarnation, group.call_each("state_changes", [()]), failed=True)
                     # The rank that raised has run the same code as one process; other ranks were interrupted.
                     try:
-                        if call.given is not None and state is not None:
+                        if call.followed is not None and state is not None:
                             state.restore(group.call_each("changes_of_failed", [(call.cache_block,)])[error.rank])
                         if hooks is not None:
                             changes = group.call_each("hooks.changes", [(call.cache_block,)])[error.rank]

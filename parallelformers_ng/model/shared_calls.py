@@ -132,8 +132,8 @@ class SharedCalls:
             group, incarnation, _ = self._replica.ready(end)
             if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
-            given = call.objects.given(call.objects.has_own_code) if call.objects.parts else None
-            message = Call("", "generate", (), call.kwargs, adapters=call.adapters, given=given)
+            followed = call.objects.followed(call.objects.has_own_code) if call.objects.parts else None
+            message = Call("", "generate", (), call.kwargs, adapters=call.adapters, followed=followed)
             arrived = self._edits.put_into(message, incarnation)
             ticket = Ticket(call, parcel(message), self._positions(model), arrived, on_tokens)
             batch = self._batch_of(group)

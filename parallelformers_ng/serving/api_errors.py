@@ -150,8 +150,8 @@ def install(app: FastAPI) -> None:
             place = f"{first['ctx']['error']} at character {first['loc'][-1]}"
             return bad_request(f"the body is not valid JSON: {place}").response()
         if first["loc"] == ("body",):
-            sent = request.headers.get("content-type", "")
-            why = "is no JSON object" if _JSON.match(sent) else f"has the content type {sent[:60]!r}"
+            content_type = request.headers.get("content-type", "")
+            why = "is no JSON object" if _JSON.match(content_type) else f"has the content type {content_type[:60]!r}"
             return bad_request(f"the body {why}; send JSON with the header Content-Type: application/json").response()
         where = ".".join(str(part) for part in first["loc"] if part != "body" and not {*"[("} & {*str(part)})
         return bad_request(f"{where}: {first['msg']}" if where else first["msg"], where or None).response()

@@ -36,7 +36,7 @@ class Call:
         freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
         has_caches: whether the arguments contain caches.
-        given: what the ranks need to follow mutable objects in the arguments; None without such objects.
+        followed: what the ranks need to follow mutable objects in the arguments; None without such objects.
         hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are no hooks.
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
         adapters: active adapters of the call; None if the model has no adapters.
@@ -47,7 +47,7 @@ class Call:
     """
 
     # First, because these modules are imported before functions of the modules are read, and get the modules' globals.
-    given: Given | None = field(default=None, kw_only=True)
+    followed: Given | None = field(default=None, kw_only=True)
     path: str
     method: str
     args: tuple[Any, ...]

@@ -186,10 +186,10 @@ class ModelRunner(RankWeights):
     def _run(self, call: Call) -> Answer:
         used: set[int] = set()
         args, kwargs = call.args, call.kwargs
-        given, state, live = call.given, None, None
-        if given is not None:
-            state = ObjectState.on_rank(given, roots_of(args, kwargs))
-            live = LiveChanges(self.emit, state) if given.is_live else None
+        followed, state, live = call.followed, None, None
+        if followed is not None:
+            state = ObjectState.on_rank(followed, roots_of(args, kwargs))
+            live = LiveChanges(self.emit, state) if followed.is_live else None
         self._running = call.cache_block, state
         tensors = tensors_of(args, kwargs)
         versions = [tensor._version for tensor in tensors]
@@ -255,8 +255,10 @@ class ModelRunner(RankWeights):
             try:
                 call: Call = unpack(data, outside, self.device)
                 self._prepare(call)
-                given = call.given
-                objects = ObjectState(()) if given is None else ObjectState.on_rank(given, roots_of((), call.kwargs))
+                followed = call.followed
+                objects = (
+                    ObjectState(()) if followed is None else ObjectState.on_rank(followed, roots_of((), call.kwargs))
+                )
                 calls[number] = call.kwargs, objects
             except NotPortableError as error:
                 calls[number] = describe(error)

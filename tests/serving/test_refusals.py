@@ -45,7 +45,7 @@ def refusal(answer: httpx.Response, status: int = 400) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sent", "kind", "why"),
+    ("body", "kind", "why"),
     [
         ('{"prompt": "x"}', "application/x-www-form-urlencoded", "content type 'application/x-www-form-urlencoded'"),
         ('{"prompt": "x"}', "text/plain", "send JSON with the header Content-Type: application/json"),
@@ -55,8 +55,8 @@ def refusal(answer: httpx.Response, status: int = 400) -> str:
         ("[1]", "application/json", "the body is no JSON object"),
     ],
 )
-def test_body_that_is_no_json_is_explained(http, sent, kind, why):
-    assert why in refusal(http.post(COMPLETIONS, content=sent, headers={"Content-Type": kind} if kind else {}))
+def test_body_that_is_no_json_is_explained(http, body, kind, why):
+    assert why in refusal(http.post(COMPLETIONS, content=body, headers={"Content-Type": kind} if kind else {}))
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion"])

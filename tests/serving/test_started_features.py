@@ -65,8 +65,8 @@ def test_adapters_answer_by_name(client, expected):
 
 
 def test_key_is_needed(client):
-    for sent in ("", "Bearer", "Bearer x", "Basic Og=="):
-        assert client.get("/v1/models", headers={"Authorization": sent}).status_code == 401
+    for authorization in ("", "Bearer", "Bearer x", "Basic Og=="):
+        assert client.get("/v1/models", headers={"Authorization": authorization}).status_code == 401
     for path in ("/health", "/ready", "/metrics"):
         answer = client.head(path, headers={"Authorization": ""})
         assert (answer.status_code, answer.text) == (200, "")

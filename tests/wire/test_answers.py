@@ -106,22 +106,26 @@ def through(value: Any, apart: bool = True) -> Any:
     """Return the value after a trip through an answer."""
     import socket
 
-    here, there = (Channel(end, blocking=True) for end in socket.socketpair(socket.AF_UNIX))
+    writer, reader = (Channel(end, blocking=True) for end in socket.socketpair(socket.AF_UNIX))
     packed = pack(FrameKind.RESULT, 1, encode(value), apart=apart)
-    here.send_packed(packed)
+    writer.send_packed(packed)
     packed.close()
-    received = decode(there.receive())
-    here.close(), there.close()
+    received = decode(reader.receive())
+    writer.close(), reader.close()
     return received
 
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("size", [10, 30_000, 60_000, 500_000])
 def test_a_kept_tensor_keeps_its_own_bytes(size: int, apart: bool) -> None:
-    sent = [torch.randn(size) for _ in range(3)] + [torch.arange(5), torch.empty(0, 3), torch.ones(size // 5).bool()]
+    original = [torch.randn(size) for _ in range(3)] + [
+        torch.arange(5),
+        torch.empty(0, 3),
+        torch.ones(size // 5).bool(),
+    ]
     before = memory_of_messages()
-    received = through(sent, apart)
-    assert all(torch.equal(one, other) for one, other in zip(sent, received, strict=True))
+    received = through(original, apart)
+    assert all(torch.equal(one, other) for one, other in zip(original, received, strict=True))
     for tensor in received:
         file = io.BytesIO()
         torch.save(tensor, file)
@@ -130,7 +134,7 @@ def test_a_kept_tensor_keeps_its_own_bytes(size: int, apart: bool) -> None:
     del received, tensor
     assert memory_of_messages() - before <= max(kept.nbytes, 1 << 16) + 8192
     kept.add_(1)  # the memory is writable
-    assert torch.equal(kept, sent[1] + 1)
+    assert torch.equal(kept, original[1] + 1)
 
 
 def memory_of_messages() -> int:
@@ -151,10 +155,10 @@ def test_a_single_tensor_is_not_copied() -> None:
 
 
 def test_many_large_tensors_need_few_descriptors() -> None:
-    sent = [torch.full((40_000,), float(number)) for number in range(300)]
-    assert len(pack(FrameKind.RESULT, 1, encode(sent), apart=True).fds) < 80
-    received = through(sent)
-    assert all(torch.equal(one, other) for one, other in zip(sent, received, strict=True))
+    original = [torch.full((40_000,), float(number)) for number in range(300)]
+    assert len(pack(FrameKind.RESULT, 1, encode(original), apart=True).fds) < 80
+    received = through(original)
+    assert all(torch.equal(one, other) for one, other in zip(original, received, strict=True))
 
 
 def test_outputs_of_a_model_that_are_kept(groups) -> None:
