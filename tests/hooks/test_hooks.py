@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from transformers import CompileConfig, LogitsProcessor
 
 from parallelformers_ng import parallelize
+from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -83,7 +84,7 @@ def test_hooks_record_the_whole_models_values(family: str, world_size: int, when
         use(model)
         assert [path for path, _ in got] == [path for path, _ in want]
         assert_same(got, want)
-        assert all(type(tensor) is torch.Tensor and tensor.device.type == "cpu" for _, tensor in got)
+        assert all(type(tensor) is ReadOnlyTensor and tensor.device.type == "cpu" for _, tensor in got)
         for handle in handles:
             handle.remove()
         use(model)

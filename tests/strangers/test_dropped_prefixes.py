@@ -40,16 +40,16 @@ def leakier(model: Any) -> None:
         layer.mlp.act_fn.negative_slope = 0.7
 
 
-def clipped(model: Any) -> None:
+def rectified(model: Any) -> None:
     for layer in model.model.layers:
-        layer.mlp.act_fn.act = lambda states: states.clamp(-0.1, 0.1)
+        layer.mlp.act_fn.act = torch.nn.functional.relu
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "an attribute of attention": (lambda: decoder("Llama"), scaled),
     "an attribute of a norm": (lambda: decoder("Llama"), other_epsilon),
     "an attribute of an activation": (lambda: decoder("Llama", hidden_act="leaky_relu"), leakier),
-    "a function of an activation": (lambda: decoder("Llama", hidden_act="gelu"), clipped),
+    "a function of an activation": (lambda: decoder("Llama", hidden_act="gelu"), rectified),
     "a switch of attention": (gpt2, unscaled),
     "a configuration": (lambda: decoder("Llama"), shallower),
 }
