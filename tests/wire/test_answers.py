@@ -89,7 +89,7 @@ for _ in range(2):
 assert Result.limit == 7 and Result.made == [1], (Result.limit, Result.made)
 for cls, attributes in before.items():
     for name, value in vars(cls).items():
-        if name not in ("limit", "__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__slotnames__"):  # pickle
+        if name not in ("limit", "__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__slotnames__"):
             assert attributes.get(name) is value, (cls, name)
 log.clear(); Result(1); assert log == ["made"]
 model.deparallelize()
