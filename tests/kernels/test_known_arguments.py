@@ -140,7 +140,7 @@ def test_attention_in_training_draws_its_dropout(as_one: bool) -> None:
 
 
 @needs_kernel
-def test_single_tokens_of_two_way_models_run_in_c(calls: Counter[str]) -> None:
+def test_single_tokens_of_encoders_run_in_c(calls: Counter[str]) -> None:
     _, fused = models("llama", as_one=True)
     _see_later_tokens(fused)
     _scores(fused)

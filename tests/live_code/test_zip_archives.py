@@ -14,7 +14,7 @@ from parallelformers_ng.live_code.changes import is_by_value
 
 @pytest.mark.parametrize("name", ["of_an_archive", "package_of_an_archive.inside"])
 @pytest.mark.parametrize("left", [None, b"", b"not an archive"])
-def test_code_of_a_missing_archive_is_sent_by_value(
+def test_code_of_missing_archives_is_sent_by_value(
     name: str, left: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "code.zip"
