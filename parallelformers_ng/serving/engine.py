@@ -220,6 +220,7 @@ class Engine:
             )
         return await asyncio.to_thread(self._read, ids, alternatives, model)
 
+    @torch.no_grad()
     def _read(self, ids: list[int], alternatives: int, model: str | None) -> list[Likelihood]:
         places = (
             self.model(input_ids=torch.tensor([ids]), **self._adapter(model)).logits[0, :-1].float().log_softmax(-1)

@@ -208,7 +208,9 @@ class Forwards:
                 padding_side="right",
                 return_tensors="pt",
             )
-            outputs.update(zip(batch, read(model(**padded, **more), padded["attention_mask"]), strict=True))
+            with torch.no_grad():
+                answers = read(model(**padded, **more), padded["attention_mask"])
+            outputs.update(zip(batch, answers, strict=True))
         return torch.stack([outputs[index] for index in range(len(rows))]), sum(sizes)
 
 

@@ -205,7 +205,7 @@ def bomb(width: int, height: int) -> str:
         ([shown(data_url(picture(), "TIFF"))], "not in a known format (PNG"),
         ([words("<image>"), shown(data_url(picture()))], "refuses the pictures"),
         ([{"type": "input_audio", "input_audio": {}}], "reads text and pictures"),
-        ([{"type": "image_url", "image_url": None}], "reads text and pictures"),
+        ([{"type": "image_url", "image_url": None}], "without the field 'image_url'"),
     ],
 )  # fmt: skip
 def test_invalid_pictures_are_refused(running, parts, message):
