@@ -32,7 +32,7 @@ LATER: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
     "a product of torch": (lambda: decoder("Llama"), nn.Linear, "forward", Clamped.forward),
     "a registered attention": (
         lambda: decoder("Llama"),
-        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        ALL_ATTENTION_FUNCTIONS._local_mapping,
         "sdpa",
         modeling_llama.eager_attention_forward,
     ),
@@ -144,7 +144,7 @@ def test_changed_code_of_program_is_refused_until_restored(groups, name: str) ->
 def test_attention_registered_later_is_refused(groups, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = decoder("Llama"), decoder("Llama")
     with parallelize(cut, workers=groups(2)):
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", tripled)
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "own", tripled)
         assert_agree(cut, whole, prompt())  # registered, but not used
         cut.config._attn_implementation = "own"
         with pytest.raises(ParallelError, match=r"_attn_implementation was changed to 'own', which runs .*code that"):

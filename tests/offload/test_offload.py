@@ -239,10 +239,14 @@ def test_plan_needs_no_report_of_free_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_full_folder(groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    allocate = os.posix_fallocate
 
-    group = groups(2)  # started first, since its start allocates too
+    def full(fd: int, offset: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, offset, size)
+
+    group = groups(2)
     monkeypatch.setattr(os, "posix_fallocate", full)
     model, fit = llama(), a_third(llama(), 2, offload_folder=str(tmp_path))
     want = model.generate(**text_inputs(), **HOW)
