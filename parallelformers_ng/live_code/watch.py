@@ -89,8 +89,8 @@ class CodeWatch:
         self._parts = tuple(_parts_of(self._functions))
         tables: dict[int, _NamedValues] = {}
 
-        def table_of(holder: Any) -> _NamedValues:
-            items = _items_of(holder)
+        def table_of(holder: Any, key: str = "") -> _NamedValues:
+            items = _items_of(holder, key)
             return tables.setdefault(id(items), _NamedValues(items, holder if isinstance(holder, type) else None))
 
         self._attributes = [(f, dict(vars(f))) for f in self._functions if not is_library(f.__globals__["__name__"])]
@@ -104,7 +104,9 @@ class CodeWatch:
                 table_of(slot.holder).hold({})  # a new name may hide another, or be read by getattr with a default
             if of_program and isinstance(slot.value, types.ModuleType) and not is_library(slot.value.__name__):
                 table_of(vars(slot.value)).hold({})
-            if slot.key in (table := table_of(slot.holder)).items:
+            if isinstance(slot.holder, GeneralInterface):
+                table_of(slot.holder._local_mapping).hold({})  # a new entry hides one of the class
+            if slot.key in (table := table_of(slot.holder, slot.key)).items:
                 table.values[slot.key] = slot.value
         table_of(torch.Tensor).hold({})
         self._tables = [*tables.values()]
@@ -162,11 +164,11 @@ def refuse_modes() -> None:
             )
 
 
-def _items_of(holder: Any) -> dict[str, Any]:
-    """Return the dictionary with the values of a class, of a module's globals or of a registry."""
+def _items_of(holder: Any, key: str) -> dict[str, Any]:
+    """Return the dictionary with a value of a class, of a module's globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table
     if isinstance(holder, GeneralInterface):
-        return holder._local_mapping or type(holder)._global_mapping
+        return holder._local_mapping if key in holder._local_mapping else type(holder)._global_mapping
     return holder

@@ -185,7 +185,8 @@ class LiveCode:
         for key, (value, state) in self._of_modules.items():
             if not state.holds():
                 self.moved[key] = next(self._numbers), value
-        self._slots = now
+        # Later code stays unknown, so that a setting that names it is refused.
+        self._slots = {place: slot for place, slot in now.items() if place in before or not is_code(slot.value)}
         self._watch()
 
     def _refuse_code(self, slots: Mapping[str, Slot], changed: set[str]) -> None:

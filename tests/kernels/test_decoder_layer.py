@@ -205,7 +205,7 @@ def test_wide_batches_are_left_to_torch(dtype: torch.dtype, calls: Counter[str])
 def test_other_attention_functions_are_called(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
     stock, fused = models("llama")
     monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)
+        ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs)
     )
     assert distance(step(fused), step(stock)) < 1e-5
     assert calls == {"feed_half": 2 * LAYERS}

@@ -36,6 +36,12 @@ LATER: dict[str, tuple[Callable[[], Any], Any, str, Any]] = {
         "sdpa",
         modeling_llama.eager_attention_forward,
     ),
+    "an attention of all registries": (
+        lambda: decoder("Llama"),
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        modeling_llama.eager_attention_forward,
+    ),
 }
 
 
