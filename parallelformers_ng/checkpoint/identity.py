@@ -32,6 +32,11 @@ def become(tensor: Any, new: Any, keeps_values: bool = False) -> None:
     Raises:
         RuntimeError: C++ code has weak references to a tensor.
     """
+    with torch._C.DisableTorchFunctionSubclass():  # each access to a `RemoteTensor` would take longer
+        _become(tensor, new, keeps_values)
+
+
+def _become(tensor: Any, new: Any, keeps_values: bool) -> None:
     original = original_of(tensor)
     source = original if original is not None and tensor.device.type == "meta" else tensor
     gradient, hooks = source.grad if source.is_leaf else None, {name: getattr(tensor, name) for name in _HOOKS}

@@ -36,7 +36,7 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
             counts.
         seen: ids of functions to leave out.
     """
-    while (behind := function_behind(value)) is not None:
+    while not isinstance(value, types.FunctionType) and (behind := function_behind(value)) is not None:
         value = behind
     if id(value) in seen:
         return
