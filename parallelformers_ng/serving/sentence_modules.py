@@ -126,7 +126,7 @@ class SentenceFiles:
         return UnsupportedModelError(f"{self.name} {what}, which the server does not support")
 
     def json(self, file: str, kind: type = dict, setting: str = "") -> Any:
-        """Read a JSON file. None if the file is missing; an error if the file names a `setting` that the model needs."""
+        """Read a JSON file. A missing file is None, or an error if the model needs the file for a `setting`."""
         path = self.find(file)
         if path is None and setting:
             raise UnsupportedModelError(f"{self.name} has no {file}, which names the {setting}")
