@@ -30,7 +30,7 @@ def count(text: str) -> int:
 
 
 def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a converter of one word that passes the word on if `check` raises no ParallelError."""
+    """Make a converter of one word that passes the word on if `check` raises no ParallelError."""
 
     def convert(text: str) -> str:
         try:

@@ -61,18 +61,15 @@ class Report:
     decode: dict[str, list[float]] = field(default_factory=dict)
 
     def bandwidth_share(self, name: str) -> float:
-        """Return the share of the memory bandwidth that a contestant's median decode speed uses; 1 is the maximum.
+        """Share of the memory bandwidth that a contestant's median decode speed uses; 1 is the maximum.
 
         The share is too large for a mixture of experts, which reads fewer bytes than the report counts.
-
-        Args:
-            name: name of the contestant; KeyError if `decode` does not have it.
         """
         token_bytes = self.held_bytes if self.scheme and name != ONE_PROCESS else self.weight_bytes
         return statistics.median(self.decode[name]) * token_bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, the medians and the bandwidth shares as a dictionary for JSON.
+        """All fields, the medians and the bandwidth shares, for JSON.
 
         "median" maps task ("prefill", "decode") → contestant → tokens/s, "bandwidth_share" maps contestant → share.
         """
@@ -91,10 +88,8 @@ class Report:
         ]
         if self.scheme:
             lines.append(f"the ranks read {self.held_bytes / 1e9:.2f} GB for each token, with {self.scheme} weights")
-        for title, figures in (
-            (f"prefill of {self.prompt} tokens", self.prefill),
-            (f"decode of {self.tokens} tokens", self.decode),
-        ):
+        tasks = {f"prefill of {self.prompt} tokens": self.prefill, f"decode of {self.tokens} tokens": self.decode}
+        for title, figures in tasks.items():
             lines.append(f"{title} [tokens/s]")
             for name, values in figures.items():
                 share = f"   {self.bandwidth_share(name):4.0%} of the bandwidth" if figures is self.decode else ""
@@ -119,32 +114,13 @@ def bench(
     """Measure a model on workers and, in turn, in this process with all its threads or on one GPU.
 
     Memory must hold two copies of the model, or one copy without `baseline`. The function seeds torch for random
-    weights.
+    weights, which a `config.json` or a model type gets.
 
     Args:
-        model: a model folder, a name on the hub, or a `config.json` or model type, which get random weights.
-        num_gpus: number of workers.
-        device: "cpu", "cuda" or "auto".
         prompt: number of prompt tokens of a prefill round; a decode round has a prompt of 8 tokens.
-        tokens: number of tokens decoded in each round.
         rounds: number of measured rounds, after one round to warm up.
-        baseline: whether one process is measured, too, with a second copy of the model.
-        dtype: data type of the weights: "float32", "bfloat16", …; by default the model's own.
-        revision: branch, tag or commit on the hub.
         quantize: quantization scheme of the ranks' weights; one process keeps the model's own weights.
         say: function that receives a line of text before each step of the measurement.
-
-    Returns:
-        The measured speeds.
-
-    Raises:
-        UnsupportedModelError: the model cannot generate.
-        ValueError: `prompt`, `tokens` or `rounds` is less than 1; `prompt` or `tokens` exceeds the model's positions;
-            or transformers does not know the model type.
-        ParallelError: `dtype` is no floating-point data type, fewer devices exist than `num_gpus`, or `start_group`,
-            `parallelize` or a call failed.
-        RuntimeError: torch cannot use `device`, or has no memory for the model.
-        OSError: the configuration or the weights cannot be found.
     """
     if min(prompt, tokens, rounds) < 1:
         raise ValueError(f"bench: prompt {prompt}, tokens {tokens} and rounds {rounds} must all be at least 1")
@@ -197,10 +173,6 @@ def read_bandwidth(device: str, count: int = 1) -> float:
     """Measure the read bandwidth in bytes per second: the best of 8 sums over a tensor of 512 MiB.
 
     A device with a cache of more than 512 MiB gives a larger figure.
-
-    Args:
-        device: "cpu", with all threads of this process, or "cuda"; RuntimeError or AssertionError without CUDA.
-        count: number of CUDA devices, assumed to be as fast as the first; ignored on CPU.
     """
     data = torch.ones(_READ_BYTES // 4, device=device)
     best = float("inf")
@@ -212,7 +184,7 @@ def read_bandwidth(device: str, count: int = 1) -> float:
 
 
 def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
-    """Return the weights that are read for a decoded token: all except an embedding that is not tied to the head."""
+    """Weights that are read for a decoded token: all except an embedding that is not tied to the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head is None or model.config.get_text_config().tie_word_embeddings
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -221,8 +193,9 @@ def _tensors_read(model: PreTrainedModel, plan: ShardPlan) -> list[TensorPlan]:
 
 
 def _prefill(model: Any, prompt: int) -> float:
-    """Return the prompt tokens per second. Short prompts are repeated, because the first call of a turn is slower: the
-    other contestant's data are in the caches, and the workers sleep."""
+    """Measure the prompt tokens per second. Short prompts are repeated, because the first call of a turn is slower:
+    the other contestant's data are in the caches, and the workers sleep.
+    """
     seconds = _seconds(model, prompt, 1)
     if seconds < _TURN_SECONDS:
         count = math.ceil(_TURN_SECONDS / seconds)
@@ -231,13 +204,13 @@ def _prefill(model: Any, prompt: int) -> float:
 
 
 def _decode(model: Any, tokens: int) -> float:
-    """Return the decoded tokens per second after a prompt of 8 tokens, without the time of the prefill."""
+    """Measure the decoded tokens per second after a short prompt, without the time of the prefill."""
     prefill_seconds = _seconds(model, _SHORT_PROMPT, 1)
     return tokens / max(_seconds(model, _SHORT_PROMPT, tokens + 1) - prefill_seconds, 1e-9)
 
 
 def _seconds(model: Any, prompt: int, tokens: int) -> float:
-    """Return the seconds of a greedy `generate` that makes exactly `tokens` new tokens."""
+    """Measure a greedy `generate` that makes exactly `tokens` new tokens."""
     device = model.device if model.device.type != "meta" else "cpu"
     ids = (torch.arange(prompt, device=device) % (model.config.get_text_config().vocab_size - 4) + 4)[None]
     start = time.perf_counter()

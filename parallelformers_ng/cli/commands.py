@@ -25,15 +25,8 @@ from parallelformers_ng.serving.serve_options import read_text
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Args:
-        arguments: words of the command line after the program's name; None for the command line of this process.
-
-    Raises:
-        SystemExit: a word is wrong (status 2), or `--help` or `--version` is present (status 0).
-
-    Returns:
-        The exit status: 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C,
-        141 if the reader of the output has ended.
+    The exit status is 0 for success, 1 if a check failed, 2 for an error printed on standard error, 130 after Ctrl-C,
+    and 141 if the reader of the output has ended.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -51,16 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Raises:
-        ParallelError: the flags contradict each other or have wrong values, or no policy fits the model.
-        OSError: the configuration or the policy file cannot be found.
-        ValueError: transformers does not know the model type of the configuration.
-    """
+    """Print the plan of a model with the bytes of each rank; with `--device`, print a forecast."""
     chosen = {name: value for name, value in vars(options).items() if value is not None}
     layout: dict[str, Any] = {name: chosen[name] for name in ("ratio", "strategy", "tensor") if name in chosen}
     sizes = {name: chosen[name] for name in ("batch", "length") if name in chosen}
@@ -87,11 +71,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def policies(options: argparse.Namespace) -> None:
-    """Print every model type with the source of its policy.
-
-    Args:
-        options: parsed arguments of the command.
-    """
+    """Print every model type with the source of its policy."""
     from parallelformers_ng.cli.coverage import policy_sources
 
     sources = policy_sources()
@@ -100,19 +80,7 @@ def policies(options: argparse.Namespace) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check the policy on a tiny random copy of the model, and print the result.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Returns:
-        The exit status: 0 if sharded and whole outputs match, otherwise 1.
-
-    Raises:
-        ParallelError: a flag or a policy is wrong, or the library does not support the model.
-        OSError: the configuration or the policy file cannot be found.
-        ValueError: transformers does not know the model type of the configuration.
-    """
+    """Check the policy on a tiny random copy of the model, and print the result."""
     from parallelformers_ng.checkpoint.model_class import empty_model
     from parallelformers_ng.cli.coverage import verify_model
 
@@ -123,16 +91,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def shard(options: argparse.Namespace) -> None:
-    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Raises:
-        CheckpointError: a file of the checkpoint is missing or damaged, or the directory has files of another kind.
-        ParallelError: a flag has a wrong value, or the library does not support the model.
-        OSError: the disk is full, or the directory cannot be written to.
-    """
+    """Write the shards of a checkpoint to a directory, with one tensor in memory at a time."""
     from parallelformers_ng.model.saving import shard as write_shards
 
     size, arguments = options.max_shard_size, {"revision": options.revision, "quantize": options.quantize}
@@ -140,17 +99,7 @@ def shard(options: argparse.Namespace) -> None:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Measure and print prefill and decode speeds on the workers and in one process.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Raises:
-        ParallelError: a flag has a wrong value, or `parallelize` failed.
-        OSError: the configuration or the weights cannot be found.
-        ValueError: a number is out of range, or a name is unknown.
-        RuntimeError: torch cannot use the device, or has no memory for the model.
-    """
+    """Measure and print prefill and decode speeds on the workers and in one process."""
     from parallelformers_ng.cli import bench as benchmark
 
     arguments = {name: value for name, value in vars(options).items() if name not in ("command", "json")}
@@ -159,14 +108,13 @@ def bench(options: argparse.Namespace) -> None:
 
 
 def _custom(options: argparse.Namespace) -> Any:
-    """Return the policies of the file that `--policy` names; None without `--policy`."""
     from parallelformers_ng.sharding.policy_file import policies_of_file
 
     return None if options.policy is None else policies_of_file(options.policy)
 
 
 def _of_defaults(options: argparse.Namespace, model: Any) -> str:
-    """Return a line saying that the configuration is a default if MODEL is a model type; otherwise ""."""
+    """Note for the user: a bare model type means a default configuration."""
     from parallelformers_ng.checkpoint.model_class import is_model_type
 
     if not is_model_type(options.model):
@@ -226,10 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", **dtypes, help="count bytes for this type: float16, bfloat16, float32 (default: the model's)"
     )
     command.add_argument(
-        "--ratio",
-        type=numbers,
-        metavar="R,R,…",
-        help="relative share of each rank: 1,3 (default: equal shares)",
+        "--ratio", type=numbers, metavar="R,R,…", help="relative share of each rank: 1,3 (default: equal shares)"
     )
     command.add_argument(
         "--strategy",

@@ -25,14 +25,11 @@ from parallelformers_ng.sharding.wording import human_bytes, pattern_of
 
 
 def policy_sources() -> dict[str, str]:
-    """Return the source of the policy of each model type of transformers.
+    """Find the source of the policy of each model type of transformers.
 
     The function reads class names from the modelling files, and imports no modelling code. A written policy may cover
-    only a part of a composite model. An inferred policy is proven on first use.
-
-    Returns:
-        Model type → "written", "of its parts" (the model has only layers of other models), "inferred" or "no modelling
-        code of its own".
+    only a part of a composite model; "of its parts" are models that only hold other models. An inferred policy is
+    proven on first use.
     """
     blocks = {block for policy in written_policies() for block in policy.blocks()}
     sources = {}
@@ -94,9 +91,8 @@ class Verification:
         ]
         if self.scheme:
             lines.append(f"  {self.scheme}   {self.quantized:>4} tensors")
-        lines += dict.fromkeys(
-            f"  not {self.scheme}: {pattern_of(name)}, because {why}" for name, why in self.misfits.items()
-        )
+        misfits = (f"  not {self.scheme}: {pattern_of(name)}, because {why}" for name, why in self.misfits.items())
+        lines += dict.fromkeys(misfits)
         if self.unproven:
             lines.append(f"  not reached by the twin's inputs: {self.unproven}")
         return "\n".join(lines)
@@ -110,23 +106,8 @@ def verify_model(
 ) -> Verification:
     """Check the policy of a model on a tiny random copy: its sharded outputs must match its whole outputs.
 
-    Args:
-        model: a transformers model, also without weights on `meta`.
-        num_gpus: number of ranks, at least 1.
-        custom_policies: same as in `parallelize`.
-        quantize: same as in `parallelize`. If set, a second comparison uses a whole copy with rounded weights and a
-            sharded copy with quantized weights. Groups of inputs that share a scale then have two inputs, because the
-            copy's layers are narrow.
-
-    Returns:
-        The result of the check.
-
-    Raises:
-        ParallelError: `quantize` has a wrong value. Different outputs raise no error, but make `equal` of the result
-            False.
-        UnsupportedModelError: the model is refused, or no tiny copy of the model runs.
-        PolicyError: a custom policy does not fit the model.
-        PlacementError: `num_gpus` is less than 1.
+    With `quantize`, a second comparison uses a whole copy with rounded weights and a sharded copy with quantized
+    weights. Groups of inputs that share a scale then have two inputs, because the copy's layers are narrow.
     """
     check_count(num_gpus)
     bits = read_quantize(quantize)

@@ -14,30 +14,15 @@ _SECONDS = 8.0
 
 
 def options_of(command: Sequence[str]) -> ServeOptions:
-    """Return the options of a server from its command line.
-
-    Args:
-        command: words of the command line; words before `serve` name the program.
-
-    Raises:
-        ValueError: the command line has no word `serve`.
-        ParallelError: an option has a wrong value, or the configuration file cannot be read.
-        SystemExit: a flag is unknown.
-    """
+    """Read the options of a server from its command line; words before `serve` name the program."""
     parsed = commands._parser().parse_args(command[command.index("serve") :])
     return read_serve_options(parsed.config, serve.given_options(parsed))
 
 
 def main() -> int:
-    """Return 0 if the server is ready.
+    """Ask the server, which is process 1 of the container, whether it is ready.
 
-    The server is process 1 of the container. The function reads the address and the key from that process's command
-    line and from the environment.
-
-    Raises:
-        OSError: the server does not answer within 8 seconds, or answers that it is not ready.
-        ValueError: process 1 of the container is no server.
-        ParallelError, SystemExit: the command line of process 1 is wrong; see `options_of`.
+    The function reads the address and the key from that process's command line and from the environment.
     """
     options = options_of(Path("/proc/1/cmdline").read_text().split("\0")[:-1])
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)

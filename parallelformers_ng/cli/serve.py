@@ -18,53 +18,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the argument MODEL, the flag `--config`, and a flag for each other field of `ServeOptions`.
 
     A flag that is not on the command line has no default, so that `--config` can set the option.
-
-    Args:
-        parser: parser of the command `serve`; changed in place.
     """
     from parallelformers_ng.serving.serve_options import ServeOptions
 
     kinds = typing.get_type_hints(ServeOptions, include_extras=True)
-    parser.add_argument(
-        "--config", metavar="FILE.toml", help="a file with the same options, with underscores in their names"
-    )
+    about = "a file with the same options, with underscores in their names"
+    parser.add_argument("--config", metavar="FILE.toml", help=about)
     # The name of an earlier release: `read_options` says which option replaces it.
     parser.add_argument("--prefill-chunk", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for option in fields(ServeOptions):
         (kind, text), default = typing.get_args(kinds[option.name]), option.default
         if default not in (None, MISSING, "", False):
             text += f" (default: {default})"
+        flag, settings = "--" + option.name.replace("_", "-"), dict[str, Any]()
         if option.name == "model":
-            parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=text)
-            continue
-        flag = "--" + option.name.replace("_", "-")
-        if kind is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
-            continue
-        several: dict[str, Any] = {}
-        if typing.get_origin(kind) is list:
-            several["nargs"] = "+"
-            (kind,) = typing.get_args(kind)
-        types = typing.get_args(kind) or (kind,)
-        parser.add_argument(
-            flag,
-            type=float if float in types else int if int in types else str,
-            default=argparse.SUPPRESS,
-            metavar=option.name.rpartition("_")[2].upper(),
-            help=text,
-            **several,
-        )
+            flag, settings = "model", {"metavar": "MODEL", "nargs": "?"}
+        elif kind is bool:
+            settings["action"] = "store_true"
+        else:
+            if typing.get_origin(kind) is list:
+                settings["nargs"] = "+"
+                (kind,) = typing.get_args(kind)
+            types = typing.get_args(kind) or (kind,)
+            settings["type"] = float if float in types else int if int in types else str
+            settings["metavar"] = option.name.rpartition("_")[2].upper()
+        parser.add_argument(flag, default=argparse.SUPPRESS, help=text, **settings)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options set by flags and by the environment variable `PARALLELFORMERS_API_KEY`; the flag has priority.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Returns:
-        Name of a field of `ServeOptions` → value, without options that are not set.
-    """
+    """Read the options set by flags and by `PARALLELFORMERS_API_KEY`, over which the flag has priority."""
     flags = {name: value for name, value in vars(options).items() if name not in ("config", "command")}
     if key := os.environ.get(KEY_VARIABLE):
         flags.setdefault("api_key", key)
@@ -72,21 +54,7 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve a model until a signal ends the server.
-
-    Args:
-        options: parsed arguments of the command.
-
-    Returns:
-        The exit status of the server.
-
-    Raises:
-        ParallelError: an option has a wrong value, a package that the server needs is missing, or the server cannot
-            listen on the address.
-        OSError: a file of the model cannot be read.
-        ValueError, KeyError, ImportError: a file of the model is damaged or needs a package that is missing; see
-            `serving.run.serve`.
-    """
+    """Serve a model until a signal ends the server."""
     from parallelformers_ng.serving.listening import check_at_once
     from parallelformers_ng.serving.serve_options import read_serve_options
 

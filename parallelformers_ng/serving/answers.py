@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallelformers_ng.serving.bare_calls import BareReader
 from parallelformers_ng.serving.engine import Engine, GenerationJob
 from parallelformers_ng.serving.processors import Likelihood
 from parallelformers_ng.serving.tools import AnswerReader, Read
@@ -21,10 +20,6 @@ class Detokenizer:
 
     The text of a token depends on the tokens before it, because of spaces and characters of several tokens. Each call
     decodes the last complete piece with and without the new tokens. The difference is the new text.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        keep_special: whether the text contains special tokens.
     """
 
     def __init__(self, tokenizer: Any, keep_special: bool = False) -> None:
@@ -34,12 +29,7 @@ class Detokenizer:
         self._context, self._read = 0, 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Add tokens and return the new text in complete characters.
-
-        Args:
-            tokens: ids of the new tokens.
-            last: whether no tokens follow; then incomplete characters are returned too.
-        """
+        """Add tokens and return the new text in complete characters; with `last` also incomplete characters."""
         self._tokens += tokens
         before = self._decode(self._tokens[self._context : self._read])
         now = self._decode(self._tokens[self._context :])
@@ -57,9 +47,6 @@ class Stopper:
 
     The filter delays the end of the text if the end may be the beginning of a stop string.
 
-    Args:
-        stops: stop strings, possibly none; each stop string has at least one character.
-
     Attributes:
         stopped: whether the text has reached a stop string.
     """
@@ -70,12 +57,7 @@ class Stopper:
         self.stopped = False
 
     def add(self, text: str, last: bool = False) -> str:
-        """Add text and return the text that cannot belong to a stop string.
-
-        Args:
-            text: new text.
-            last: whether no text follows; then delayed text is returned too.
-        """
+        """Add text and return the text that cannot belong to a stop string; with `last` also the delayed text."""
         if self.stopped:
             return ""
         text = self._delayed + text
@@ -91,54 +73,23 @@ class Stopper:
 
 @dataclass
 class Piece:
-    """A new piece of an answer.
+    """A new piece of an answer."""
 
-    Attributes:
-        index: number of the answer within its request.
-        read: text, reasoning and tool calls of the piece.
-        tokens: number of tokens in the piece.
-        likelihoods: likelihood of each token; empty if the request has no `logprobs`.
-        finish: reason why the answer ends after this piece, "stop", "length" or "tool_calls"; None if the answer
-            continues.
-    """
-
-    index: int
+    index: int  # number of the answer within its request
     read: Read = field(default_factory=Read)
     tokens: int = 0
-    likelihoods: list[Likelihood] = field(default_factory=list)
-    finish: str | None = None
+    likelihoods: list[Likelihood] = field(default_factory=list)  # of each token; empty without `logprobs`
+    finish: str | None = None  # why the answer ends here: "stop", "length" or "tool_calls"; None if it continues
 
 
-async def write(
-    engine: Engine,
-    tokenizer: Any,
-    stops: Sequence[str],
-    reader: AnswerReader | BareReader | None,
-    index: int,
-    job: GenerationJob,
-    most_calls: int | None,
-) -> AsyncGenerator[Piece, None]:
+async def write(engine: Engine, tokenizer: Any, index: int, job: GenerationJob) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of one answer. The last piece has the reason why the answer ended.
 
     The text leaves out the engine's end tokens; `Piece.tokens` includes them. A complete answer is counted in the
     engine's metrics. If the caller closes the generator, decoding ends within one decode step.
-
-    Args:
-        engine: engine that decodes the answer.
-        tokenizer: tokenizer of transformers.
-        stops: stop strings; the answer ends before the first stop string. The text of the first `min_tokens` tokens of
-            the job is not searched for stop strings.
-        reader: parser of reasoning and tool calls, or None for plain text.
-        index: number of the answer within its request, for `Piece.index`.
-        job: the answer to decode.
-        most_calls: maximum number of tool calls; None for no limit. Further calls are dropped.
-
-    Raises:
-        TimeoutError: the answer is not complete within the time limit.
-        ParallelError: the workers cannot answer, or a logits processor raises an error.
     """
-    text = Detokenizer(tokenizer, keep_special=isinstance(reader, AnswerReader))
-    stopper = Stopper(stops)
+    text = Detokenizer(tokenizer, keep_special=isinstance(job.reader, AnswerReader))
+    stopper = Stopper(job.stops)
     finish, called, count = "length", 0, 0
 
     def piece(tokens: list[int], likelihoods: list[Likelihood], last: bool = False) -> Piece:
@@ -146,9 +97,9 @@ async def write(
         count += len(tokens)
         new = text.add([token for token in tokens if token not in engine.ends], last)
         shown = new if 0 < count <= job.min_tokens else stopper.add(new, last)
-        read = Read(text=shown) if reader is None else reader.add(shown, last or stopper.stopped)
-        if most_calls is not None:
-            del read.calls[most_calls - called :]
+        read = Read(text=shown) if job.reader is None else job.reader.add(shown, last or stopper.stopped)
+        if job.most_calls is not None:
+            del read.calls[job.most_calls - called :]
         called += len(read.calls)
         return Piece(index, read, len(tokens), likelihoods)
 
@@ -168,40 +119,21 @@ async def write(
     yield end
 
 
-async def write_all(
-    engine: Engine,
-    tokenizer: Any,
-    stops: Sequence[str],
-    reader: Callable[[], AnswerReader | BareReader | None],
-    jobs: Sequence[GenerationJob],
-    most_calls: int | None,
-) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of several concurrent answers in order of arrival. An error in one answer ends all answers.
+async def write_all(engine: Engine, tokenizer: Any, jobs: Sequence[GenerationJob]) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of several concurrent answers in order of arrival; `Piece.index` is the position of the job.
 
-    If the caller closes the generator, all answers end within one decode step.
-
-    Args:
-        engine: engine that decodes the answers.
-        tokenizer: tokenizer of transformers.
-        stops: stop strings; see `write`.
-        reader: function that returns a parser of one answer; see `Chat.reader`.
-        jobs: the answers to decode; `Piece.index` is a position in this sequence.
-        most_calls: see `write`.
-
-    Raises:
-        TimeoutError, ParallelError: the first error of an answer; see `write`.
-        ValueError: see `Chat.reader`.
+    An error in one answer ends all answers. If the caller closes the generator, all answers end within one decode step.
     """
     pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
 
-    async def run(index: int, one: GenerationJob) -> None:
+    async def run(index: int, job: GenerationJob) -> None:
         try:
-            async for piece in write(engine, tokenizer, stops, reader(), index, one, most_calls):
+            async for piece in write(engine, tokenizer, index, job):
                 pieces.put_nowait(piece)
         except Exception as error:
             pieces.put_nowait(error)
 
-    tasks = [asyncio.create_task(run(index, one)) for index, one in enumerate(jobs)]
+    tasks = [asyncio.create_task(run(index, job)) for index, job in enumerate(jobs)]
     try:
         left = len(tasks)
         while left:

@@ -18,23 +18,17 @@ from parallelformers_ng.serving.logs import current, log
 from parallelformers_ng.serving.processors import GrammarError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-
-
 _JSON = re.compile(r"\s*application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
+_RESPONSE_HEADERS = {
+    401: {"WWW-Authenticate": 'Basic realm="the password is the API key of this server"'},  # a browser asks for it
+    503: {"Retry-After": "1"},  # seconds
+}
+
+
 class ApiError(Exception):
-    """Error with an HTTP status, which the server sends to a client.
-
-    Args:
-        status: HTTP status.
-        message: description of the error for people.
-        param: field of the request that caused the error, or None.
-        code: name of the error for programs, or None.
-
-    Attributes:
-        status, param, code: the arguments of the same names.
-    """
+    """Error with an HTTP status, the field of the request that caused it, and a name of the error for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,37 +37,21 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the response: an object with the key `error`, in OpenAI's format."""
         current.get().why = str(self)  # for the line of the access log
         kind = _TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """Return the HTTP response.
-
-        A response with status 503 asks the client to retry after 1 second. A response with status 401 makes a browser
-        ask for the API key as the password of a login dialog.
-        """
-        headers = {"Retry-After": "1"} if self.status == 503 else {}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = 'Basic realm="the password is the API key of this server"'
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(), self.status, _RESPONSE_HEADERS.get(self.status))
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return an error with status 400; the arguments are the same as in `ApiError`."""
     return ApiError(400, message, param, code)
 
 
 @contextlib.contextmanager
 def refusing(kinds: tuple[type[Exception], ...], what: str, param: str) -> Iterator[None]:
-    """Turn errors of some kinds inside the block into ApiErrors with status 400.
-
-    Args:
-        kinds: classes of the errors.
-        what: description of the error, which precedes the error's own text.
-        param: field of the request that causes the error.
-    """
+    """Turn errors of some kinds inside the block into ApiErrors with status 400."""
     try:
         yield
     except kinds as error:
@@ -81,22 +59,12 @@ def refusing(kinds: tuple[type[Exception], ...], what: str, param: str) -> Itera
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error with an HTTP status, and log an error of the server or its workers.
-
-    Args:
-        error: exception of a request.
-
-    Returns:
-        `error` itself if it is an `ApiError`. Otherwise an error with one of three statuses. 400: no answer can follow
-            the constraint, or the request exceeds a token limit. 503: the queue is full, the time limit has passed, or
-            the workers cannot answer. 500: every other exception.
-    """
+    """Convert an exception to an error with an HTTP status, and log an error of the server or its workers."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GrammarError):  # raised on a rank
-        return bad_request(
-            "the constraint on the answer is too complex, or allows no next token; send a simpler constraint"
-        )
+        message = "the constraint on the answer is too complex, or allows no next token; send a simpler constraint"
+        return bad_request(message)
     if isinstance(error, BatchingError) and error.option not in ("", "waiting"):
         flag = "--" + error.option.replace("_", "-")
         message = f"{str(error).partition('; ')[0]}; send a smaller request, or start the server with a larger {flag}"
@@ -104,11 +72,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, BatchingError):
         return ApiError(503, f"{str(error).partition('; ')[0]}; send the request again later", code="overloaded")
     if isinstance(error, TimeoutError):  # raised by the server or by the model
-        return ApiError(
-            503,
-            "the request reached its time limit; ask for fewer tokens, or send the request again later",
-            code="timeout",
-        )
+        message = "the request reached its time limit; ask for fewer tokens, or send the request again later"
+        return ApiError(503, message, code="timeout")
     if isinstance(error, ParallelError):  # raised by the workers, which restart if possible
         log.error("%s: %s", type(error).__name__, error)
         return ApiError(503, "the model cannot answer now; send the request again", code=type(error).__name__)
@@ -131,13 +96,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        path = request.url.path
-        paths = [route.path for route in request.app.routes]
-        known = {
-            404: f"no route has the path {path}{did_you_mean(path, paths)}",
-            405: f"{path} does not accept {request.method}",
-        }
-        response = ApiError(error.status_code, known.get(error.status_code, str(error.detail))).response()
+        path, message = request.url.path, str(error.detail)
+        if error.status_code == 404:
+            message = f"no route has the path {path}{did_you_mean(path, [route.path for route in request.app.routes])}"
+        elif error.status_code == 405:
+            message = f"{path} does not accept {request.method}"
+        response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from html import escape
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from jinja2 import Environment
 from starlette.responses import Response
 
 from parallelformers_ng.serving import api_errors
@@ -23,27 +23,12 @@ from parallelformers_ng.serving.serve_options import ServeOptions, read_text
 from parallelformers_ng.serving.status import Status
 from parallelformers_ng.serving.transcription import Transcription
 
+_FOLDER = files("parallelformers_ng.serving") / "page"
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>API</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="page.css">
-</head>
-<body>
-<header><h1>Routes and fields of the API</h1></header>
-<main class="documents">
-<p><a href="./">Chat page</a>, <a href="openapi.json">OpenAPI schema for programs</a>. The routes follow the APIs of
-OpenAI and vLLM. Set <code>base_url</code> of OpenAI's client to the address of this server followed by
-<code>/v1</code>.</p>
-"""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; frame-ancestors 'none';"
     " base-uri 'none'; form-action 'self'",
@@ -53,21 +38,10 @@ _HEADERS = {
 
 
 def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) -> AccessGuard:
-    """Return the web application that serves a model.
+    """Build the web application that serves a model, with the access guard around it.
 
-    Args:
-        model: parallelized model; calls share batches only if the model has `batching`.
-        tokenizer: tokenizer of the model; for a model that reads pictures or transcribes sound, the processor. If the
-            model lower-cases texts, the function changes the tokenizer's normalizer.
-        options: limits of the server, and the model name for clients.
-        kind: kind of the model.
-
-    Returns:
-        ASGI application, wrapped in the access guard.
-
-    Raises:
-        ParallelError: the file of `chat_template` cannot be read.
-        UnsupportedModelError: the model lower-cases texts, but its tokenizer is not a fast tokenizer.
+    The `tokenizer` of a model that reads pictures or transcribes sound is the processor. If the model lower-cases
+    texts, the function changes the tokenizer's normalizer.
     """
     template = None if options.chat_template is None else read_text(options.chat_template, "chat_template")
     processor = tokenizer if hasattr(tokenizer, "tokenizer") else None
@@ -78,7 +52,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     generation, status = Generation(engine, chat, pictures), Status(engine, chat)
     transcription = Transcription(engine, processor if kind.transcribes else None)
     forwards = Forwards(engine, chat, kind.pooling, kind.activation)
-    # FastAPI's own page at /docs loads scripts from other sites; `_api_page` builds a page without scripts.
+    # FastAPI's own page at /docs loads scripts from other sites.
     app = FastAPI(title="parallelformers_ng", docs_url=None, redoc_url=None)
     api_errors.install(app)
     if options.cors:
@@ -89,36 +63,19 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-
-    for text, handler, *paths in (
-        ("Continue one or several prompts.", generation.complete, "/v1/completions"),
-        ("Answer the last message of a chat.", generation.converse, "/v1/chat/completions"),
-        (
-            "Answer in the format of OpenAI's Responses API; the server stores no responses.",
-            generation.respond,
-            "/v1/responses",
-        ),
-        ("Return one embedding vector for each text.", forwards.embed, "/v1/embeddings"),
-        ("Return a score for each pair of texts.", forwards.score, "/v1/score", "/score"),
-        (
-            "Return documents sorted by their score against a query, best first.",
-            forwards.rerank,
-            *("/v1/rerank", "/v2/rerank", "/rerank"),
-        ),
-        (
-            "Transcribe sound. The form fields are `file`, `language`, `prompt`, `response_format` and `temperature`.",
-            transcription.answer,
-            "/v1/audio/transcriptions",
-        ),
-        ("Return the text of token ids.", generation.detokenize, "/detokenize"),
-        (
-            "Return the token ids of a prompt, or of chat messages after the chat template.",
-            generation.tokenize,
-            "/tokenize",
-        ),
+    for handler, *paths in (
+        (generation.complete, "/v1/completions"),
+        (generation.converse, "/v1/chat/completions"),
+        (generation.respond, "/v1/responses"),
+        (forwards.embed, "/v1/embeddings"),
+        (forwards.score, "/v1/score", "/score"),
+        (forwards.rerank, "/v1/rerank", "/v2/rerank", "/rerank"),
+        (transcription.answer, "/v1/audio/transcriptions"),
+        (generation.detokenize, "/detokenize"),
+        (generation.tokenize, "/tokenize"),
     ):
         for path in paths:
-            app.add_api_route(path, handler, methods=["POST"], description=text)
+            app.add_api_route(path, handler, methods=["POST"])  # the page describes a route with its docstring
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -133,8 +90,7 @@ def create_app(model: Any, tokenizer: Any, options: ServeOptions, kind: Kind) ->
     for told in (status.health, status.ready, status.metrics, status.status, status.plan):
         app.add_api_route(f"/{told.__name__}", told)
     for path, (name, media_type) in _PAGE.items():
-        content = (files("parallelformers_ng.serving") / "page" / name).read_bytes()
-        app.add_api_route(path, _asset(content, media_type), include_in_schema=False)
+        app.add_api_route(path, _asset((_FOLDER / name).read_bytes(), media_type), include_in_schema=False)
     app.add_api_route("/docs", _asset(_api_page(app), "text/html"), include_in_schema=False)
     return AccessGuard(app, options, engine.metrics, reads_media=processor is not None)
 
@@ -147,37 +103,22 @@ def _asset(content: bytes | str, media_type: str) -> Any:
 
 
 def _api_page(app: FastAPI) -> str:
-    """Return the page `/docs`: HTML with a section for each route and a table of the route's request fields.
-
-    Args:
-        app: application that has all its routes already.
-    """
-    schema = app.openapi()
-    parts = [_HEAD]
+    """Return the page `/docs`, with a table of the request fields of each route of the application."""
+    schema, routes = app.openapi(), []
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
-            parts.append(f"<section><h2>{method.upper()} {escape(path)}</h2><p>{escape(route['description'])}</p>")
             body = route.get("requestBody", {}).get("content", {}).get("application/json")
-            if body:
-                name = body["schema"]["$ref"].rpartition("/")[2]
-                parts.append(_fields(path, schema["components"]["schemas"][name]))
-            parts.append("</section>\n")
-    return "".join([*parts, "</main>\n</body>\n</html>\n"])
+            name = body["schema"]["$ref"].rpartition("/")[2] if body else None
+            rows = _fields(path, schema["components"]["schemas"][name]) if name else []
+            routes.append({"method": method.upper(), "path": path, "text": route["description"], "fields": rows})
+    page = Environment(autoescape=True, trim_blocks=True).from_string((_FOLDER / "docs.html").read_text("utf-8"))
+    return page.render(routes=routes)
 
 
-def _fields(path: str, body: dict[str, Any]) -> str:
-    """Return an HTML table of request fields: first supported fields, then refused fields, then ignored fields."""
-    rows = [
-        (name, "needed" if name in body.get("required", ()) else "", NOTES.get(name, "")) for name in body["properties"]
-    ]
+def _fields(path: str, body: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return name, kind and note of request fields: supported fields, then refused fields, then ignored fields."""
+    required = body.get("required", ())
+    rows = [(name, "needed" if name in required else "", NOTES.get(name, "")) for name in body["properties"]]
     for kind, table in (("refused", REFUSED), ("ignored", IGNORED)):
         rows += [(name, kind, field.note) for name, field in table.items() if path in field.routes]
-    cells = "".join(
-        f'<tr><th scope="row"><code>{escape(name)}</code></th><td>{kind}</td><td>{escape(note)}</td></tr>'
-        for name, kind, note in rows
-    )
-    head = '<tr><th scope="col">Field</th><th scope="col">Kind</th><th scope="col">Effect or replacement</th></tr>'
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Fields of {path}">'
-        f"<table><thead>{head}</thead><tbody>{cells}</tbody></table></div>"
-    )
+    return rows

@@ -22,21 +22,15 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
     The text of the first message begins with a description of the tools. A tool call becomes text of the assistant's
     message. A tool result becomes a user message; consecutive tool results become one user message.
-
-    Args:
-        messages: messages of a chat, in the format that chat templates read; at least one message. The function does
-            not change the messages.
-        tools: tools that the model may call, in OpenAI's format.
     """
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:
         calls = message.get("tool_calls", ())
         kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        for call in calls:
-            names[call["id"]] = call["function"]["name"]
+        names |= {call["id"]: call["function"]["name"] for call in calls}
         if calls:
-            call_texts = [_text({key: call["function"][key] for key in ("name", "arguments")}) for call in calls]
+            call_texts = (_text(call["function"]) for call in calls)
             kept["content"] = "\n".join(filter(None, (message["content"], *call_texts)))
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id", ""), message.get("name", "the tool"))
@@ -56,13 +50,7 @@ def plain_messages(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
 
 def calls_grammar(form: BareForm, tools: Sequence[dict[str, Any]], several: bool) -> str:
-    """Return a grammar, in llguidance's Lark syntax, that allows only tool calls in an answer.
-
-    Args:
-        form: JSON keys for the name and the arguments of a call.
-        tools: tools that the model may call, in OpenAI's format.
-        several: whether the answer is a list of at least one call; False for exactly one call without a list.
-    """
+    """Write a grammar, in llguidance's Lark syntax, of one call, or with `several` of a list of at least one call."""
     rules = ['start: "[" call (", " call)* "]"' if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
@@ -80,12 +68,8 @@ def _text(value: Any) -> str:
 class BareReader:
     """Parser of tool calls at the beginning of an answer: consecutive JSON objects, or a list of JSON objects.
 
-    An answer that does not begin with a tool call is text. Text after tool calls is also text.
-
-    Args:
-        form: JSON keys for the name and the arguments of a call.
-        names: names of the tools; a JSON object without a tool name is text.
-        forced: whether the answer has only calls; then an incomplete call is dropped.
+    An answer that does not begin with a tool call is text. Text after tool calls is also text. If calls are `forced`,
+    the answer has only calls, and an incomplete call is dropped.
     """
 
     def __init__(self, form: BareForm, names: set[str], forced: bool = False) -> None:
@@ -96,13 +80,7 @@ class BareReader:
         self._has_called = self._is_text = False
 
     def add(self, text: str, last: bool = False) -> Read:
-        """Add text of the answer, and return the calls that are complete, or the text if the rest is text.
-
-        Args:
-            text: new text of the answer.
-            last: whether no text follows. The text of an incomplete call is then returned, unless the calls are
-                forced; white space and separators after a call are dropped.
-        """
+        """Add text of the answer, and return the calls that are complete, or the text if the rest is text."""
         self._buffer += text
         read = Read()
         while not self._is_text and (rest := self._buffer.lstrip(_SEPARATORS)):

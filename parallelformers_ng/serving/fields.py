@@ -27,17 +27,13 @@ class Unsupported:
     harmless: tuple[Any, ...] = ()
 
     def takes(self, value: Any) -> bool:
-        """Return whether a value changes nothing, so that the server accepts the value.
-
-        None changes nothing. 1 and 1.0 are equal here, but 1 and True are different.
-        """
+        """None changes nothing. 1 and 1.0 are equal here, but 1 and True are different."""
         return value is None or any(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.harmless
         )
 
 
 def _read(groups: list[dict[str, Any]]) -> dict[str, Unsupported]:
-    """Return the fields of some tables of `fields.toml`, by name."""
     paths = {path.rpartition("/")[2]: path for path in ROUTES} | {"chat": CHAT}
     fields = {}
     for group in groups:

@@ -35,12 +35,7 @@ MOST_HEADER_BYTES = 32 << 10
 
 
 class _Pace:
-    """Rate limiter that lets callers pass one after another.
-
-    Args:
-        a_second: number of bytes or requests that may pass per second.
-        at_once: number of bytes or requests that may pass without waiting after a long pause.
-    """
+    """Rate limiter that lets callers pass one after another."""
 
     def __init__(self, a_second: float, at_once: float = 1.0) -> None:
         self._a_second = a_second
@@ -48,7 +43,6 @@ class _Pace:
         self._free = 0.0  # time on the clock of the event loop from which the next caller may pass
 
     def wait(self) -> float:
-        """Return the seconds until the next caller may pass."""
         return max(0.0, self._free - asyncio.get_running_loop().time())
 
     async def turn(self, amount: float = 1.0) -> None:
@@ -106,12 +100,6 @@ class AccessGuard:
     The guard itself refuses requests with status 401, 408, 413, 431 or 503, and closes WebSocket connections. The guard
     adds the header `X-Request-Id` to each response, counts each request, and writes the access log.
 
-    Args:
-        app: ASGI application that answers the requests.
-        options: API key and limits of the server.
-        metrics: counters of refused, failed and canceled requests.
-        reads_media: whether requests may have pictures or sound.
-
     Attributes:
         draining: whether the server is shutting down and refuses new requests.
         in_flight: number of requests that are being served.
@@ -168,9 +156,8 @@ class AccessGuard:
             body = await self._body(Request(scope, receive))
             if len(body) > LARGE_BYTES:
                 if self._large.wait() > self._options.client_timeout:
-                    raise ApiError(
-                        503, "too many large requests are waiting; send the request again later", code="overloaded"
-                    )
+                    why = "too many large requests are waiting; send the request again later"
+                    raise ApiError(503, why, code="overloaded")
                 await self._large.turn(len(body))
         except ClientDisconnect:
             return
@@ -194,7 +181,7 @@ class AccessGuard:
                 self._giving_back = asyncio.ensure_future(self._give_back())
 
     async def _give_back(self) -> None:
-        """Return freed memory to the system, because each large body leaves more freed memory in the allocator."""
+        """Each large body leaves more freed memory in the allocator."""
         await asyncio.sleep(_CALM_SECONDS)
         await asyncio.to_thread(give_back_freed)
 
@@ -204,23 +191,16 @@ class AccessGuard:
         if sum(map(len, chain(*scope["headers"]))) > MOST_HEADER_BYTES:
             raise ApiError(431, f"the headers are larger than {MOST_HEADER_BYTES} bytes")
         if self.draining:
-            raise ApiError(
-                503, "the server is shutting down; send the request to another server, or later", code="draining"
-            )
+            why = "the server is shutting down; send the request to another server, or later"
+            raise ApiError(503, why, code="draining")
         # A browser sends preflight requests without a key.
         preflight = scope["method"] == "OPTIONS" and self._options.cors
         if self._options.api_key is not None and not preflight and not self._has_key(scope):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+            why = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise ApiError(401, why, code="invalid_api_key")
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return whether the request has the right API key.
-
-        The key is a bearer token, as OpenAI's clients send it, or the password of a browser's login dialog.
-        """
+        """The key is a bearer token, as OpenAI's clients send it, or the password of a browser's login dialog."""
         assert self._options.api_key is not None
         sent = Request(scope).headers.get("authorization", "").encode("latin-1")
         kind, _, key = sent.strip().partition(b" ")
@@ -243,12 +223,6 @@ class AccessGuard:
             await app(scope, receive, send)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request.
-
-        Raises:
-            ApiError: the body is too large, status 413, or comes too slowly, status 408.
-            ClientDisconnect: the client disconnects.
-        """
         limit = self._max_body_bytes
         too_large = ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
         announced = request.headers.get("content-length", "")

@@ -18,15 +18,7 @@ _DEVICES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd")  # device files of NVIDIA
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """Return a bound TCP socket; the socket refuses clients until the server listens. The caller closes the socket.
-
-    Args:
-        options: options with the host and the port. A host with a colon is an IPv6 address.
-
-    Raises:
-        ParallelError: another program uses the port, the machine does not have the address, or this user may not use
-            the port.
-    """
+    """Bind a TCP socket, which refuses clients until the server listens. The caller closes the socket."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # asyncio sends small packets without a delay only if the protocol is named; the delay is 40 ms for each answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -45,16 +37,9 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 def folder_of(name: str, *files: str, option: str = "") -> Path | None:
-    """Return the local folder or file of a model or an adapter; None for a name on the hub.
+    """Find the local folder or file of a model or an adapter; None for a name on the hub.
 
-    Args:
-        name: folder, file, or name on the hub.
-        files: names of files; the folder must have one of them.
-        option: option with the name, for the error message.
-
-    Raises:
-        ParallelError: the folder is missing, or has none of the files. Or the folder begins with `~` and the name of a
-            user that does not exist.
+    A folder must have one of the `files`. An error names the `option`.
     """
     what = f"{option}: the folder {name}" if option else f"the folder {name}"
     try:
@@ -83,13 +68,7 @@ def _check_template(text: str, file: str) -> None:
 
 
 def check_at_once(options: ServeOptions) -> None:
-    """Raise an error if the address, a folder, a file or the device is invalid. The checks do not import torch.
-
-    Raises:
-        ParallelError: the port is in use, or a file or folder of an option is missing or of another kind. Or an
-            adapter needs peft, which is not installed. Or `device` is "cuda", but the machine has no device file of a
-            GPU.
-    """
+    """Raise an error if the address, a folder, a file or the device is invalid. The checks do not import torch."""
     bound(options).close()
     path = folder_of(options.model, "config.json", "adapter_config.json")
     for adapter in options.adapters.values():
@@ -108,7 +87,6 @@ def check_at_once(options: ServeOptions) -> None:
         # A missing offload folder is created.
         if folder is not None and not Path(folder).is_dir() and (name == "media_folder" or Path(folder).exists()):
             raise ParallelError(f"{name} is {folder!r}, which is no folder")
-    if options.device == "cuda" and not any(
-        device_file for name in _DEVICES for device_file in Path("/dev").glob(name)
-    ):
+    gpus = [file for name in _DEVICES for file in Path("/dev").glob(name)]
+    if options.device == "cuda" and not gpus:
         raise ParallelError("--device is cuda, but the machine has no GPU; use --device cpu to run on the processor")

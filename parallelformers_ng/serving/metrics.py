@@ -28,28 +28,29 @@ _HISTOGRAMS = {
     "request_time_per_output_token_seconds": "Decoding seconds per token after the first token.",
 }
 """Names of histograms, without `vllm:`, and their descriptions; buckets are seconds, or numbers of tokens."""
+_COUNTERS = {
+    "vllm:prompt_tokens": ("Number of prompt tokens.",),
+    "vllm:generation_tokens": ("Number of answer tokens.",),
+    "vllm:request_success": ("Number of complete answers by finish reason.", "finished_reason"),
+    "parallelformers:requests_refused": ("Number of refused requests by HTTP status.", "status"),
+    "parallelformers:requests_failed": ("Number of failed requests by HTTP status.", "status"),
+    "parallelformers:requests_cancelled": ("Number of requests whose client disconnected before the end.",),
+}
+"""Names of counters, their descriptions, and their labels after `model_name`."""
 CLIENT_WENT = 499
 """HTTP status of a request whose client disconnected before the end; nginx uses the same number."""
 
 
 @dataclass(eq=False)
 class AnswerMetrics:
-    """Times and token counts of one answer.
+    """Token counts of one answer, and times in seconds on the clock of `time.monotonic`, 0 until they come."""
 
-    Attributes:
-        prompt: number of tokens in the prompt; 0 until the call of the model.
-        tokens: number of tokens in the answer up to now.
-        started: whether the call of the model has begun.
-        arrived, admitted, first, latest: times of the arrival, of the free row, and of the first and the newest token,
-            in seconds on the clock of `time.monotonic`; 0 until then.
-    """
-
-    prompt: int = 0
+    prompt: int = 0  # number of tokens in the prompt; 0 until the call of the model
     tokens: int = 0
-    started: bool = False
+    started: bool = False  # whether the call of the model has begun
     arrived: float = field(default_factory=time.monotonic)
-    admitted: float = 0.0
-    first: float = 0.0
+    admitted: float = 0.0  # when a row was free
+    first: float = 0.0  # when the first token came
     latest: float = 0.0
 
 
@@ -57,18 +58,14 @@ class Metrics:
     """Metrics of one server.
 
     Args:
-        name: name of the model, used as the label `model_name` of each metric.
+        name: name of the model, the label `model_name` of each metric.
         rows: maximum number of answers that are decoded together; other answers wait in order of arrival.
         cache_tokens: maximum number of tokens in the key/value caches of all rows.
-
-    Attributes:
-        restarts: function that returns the number of worker restarts; the caller may replace the function.
-        last_token: time of the newest token in seconds, on the clock of `time.monotonic`; 0 before the first token.
     """
 
     def __init__(self, name: str, rows: int = 16, cache_tokens: int = 1 << 20) -> None:
-        self.restarts: Callable[[], int] = lambda: 0
-        self.last_token = 0.0
+        self.restarts: Callable[[], int] = lambda: 0  # number of worker restarts; the caller replaces it
+        self.last_token = 0.0  # time of the newest token
         self._name = name
         self._rows = rows
         self._answers: list[AnswerMetrics] = []  # in order of arrival, so that the first answers have the rows
@@ -79,54 +76,33 @@ class Metrics:
             added = kind(metric, text, ("model_name", *labels), registry=self._registry, **options)
             return added if labels else added.labels(name)
 
-        new(Gauge, "vllm:num_requests_running", "Number of answers that have at least one token.").set_function(
-            lambda: self.running
-        )
-        new(Gauge, "vllm:num_requests_waiting", "Number of answers that have no token yet.").set_function(
-            lambda: self.waiting
-        )
-        new(
-            Gauge,
-            "vllm:kv_cache_usage_perc",
-            "Tokens of running prompts and answers, as a share of the cache capacity, 0 to 1.",
-        ).set_function(lambda: min(1.0, sum(each.prompt + each.tokens for each in self._answers[:rows]) / cache_tokens))
-        self._prompt = new(Counter, "vllm:prompt_tokens", "Number of prompt tokens.")
-        self._generated = new(Counter, "vllm:generation_tokens", "Number of answer tokens.")
+        def cache_usage() -> float:
+            return min(1.0, sum(each.prompt + each.tokens for each in self._answers[:rows]) / cache_tokens)
+
+        cache_text = "Tokens of running prompts and answers, as a share of the cache capacity, 0 to 1."
+        for metric, text, value in (
+            ("vllm:num_requests_running", "Number of answers that have at least one token.", lambda: self.running),
+            ("vllm:num_requests_waiting", "Number of answers that have no token yet.", lambda: self.waiting),
+            ("vllm:kv_cache_usage_perc", cache_text, cache_usage),
+            ("parallelformers:worker_restarts", "Number of worker restarts.", lambda: self.restarts()),
+        ):
+            new(Gauge, metric, text).set_function(value)
+        self._counters = {metric: new(Counter, metric, *texts) for metric, texts in _COUNTERS.items()}
         self._histograms = {
             name: new(Histogram, f"vllm:{name}", text, buckets=_SECONDS if name.endswith("_seconds") else _TOKENS)
             for name, text in _HISTOGRAMS.items()
         }
-        self._ended = new(
-            Counter, "vllm:request_success", "Number of complete answers by finish reason.", "finished_reason"
-        )
-        self._refused = new(
-            Counter, "parallelformers:requests_refused", "Number of refused requests by HTTP status.", "status"
-        )
-        self._errors = new(
-            Counter, "parallelformers:requests_failed", "Number of failed requests by HTTP status.", "status"
-        )
-        self._cancelled = new(
-            Counter,
-            "parallelformers:requests_cancelled",
-            "Number of requests whose client disconnected before the end.",
-        )
-        new(Gauge, "parallelformers:worker_restarts", "Number of worker restarts.").set_function(
-            lambda: self.restarts()
-        )
 
     @property
     def in_flight(self) -> int:
-        """Number of running and waiting answers."""
         return len(self._answers)
 
     @property
     def running(self) -> int:
-        """Number of answers that have at least one token."""
         return sum(answer.tokens > 0 for answer in self._answers)
 
     @property
     def waiting(self) -> int:
-        """Number of answers that have no token yet."""
         return self.in_flight - self.running
 
     @property
@@ -136,7 +112,6 @@ class Metrics:
         return sum(tokens for when, tokens in self._recent if when >= since) / _RATE_SECONDS
 
     def arrive(self) -> AnswerMetrics:
-        """Count one more answer, until `leave`."""
         answer = AnswerMetrics()
         self._answers.append(answer)
         self._admit()
@@ -165,16 +140,11 @@ class Metrics:
 
     def took(self, prompt_tokens: int) -> None:
         """Add tokens to the counter of prompt tokens and to the record of the current request."""
-        self._prompt.inc(prompt_tokens)
+        self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
         current.get().prompt_tokens += prompt_tokens
 
     def wrote(self, answer: AnswerMetrics, tokens: int) -> None:
-        """Count new tokens of an answer, and record the current time as the time of the tokens.
-
-        Args:
-            answer: result of `arrive`.
-            tokens: number of new tokens, at least 1.
-        """
+        """Count one or several new tokens of an answer, which come now."""
         now = time.monotonic()
         if answer.tokens:
             for _ in range(tokens):
@@ -187,38 +157,25 @@ class Metrics:
         record.first = record.first or now
         answer.tokens += tokens
         answer.latest = self.last_token = now
-        self._generated.inc(tokens)
+        self._counters["vllm:generation_tokens"].inc(tokens)
         self._recent.append((now, tokens))
         while now - self._recent[0][0] > _RATE_SECONDS:
             self._recent.popleft()
 
     def ended(self, reason: str) -> None:
-        """Count a complete answer.
-
-        Args:
-            reason: finish reason, "stop" or "length".
-        """
-        self._ended.labels(self._name, reason).inc()
+        self._counters["vllm:request_success"].labels(self._name, reason).inc()
 
     def served(self, status: int) -> None:
-        """Count a request if it was refused, failed or canceled.
-
-        Args:
-            status: HTTP status; 499 if the client disconnected before the end. Status 503 and the other statuses from
-                400 to 499 count as refused, the other statuses from 500 as failed.
-        """
+        """Count a request if it was refused, failed or canceled."""
         if status == CLIENT_WENT:
-            self._cancelled.inc()
-        elif status >= 500 and status != 503:
-            self._errors.labels(self._name, str(status)).inc()
+            self._counters["parallelformers:requests_cancelled"].inc()
         elif status >= 400:
-            self._refused.labels(self._name, str(status)).inc()
+            kind = "failed" if status >= 500 and status != 503 else "refused"
+            self._counters[f"parallelformers:requests_{kind}"].labels(self._name, str(status)).inc()
 
     def page(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _admit(self) -> None:
-        """Record the time of answers that have got a row."""
         for answer in self._answers[: self._rows]:
             answer.admitted = answer.admitted or time.monotonic()

@@ -30,9 +30,7 @@ class Kind:
     Attributes:
         pooling: pooling of the embeddings; None if the model makes no embeddings.
         activation: function from a classifier's logits to scores; None if the model is not a classifier.
-        reads_pictures: whether chats may have pictures.
         reads_sound: whether the model also reads sound; the server refuses sound in chats.
-        transcribes: whether the model only transcribes sound.
         model_class: class to load; None for the class in the model's configuration.
     """
 
@@ -45,7 +43,6 @@ class Kind:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the server generates text with the model."""
         return self.pooling is None and self.activation is None and not self.transcribes
 
     def __str__(self) -> str:
@@ -60,25 +57,15 @@ class Kind:
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a model name has the ending of llama.cpp's GGUF files. GGUF files are served as text models."""
+    """llama.cpp's GGUF files are served as text models."""
     return name.endswith(".gguf")
 
 
 def kind_of(name: str, revision: str | None = None) -> Kind:
-    """Return the kind of a model from its configuration.
+    """Find the kind of a model from its configuration.
 
     The only weights that the function reads are those of sentence-transformers' modules after the pooling. A GGUF file
     is a text model; the function does not open the file.
-
-    Args:
-        name: model folder, GGUF file, or name on the Hugging Face hub.
-        revision: branch, tag or commit on the hub; None for the main branch.
-
-    Raises:
-        UnsupportedModelError: the server cannot serve a model of this class, or a module or setting of
-            sentence-transformers.
-        CheckpointError: the model does not exist, or its configuration or a file of sentence-transformers is damaged.
-        OSError, ValueError, KeyError: `adapter_config.json` cannot be read, or the hub refuses the request.
     """
     if is_gguf(name):
         return Kind()
@@ -116,7 +103,7 @@ def kind_of(name: str, revision: str | None = None) -> Kind:
 
 
 def _has_modules(name: str, revision: str | None) -> bool:
-    """Return whether a decoder is a model of sentence-transformers, which makes embeddings instead of text."""
+    """Whether a decoder is a model of sentence-transformers, which makes embeddings instead of text."""
     try:
         return SentenceFiles(name, revision).find("modules.json") is not None
     except UnsupportedModelError:  # the hub cannot be reached: assume an ordinary decoder
@@ -124,6 +111,6 @@ def _has_modules(name: str, revision: str | None) -> bool:
 
 
 def _names(cls: type, *mappings: Any) -> bool:
-    """Return whether a class is in one of transformers' mappings from model types to classes."""
+    """Whether a class is in one of transformers' mappings from model types to classes."""
     named = [name for mapping in mappings for name in mapping.values()]
     return any(cls.__name__ in ((name,) if isinstance(name, str) else name) for name in named)

@@ -13,10 +13,6 @@ from parallelformers_ng.serving.serve_options import ServeOptions
 class Models:
     """Table of a server's model and adapters.
 
-    Args:
-        options: options of the server, with the names of the model and the adapters.
-        positions: maximum number of tokens in a prompt plus its answer.
-
     Attributes:
         cards: map from the name of each model or adapter to its entry in `/v1/models`.
     """
@@ -29,14 +25,7 @@ class Models:
         self.cards |= {name: {"id": name, "parent": self._name, **common} for name in options.adapters}
 
     def named(self, name: str | None) -> str:
-        """Return the name of the model or adapter for a request.
-
-        Args:
-            name: name in the request; None or "" for the model itself.
-
-        Raises:
-            ApiError: the server has no model or adapter of this name, status 404.
-        """
+        """Check the name of a request; without a name, the model itself."""
         name = name or self._name
         if name not in self.cards:
             known = " and ".join(map(repr, self.cards))
@@ -45,13 +34,9 @@ class Models:
 
 
 def peft_names(options: ServeOptions) -> dict[str, str]:
-    """Return a map from the clients' names of the model and its adapters to PEFT's adapter names.
+    """Map the clients' names of the model and its adapters to PEFT's adapter names; {} without adapters.
 
-    The map is empty if `lora_modules` is empty. The model's own name maps to the base model, or to the adapter in the
-    model's folder if the folder is an adapter.
-
-    Raises:
-        OSError, ValueError, KeyError: the file `adapter_config.json` in the model's folder cannot be read.
+    The model's own name maps to the base model, or to the adapter in the model's folder if the folder is an adapter.
     """
     if not options.adapters:
         return {}

@@ -32,19 +32,7 @@ _NAME = "parallelformers_ng"
 
 
 class ServedReplica:
-    """Replica of the server on Ray Serve, with its own model and ranks on the cluster.
-
-    The constructor loads the model. The ranks end with the object.
-
-    Args:
-        options: options of the server.
-
-    Raises:
-        ParallelError: the model cannot be served; see `parallelize`.
-        OSError: a file of the model cannot be read.
-        ValueError, KeyError, ImportError: a file of the model is damaged, or needs a package that is missing; see
-            `kind_of`, `load` and `create_app`.
-    """
+    """Replica of the server on Ray Serve, with its own model and ranks, which end with the object."""
 
     def __init__(self, options: ServeOptions) -> None:
         kind = kind_of(options.model, options.revision)
@@ -55,13 +43,7 @@ class ServedReplica:
         return self._app
 
     async def check_health(self) -> None:
-        """Raise an error unless all ranks complete a collective ping, like `/ready`.
-
-        Ray Serve calls this method, and replaces a replica that raises an error repeatedly.
-
-        Raises:
-            GroupError: the ranks do not complete the ping within the time limit.
-        """
+        """Raise an error if the ranks do not answer; Ray Serve replaces a replica that does so repeatedly."""
         await asyncio.to_thread(deployment_of(self._model).ping)
 
     def __del__(self) -> None:
@@ -74,24 +56,15 @@ def deployed(options: ServeOptions) -> Iterator[str]:
     """Deploy the server on a Ray cluster, yield its URL, and delete the server when the block ends.
 
     If the cluster then has no other application of Ray Serve, the function also shuts down Ray Serve.
-
-    Args:
-        options: options of the server.
-
-    Raises:
-        ParallelError: an option is not supported on Ray, or Ray Serve refuses a value of `autoscaling`.
-        StartupError: the cluster cannot be reached, or Ray Serve cannot start the server.
     """
     if options.client_timeout != ServeOptions.client_timeout:
-        raise ParallelError(
-            "client_timeout has no effect with launcher 'ray', because Ray Serve's proxy holds connections; remove it"
-        )
+        why = "client_timeout has no effect with launcher 'ray', because Ray Serve's proxy holds connections; remove it"
+        raise ParallelError(why)
     if not options.port:
         raise ParallelError("port is 0; with launcher 'ray', set a port from 1 to 65535")
     if options.autoscaling and options.replicas != ServeOptions.replicas:
-        raise ParallelError(
-            f"replicas is {options.replicas}, but autoscaling sets the number of replicas; remove one of the options"
-        )
+        why = f"replicas is {options.replicas}, but autoscaling sets the number of replicas; remove one of the options"
+        raise ParallelError(why)
     scale = _scale(options)
     with contextlib.closing(Connection(RayOptions(address=options.ray_address))):
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
@@ -116,14 +89,7 @@ def deployed(options: ServeOptions) -> Iterator[str]:
 
 
 def serve_on_ray(options: ServeOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit status 0.
-
-    The function replaces the handlers of both signals, so that it must run in the main thread.
-
-    Raises:
-        ValueError: this thread is not the main thread.
-        ParallelError, StartupError: see `deployed`.
-    """
+    """Serve until SIGTERM or Ctrl-C, in the main thread, whose handlers of signals are replaced."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -136,18 +102,10 @@ def serve_on_ray(options: ServeOptions) -> int:
 
 
 def _scale(options: ServeOptions) -> dict[str, Any]:
-    """Return the number of replicas, or the autoscaling settings, as options of a Ray Serve deployment."""
     if not options.autoscaling:
         return {"num_replicas": options.replicas}
-    settings: dict[str, float] = {}
-    for word in options.autoscaling:
-        name, _, value = word.partition("=")
-        try:
-            settings[name] = int(value) if value.isdecimal() else float(value)
-        except ValueError:
-            raise ParallelError(
-                f"autoscaling has {word!r}; write NAME=NUMBER, such as min_replicas=1 max_replicas=4"
-            ) from None
+    words = (word.split("=") for word in options.autoscaling)  # `ServeOptions` has checked the form of each word
+    settings = {name: int(value) if value.isdecimal() else float(value) for name, value in words}
     for name in settings:
         if name not in AutoscalingConfig.model_fields:  # Ray Serve drops unknown names silently
             hint = did_you_mean(name, AutoscalingConfig.model_fields)

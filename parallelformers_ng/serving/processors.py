@@ -19,18 +19,12 @@ from parallelformers_ng.runtime.freed_memory import trim_heap
 
 @functools.lru_cache(maxsize=2)
 def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
-    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance.
-
-    The conversion takes one second; each process caches the latest two results.
+    """Convert a tokenizer of Hugging Face to a tokenizer of llguidance, in one second.
 
     Args:
         packed: zlib-compressed JSON of the tokenizer, in the format of `tokenizer.json`.
         words: number of tokens in the model's vocabulary.
         ends: ids of tokens that end an answer.
-
-    Raises:
-        ImportError: the package llguidance is missing.
-        ValueError: llguidance cannot read the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -38,17 +32,7 @@ def grammar_tokenizer(packed: bytes, words: int, ends: tuple[int, ...]) -> Any:
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """Return a matcher that checks answers against a grammar.
-
-    The matcher is in an error state if the grammar is invalid or too expensive.
-
-    Args:
-        grammar: grammar in llguidance's format.
-        tokenizer: result of `grammar_tokenizer`.
-
-    Raises:
-        ImportError: the package llguidance is missing.
-    """
+    """Make a matcher of answers, which is in an error state if the grammar is invalid or too expensive."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_grammar_size=MOST_SYMBOLS, initial_lexer_fuel=_WORK)
@@ -187,24 +171,13 @@ class Recorder(LogitsProcessor):
         return scores
 
     def of(self, place: int, token: int) -> Likelihood:
-        """Return the likelihood of the token at a position; position 0 is the first new token.
-
-        Args:
-            place: recorded position, below `len(self.top)`.
-            token: id of the chosen token.
-        """
-        if place < len(self.chosen):
-            return Likelihood(token, self.chosen[place], self.top[place])
+        """The likelihood of the token at a recorded position; position 0 is the first new token."""
         assert self.last is not None
-        return Likelihood(token, float(self.last[token]), self.top[place])
+        logprob = self.chosen[place] if place < len(self.chosen) else float(self.last[token])
+        return Likelihood(token, logprob, self.top[place])
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    """Return ids and log-probabilities of the most likely tokens, most likely first.
-
-    Args:
-        logprobs: log-probability of each token, `[vocabulary]`.
-        count: number of tokens to return; a larger number than the vocabulary's size returns all tokens.
-    """
+    """Ids and log-probabilities of the `count` most likely of all tokens, most likely first."""
     values, tokens = logprobs.topk(min(count, len(logprobs)))
     return list(zip(tokens.tolist(), values.tolist(), strict=True))

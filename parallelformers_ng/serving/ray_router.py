@@ -32,21 +32,12 @@ class FewestRequests(RequestRouter):
 
         The order of replicas with equally many requests is random. The method counts the request at the first replica.
         If all replicas are full, the request waits.
-
-        Args:
-            candidate_replicas: running replicas, at least one.
-            pending_request: request to route; None changes no counts.
-
-        Returns:
-            List with the first replica, and list of the other replicas in the order of their numbers of requests.
         """
-        self._open_requests = {
-            request: routed for request, routed in self._open_requests.items() if not routed[1].cancelled()
-        }
+        requests = self._open_requests.items()
+        self._open_requests = {request: routed for request, routed in requests if not routed[1].cancelled()}
         counts = Counter(replica for replica, _ in self._open_requests.values())
-        first, *others = sorted(
-            random.sample(candidate_replicas, len(candidate_replicas)), key=lambda each: counts[each.replica_id]
-        )
+        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
+        first, *others = sorted(shuffled, key=lambda each: counts[each.replica_id])
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # wait if all replicas are full
             self._open_requests[pending_request.metadata.internal_request_id] = first.replica_id, pending_request.future

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 
 from parallelformers_ng.serving.api_errors import bad_request
 from parallelformers_ng.serving.fields import CHAT, COMPLETIONS, EMBEDDINGS, IGNORED, REFUSED, TOKENIZE
@@ -48,26 +48,18 @@ class ApiRequest(Fields):
     @model_validator(mode="after")
     def _refuse(self) -> ApiRequest:
         for name, value in sorted((self.__pydantic_extra__ or {}).items()):
-            field = REFUSED.get(name)
-            if field is None or self.route not in field.routes:
-                field = None
-                if name not in IGNORED or self.route not in IGNORED[name].routes:
-                    note_unknown(self.route, name, type(self).model_fields)
-            if field is not None and not field.takes(value):
-                raise bad_request(f"{name} is not supported: {field.note}", name, "unsupported_parameter")
+            refused, ignored = REFUSED.get(name), IGNORED.get(name)
+            if refused and self.route in refused.routes:
+                if not refused.takes(value):
+                    raise bad_request(f"{name} is not supported: {refused.note}", name, "unsupported_parameter")
+            elif not ignored or self.route not in ignored.routes:
+                note_unknown(self.route, name, type(self).model_fields)
         return self
 
 
 class StreamOptions(Fields):
-    """Field `stream_options` of OpenAI.
-
-    Attributes:
-        include_usage: whether the stream ends with a chunk that has the numbers of tokens.
-        continuous_usage_stats: field of vLLM; only false is supported.
-    """
-
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False  # field of vLLM; only false is supported
 
 
 class Sampling(ApiRequest):
@@ -90,7 +82,6 @@ class Sampling(ApiRequest):
 
     @property
     def penalizes(self) -> bool:
-        """Whether the request has a presence penalty, a frequency penalty or a logit bias."""
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
@@ -108,16 +99,11 @@ class GenerationRequest(Sampling, GuidedFields):
 
     @property
     def alternatives(self) -> int | None:
-        """Number of most likely tokens to return at each position, or None to return no probabilities.
-
-        Raises:
-            ApiError: `top_logprobs` is above 0 without `logprobs`, status 400.
-        """
+        """Number of most likely tokens to return at each position, or None to return no probabilities."""
         raise NotImplementedError
 
     @property
     def tells_usage(self) -> bool:
-        """Whether the stream ends with a chunk that has the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -127,8 +113,6 @@ class CompletionRequest(GenerationRequest):
     Attributes:
         prompt: one prompt or several prompts; each prompt is text or a list of token ids.
         logprobs: number of most likely tokens to return at each position; None to return no probabilities.
-        echo: whether the answer begins with the prompt.
-        add_special_tokens: whether the tokenizer adds special tokens, such as BOS, to a text.
         max_tokens: maximum number of tokens in an answer; 0 with `echo` returns only the prompt.
     """
 
@@ -185,10 +169,17 @@ class ToolCall(Fields):
     function: Function
 
 
+def _refuse_field(value: Any, info: Any) -> Any:
+    why = f"a message has {info.field_name}, which the server does not support; remove the field"
+    raise bad_request(why, "messages")
+
+
+_Unsupported = Annotated[Any, AfterValidator(_refuse_field)]
+_REASONING = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))  # the latter is vLLM's newer name
+
+
 class Message(Fields):
     """Message of a chat.
-
-    The validation raises ApiError with status 400 if `function_call`, `refusal` or `audio` is set.
 
     Attributes:
         content: text, or a list of parts; None for a message without content, such as a message with tool calls.
@@ -200,29 +191,18 @@ class Message(Fields):
     role: str
     content: str | list[MessagePart] | None = None
     name: str | None = None
-    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
-        None  # the second name is vLLM's newer name
-    )
+    reasoning_content: Annotated[str | None, _REASONING] = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
-    refusal: Any = None
-    audio: Any = None
+    function_call: _Unsupported = None
+    refusal: _Unsupported = None
+    audio: _Unsupported = None
 
     @property
     def pictures(self) -> list[str]:
-        """URLs of the pictures in the message."""
+        """URLs of the pictures."""
         parts = self.content if isinstance(self.content, list) else []
         return [part.image_url.url for part in parts if part.type == "image_url" and part.image_url is not None]
-
-    @model_validator(mode="after")
-    def _refuse(self) -> Message:
-        for name in ("function_call", "refusal", "audio"):
-            if getattr(self, name) is not None:
-                raise bad_request(
-                    f"a message has {name}, which the server does not support; remove the field", "messages"
-                )
-        return self
 
 
 class TemplateFields(ApiRequest):
@@ -237,21 +217,12 @@ class TemplateFields(ApiRequest):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Arguments of the chat template.
-
-        Raises:
-            ApiError: two fields contradict each other, or `chat_template_kwargs` has a reserved name, status 400.
-        """
         if self.continue_final_message and self.add_generation_prompt:
-            raise bad_request(
-                "the request has continue_final_message and add_generation_prompt; remove one of the two fields",
-                "continue_final_message",
-            )
+            message = "the request has continue_final_message and add_generation_prompt; remove one of the two fields"
+            raise bad_request(message, "continue_final_message")
         if reserved := sorted(_NO_TEMPLATE_VARIABLES & self.chat_template_kwargs.keys()):
-            raise bad_request(
-                f"chat_template_kwargs has {reserved[0]}, which is not a variable of the template; remove it",
-                "chat_template_kwargs",
-            )
+            message = f"chat_template_kwargs has {reserved[0]}, which is not a variable of the template; remove it"
+            raise bad_request(message, "chat_template_kwargs")
         arguments = {
             **self.chat_template_kwargs,
             "continue_final_message": self.continue_final_message,
@@ -311,18 +282,10 @@ class EmbeddingRequest(ApiRequest):
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the request.
-
-        Raises:
-            ApiError: the input has token ids, status 400.
-        """
         texts = [self.input] if isinstance(self.input, str) else self.input
         if not all(isinstance(text, str) for text in texts):
-            raise bad_request(
-                "the input has token ids, which may belong to another tokenizer; send texts (with LangChain:"
-                " OpenAIEmbeddings(check_embedding_ctx_length=False))",
-                "input",
-            )
+            advice = "send texts (with LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False))"
+            raise bad_request(f"the input has token ids, which may belong to another tokenizer; {advice}", "input")
         return list(texts)  # type: ignore[arg-type]
 
 

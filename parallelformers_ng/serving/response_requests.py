@@ -24,16 +24,9 @@ class ResponseTool(Fields):
     strict: bool | None = None
 
     def of_chat(self) -> dict[str, Any]:
-        """Return the tool in the format of chat requests.
-
-        Raises:
-            ApiError: the type of the tool is not "function", status 400.
-        """
         if self.type != "function":
-            raise bad_request(
-                f"tools: the server does not support tools of type {self.type!r}; send tools of type 'function'",
-                "tools",
-            )
+            message = f"tools: the server does not support tools of type {self.type!r}; send tools of type 'function'"
+            raise bad_request(message, "tools")
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -63,12 +56,6 @@ class TextConfig(Fields):
 
 
 class Reasoning(Fields):
-    """Field `reasoning` of a request.
-
-    Attributes:
-        effort: variable of the chat template, the same as `reasoning_effort` of chat requests.
-    """
-
     effort: str | None = None
 
 
@@ -101,12 +88,7 @@ class ResponsesRequest(Sampling):
     structured_outputs: StructuredOutputs | None = None
 
     def chat(self) -> ChatRequest:
-        """Convert the request to a request of `/v1/chat/completions`.
-
-        Raises:
-            ApiError: an item of the input or a tool is not supported, status 400.
-            ValidationError: an item of the input or a tool has an invalid field.
-        """
+        """Convert the request to a request of `/v1/chat/completions`."""
         fields = {name: getattr(self, name) for name in Sampling.model_fields if name in self.model_fields_set}
         tells_logprobs = "message.output_text.logprobs" in self.include
         fields |= {
@@ -126,7 +108,7 @@ class ResponsesRequest(Sampling):
         return ChatRequest.model_validate(fields)
 
     def echo(self) -> dict[str, Any]:
-        """Return the request fields that the response repeats."""
+        """Request fields that the response repeats."""
         as_sent = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice")
         text_format = self.text.format or TextFormat(type="text")
         excluded = None if text_format.type == "json_schema" else {"name", "schema_"}
@@ -156,13 +138,7 @@ class ResponsesRequest(Sampling):
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Add an item of the input to the messages of a chat.
-
-    Args:
-        messages: messages of the chat, changed in place.
-        item: item of the input.
-        where: path of the item for error messages, such as "input.0".
-    """
+    """Add an item of the input to the messages of a chat."""
     kind = item.get("type") or "message"
     last = messages[-1] if messages else {}
     if kind == "message":
@@ -188,15 +164,12 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
         content = _content(item.get("output"), where)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id") or "", "content": content})
     else:
-        raise bad_request(
-            f"{where} has type {kind!r}, which the server does not support; send message, reasoning, function_call or"
-            " function_call_output",
-            "input",
-        )
+        kinds = "message, reasoning, function_call or function_call_output"
+        raise bad_request(f"{where} has type {kind!r}, which the server does not support; send {kinds}", "input")
 
 
 def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a user's message: text, or a list of parts if the message has pictures."""
+    """Content of a user's message: text, or a list of parts if the message has pictures."""
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("image_url") for part in content):
         return _content(content, where)
     return [
@@ -208,7 +181,6 @@ def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str) -> str:
-    """Return the text of a message or a function output."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -218,23 +190,20 @@ def _content(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
         if not isinstance(text, str):
-            raise bad_request(
-                f"{where} has a part of type {kind!r}; only text parts, and pictures in user messages, are supported",
-                "input",
-            )
+            why = f"{where} has a part of type {kind!r}; only text parts, and pictures in user messages, are supported"
+            raise bad_request(why, "input")
         texts.append(text)
     return "".join(texts)
 
 
 def _choice_of_chat(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return `tool_choice` in the format of chat requests."""
+    """Convert `tool_choice` to the format of chat requests."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools":
-        named = [
-            {"type": each.get("type"), "function": {"name": each.get("name")}} for each in choice.get("tools") or ()
-        ]
+        tools = choice.get("tools") or ()
+        named = [{"type": each.get("type"), "function": {"name": each.get("name")}} for each in tools]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode", "auto"), "tools": named}}
     return choice

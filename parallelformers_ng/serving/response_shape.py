@@ -18,14 +18,7 @@ def _id(prefix: str) -> str:
 
 
 class ResponseShape(Shape):
-    """Format of answers for `/v1/responses`, for one answer. An answer without streaming makes and discards the events.
-
-    Args:
-        name: name of the model.
-        tokenizer: tokenizer of transformers.
-        chat: request, converted to a chat request.
-        request: original request.
-    """
+    """Format of one answer for `/v1/responses`. Without streaming, the events are made and discarded."""
 
     prefix, end = "resp", ""
 
@@ -33,7 +26,7 @@ class ResponseShape(Shape):
         super().__init__(name, tokenizer, chat)
         self._original = request
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
+        self._open: dict[str, Any] = {}  # item of the output that is not complete yet
         self._spaces = ""  # white space before the text of a message; white space alone starts no message
         self._logprobs: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not sent yet
         self._reasoning_tokens = 0
@@ -55,12 +48,10 @@ class ResponseShape(Shape):
             self._reasoning_tokens += piece.tokens
             yield from self._continue("reasoning", piece.read.reasoning)
         self._logprobs += [self._likelihood(each) for each in piece.likelihoods]
-        text = self._spaces + piece.read.text
-        if self._is_open("message") and (text or self._logprobs):
-            yield from self._continue("message", text)
-        elif text.isspace():
+        text, is_open = self._spaces + piece.read.text, self._open.get("type") == "message"
+        if text.isspace() and not is_open:
             self._spaces = text
-        elif text:
+        elif text or (is_open and self._logprobs):
             yield from self._continue("message", text)
         for call in piece.read.calls:
             self._spaces = ""
@@ -86,12 +77,9 @@ class ResponseShape(Shape):
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _is_open(self, kind: str) -> bool:
-        return self._open is not None and self._open["type"] == kind
-
     def _continue(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         """Add text to the open item of a kind. If no such item is open, close the open item and begin a new item."""
-        if not self._is_open(kind):
+        if self._open.get("type") != kind:
             yield from self._close()
             if kind == "message":
                 part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -102,7 +90,6 @@ class ResponseShape(Shape):
             yield from self._begin(item)
             item["content"] = [dict(part)]
             yield self._event("response.content_part.added", **self._place, content_index=0, part=part)
-        assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
         more: dict[str, Any] = {}
@@ -118,25 +105,21 @@ class ResponseShape(Shape):
 
     @property
     def _place(self) -> dict[str, Any]:
-        assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self._output)}
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Close the open item, if any item is open."""
-        if self._open is None:
-            return
         item = self._open
+        if not item:
+            return
         if "content" in item:
-            part = item["content"][0]
-            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
-            yield self._event(
-                f"response.{part['type']}.done", **self._place, content_index=0, text=part["text"], **more
-            )
+            part, done = item["content"][0], f"response.{item['content'][0]['type']}.done"
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield self._event(done, **self._place, content_index=0, text=part["text"], **more)
             yield self._event("response.content_part.done", **self._place, content_index=0, part=part)
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._open = None
+        self._open = {}
 
     def _call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._close()

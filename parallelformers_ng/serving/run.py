@@ -35,11 +35,6 @@ class Server(uvicorn.Server):
 
     After the first SIGTERM or Ctrl-C, the server refuses new requests with status 503. The server ends when the running
     requests are complete or the time limit `drain` has passed. The second signal ends the server immediately.
-
-    Args:
-        app: application to serve.
-        options: address and limits of the server.
-        abandon: function that ends the calls of requests that are still running at the end.
     """
 
     def __init__(self, app: AccessGuard, options: ServeOptions, abandon: Callable[[], None]) -> None:
@@ -76,13 +71,11 @@ class Server(uvicorn.Server):
 
     async def _end_when_served(self) -> None:
         try:
-            async with asyncio.timeout(self._options.drain):
+            async with asyncio.timeout(seconds := self._options.drain):
                 while self._app.in_flight:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            log.info(
-                "shutting down: %d requests were not complete after %g s", self._app.in_flight, self._options.drain
-            )
+            log.info("shutting down: %d requests were not complete after %g s", self._app.in_flight, seconds)
         self._end()
 
     def _end(self) -> None:
@@ -96,18 +89,6 @@ def serve(options: ServeOptions) -> int:
 
     The function also sets up the log, and excludes the existing objects from garbage collection. At the end, the
     function stops the ranks.
-
-    Args:
-        options: options of the server.
-
-    Returns:
-        Exit status, always 0.
-
-    Raises:
-        ParallelError: the port is in use, or the model cannot be served; see `parallelize`.
-        OSError: the server cannot listen on the address, or a file of the model cannot be read.
-        ValueError, KeyError, ImportError: a file of the model is damaged, or needs a package that is missing; see
-            `kind_of`, `load` and `create_app`.
     """
     set_up_logs(options.log_format, options.log_level)
     with bound(options) as listener:  # checked before the model loads, which can take a minute
@@ -130,22 +111,8 @@ def serve(options: ServeOptions) -> int:
 def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
     """Load and parallelize a model, and load its tokenizer.
 
-    Args:
-        options: options of the server.
-        kind: kind of the model.
-
-    Returns:
-        Parallelized model, and tokenizer. If the model reads pictures or transcribes sound, the second item is the
-        processor. If the processor of a model that reads pictures cannot be loaded, the second item is the tokenizer,
-        and the log has a warning.
-
-    Raises:
-        UnsupportedModelError: the processor of a model that transcribes sound cannot be loaded, or transformers cannot
-            read the GGUF file. Or the options have adapters, but the model generates no text.
-        ParallelError: the model cannot be parallelized; see `parallelize`.
-        OSError: the tokenizer or the GGUF file does not exist.
-        ValueError, ImportError: the tokenizer is damaged, or needs a package that is missing.
-        KeyError: the adapter in the model's folder names no base model.
+    If the model reads pictures or transcribes sound, the processor takes the place of the tokenizer. If the processor
+    of a model that reads pictures cannot be loaded, the tokenizer stays, and the log has a warning.
     """
     arguments: dict[str, Any] = {} if options.revision is None else {"revision": options.revision}
     source: Any = options.model
@@ -157,9 +124,8 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
         tokenizer = _tokenizer(options.model if has_tokenizer else base, options.revision, kind)
     if options.adapters:
         if not kind.writes_text:
-            raise UnsupportedModelError(
-                f"lora_modules is only for models that write text; the output of {options.model} is {kind}"
-            )
+            message = f"lora_modules is only for models that write text; the output of {options.model} is {kind}"
+            raise UnsupportedModelError(message)
         names = peft_names(options)
         arguments["adapters"] = {names[name]: path for name, path in options.adapters.items()}
     device = options.device
@@ -186,11 +152,6 @@ def load(options: ServeOptions, kind: Kind) -> tuple[Any, Any]:
 
 
 def _tokenizer(name: str | None, revision: str | None, kind: Kind) -> Any:
-    """Return the tokenizer of a model, or the processor of a model that reads pictures or sound.
-
-    Raises:
-        UnsupportedModelError: the processor of a model that transcribes sound cannot be loaded.
-    """
     if kind.reads_pictures or kind.transcribes:
         try:
             processor = AutoProcessor.from_pretrained(name, revision=revision)
@@ -208,12 +169,7 @@ def _tokenizer(name: str | None, revision: str | None, kind: Kind) -> Any:
 
 
 def _from_gguf(path: Path, dtype: str | None) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a GGUF file. transformers converts the quantized weights to floats.
-
-    Args:
-        path: path of the GGUF file.
-        dtype: data type of the weights; by default float32.
-    """
+    """transformers converts the quantized weights to floats."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -229,13 +185,6 @@ def warm_up(model: Any) -> None:
 
     Afterwards the garbage collector skips the existing objects. A full collection would take a quarter of a second and
     delay every answer; large requests would start full collections.
-
-    Args:
-        model: parallelized model.
-
-    Raises:
-        UnsupportedModelError: the model fails, or returns neither token vectors nor scores nor text.
-        GroupError: the workers cannot answer.
     """
     prompt = torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -249,21 +198,14 @@ def warm_up(model: Any) -> None:
             if getattr(output, "last_hidden_state", getattr(output, "logits", None)) is None:
                 raise UnsupportedModelError(f"{type(model).__name__} returns neither token vectors nor scores nor text")
     except WorkerError as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: the model fails with a prompt of one token: {error}"
-        ) from error
+        message = f"{type(model).__name__} cannot be served: the model fails with a prompt of one token: {error}"
+        raise UnsupportedModelError(message) from error
     gc.collect()
     gc.freeze()
 
 
 def started(model: Any, options: ServeOptions, port: int) -> str:
-    """Return the log line of a ready server, with the model, the address, the devices and the limits.
-
-    Args:
-        model: parallelized model.
-        options: options of the server.
-        port: port on which the server listens.
-    """
+    """Describe a ready server in a line for the log."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     devices = ", ".join(deployment_of(model).device_names)
     key = "a key" if options.api_key else "no key"

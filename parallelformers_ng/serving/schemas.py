@@ -23,13 +23,7 @@ from parallelformers_ng.serving.structured import Constraint
 
 
 class Schemas:
-    """Converter of constraints to logits processors.
-
-    Args:
-        tokenizer: tokenizer of transformers. Only a fast tokenizer supports constraints.
-        words: number of tokens in the model's vocabulary.
-        ends: ids of tokens that end an answer. Constraints need at least one id.
-    """
+    """Converter of constraints to logits processors, which need a fast tokenizer and a token that ends an answer."""
 
     def __init__(self, tokenizer: Any, words: int, ends: set[int]) -> None:
         self._tokenizer = tokenizer
@@ -46,35 +40,15 @@ class Schemas:
         return zlib.compress(json.dumps({**text, "padding": None, "truncation": None}).encode(), 1)
 
     async def read(self, constraint: Constraint) -> str:
-        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core.
-
-        Argument, result and errors are the same as in `grammar`.
-        """
+        """Run `grammar` in the only thread for constraints, so that large constraints use at most one core."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.grammar, constraint)
 
     def processor(self, grammar: str, prompt: int) -> Grammar:
-        """Return a logits processor that restricts an answer to a grammar. Each answer needs its own processor.
-
-        Args:
-            grammar: result of `grammar`.
-            prompt: number of tokens before the answer.
-
-        Raises:
-            ApiError: the tokenizer is not a fast tokenizer, or the model has no end token, status 400.
-        """
+        """Make a logits processor for one answer, with the number of tokens before the answer."""
         return Grammar(grammar, self._packed, self._words, self._ends, prompt)
 
     def grammar(self, constraint: Constraint) -> str:
-        """Convert a constraint to a grammar in llguidance's format.
-
-        Args:
-            constraint: constraint of a request.
-
-        Raises:
-            ApiError: the constraint is invalid or too complex, status 400, or llguidance is missing, status 501. Or the
-                tokenizer is not a fast tokenizer, or the model has no end token, status 400.
-            ValueError: llguidance cannot read the tokenizer.
-        """
+        """Convert a constraint to a grammar in llguidance's format, and check the grammar."""
         param = constraint.param
         try:
             grammar = _grammar(constraint)
@@ -83,9 +57,8 @@ class Schemas:
         except (ValueError, RecursionError) as error:
             raise bad_request(f"{param}: {error}", param) from None
         if len(grammar) > MOST_CHARACTERS:
-            raise bad_request(
-                f"{param} has {len(grammar)} characters as a grammar; the limit is {MOST_CHARACTERS}", param
-            )
+            message = f"{param} has {len(grammar)} characters as a grammar; the limit is {MOST_CHARACTERS}"
+            raise bad_request(message, param)
         matcher = matcher_of(grammar, grammar_tokenizer(self._packed, self._words, self._ends))
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds a grammar that is too complex at the first token, before the ranks run it

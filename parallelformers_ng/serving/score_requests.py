@@ -34,32 +34,21 @@ class ScoreRequest(ApiRequest):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Text pairs to score.
-
-        Raises:
-            ApiError: status 400. The numbers of first and second texts do not match, or the first or the second texts
-                are missing or in several fields.
-        """
-        first, second = (
-            self._texts("text_1", "data_1", "queries"),
-            self._texts("text_2", "data_2", "documents", "items"),
-        )
+        first = self._texts("text_1", "data_1", "queries")
+        second = self._texts("text_2", "data_2", "documents", "items")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise bad_request(
-                f"the request has {len(first)} first texts and {len(second)} second texts; send one first text, or the"
-                " same number of both",
-                "text_1",
-            )
+            texts = f"{len(first)} first texts and {len(second)} second texts"
+            why = f"the request has {texts}; send one first text, or the same number of both"
+            raise bad_request(why, "text_1")
         return list(zip(first, second, strict=True))
 
     def _texts(self, *names: str) -> list[str]:
         values: list[list[str]] = [value for name in names if (value := getattr(self, name)) is not None]
         if len(values) != 1:
-            raise bad_request(
-                f"the request has {len(values)} of the fields {', '.join(names)}; send exactly one", names[0]
-            )
+            message = f"the request has {len(values)} of the fields {', '.join(names)}; send exactly one"
+            raise bad_request(message, names[0])
         return values[0]
 
 
@@ -89,5 +78,4 @@ class RerankRequest(ApiRequest):
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]

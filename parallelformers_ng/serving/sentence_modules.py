@@ -40,7 +40,7 @@ _HARMLESS = ("unpad_inputs", "backend")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Softplus", "Mish")
 
 
-MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+MODES = tuple(_OLDER.values())
 
 Module = Callable[[torch.Tensor], torch.Tensor]
 """Function from vectors `[texts, width]` to vectors `[texts, new width]`."""
@@ -65,7 +65,7 @@ class Pooling:
     max_tokens: int | None = None
 
     def __call__(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return one vector for each text, float32 `[texts, width]`.
+        """Compute one vector for each text, float32 `[texts, width]`.
 
         Args:
             states: output of the last layer, `[texts, tokens, width]`, padded on the right.
@@ -98,30 +98,14 @@ def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class SentenceFiles:
-    """Reader of a model's files in a folder or on the Hugging Face hub.
-
-    Args:
-        name: model folder, or name on the Hugging Face hub.
-        revision: branch, tag or commit on the hub; None for the main branch.
-
-    Attributes:
-        name: the argument of the same name.
-    """
+    """Reader of a model's files in a folder or on the Hugging Face hub."""
 
     def __init__(self, name: str, revision: str | None = None) -> None:
         self.name = name
         self._revision = revision
 
     def find(self, file: str) -> Path | None:
-        """Return the path of a file, or None if the model does not have the file. Download a file from the hub.
-
-        Args:
-            file: path of the file in the model's folder.
-
-        Raises:
-            UnsupportedModelError: the hub cannot be reached, and its cache has no record of the file.
-            OSError: the hub refuses the request, for example because the model needs an access token.
-        """
+        """Find a file, and download it from the hub; None if the model does not have the file."""
         if Path(self.name).is_dir():
             path = Path(self.name) / file
             return path if path.is_file() else None
@@ -138,18 +122,14 @@ class SentenceFiles:
         except EntryNotFoundError:
             return None
 
-    def json(self, file: str, kind: type = dict) -> Any:
-        """Return the content of a JSON file, or None if the model does not have the file.
+    def unsupported(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.name} {what}, which the server does not support")
 
-        Args:
-            file: path of the file in the model's folder.
-            kind: type of the content.
-
-        Raises:
-            UnsupportedModelError, OSError: see `find`.
-            CheckpointError: the file is not valid JSON, or has content of another type.
-        """
+    def json(self, file: str, kind: type = dict, setting: str = "") -> Any:
+        """Read a JSON file. A missing file is None, or an error if the model needs the file for a `setting`."""
         path = self.find(file)
+        if path is None and setting:
+            raise UnsupportedModelError(f"{self.name} has no {file}, which names the {setting}")
         if path is None:
             return None
         try:
@@ -161,17 +141,7 @@ class SentenceFiles:
         return content
 
     def tensors(self, folder: str, *needed: str) -> dict[str, torch.Tensor]:
-        """Return the weights of a module by name, in float32 on CPU. The module defines the shapes.
-
-        Args:
-            folder: path of the module's folder in the model's folder.
-            needed: names of weights that the module must have.
-
-        Raises:
-            UnsupportedModelError: the folder has no weights, or the hub cannot be reached; see `find`.
-            OSError: see `find`.
-            CheckpointError: the file of weights is damaged, or lacks a needed weight.
-        """
+        """Read the weights of a module by name, in float32 on CPU."""
         path = self.find(f"{folder}/model.safetensors") or self.find(f"{folder}/pytorch_model.bin")
         if path is None:
             raise UnsupportedModelError(f"{self.name} has no weights in {folder}")
@@ -182,19 +152,9 @@ class SentenceFiles:
 
 
 def read_pooling(name: str, revision: str | None = None) -> Pooling:
-    """Return the pooling of a model; the default without `modules.json` is the normalized mean.
+    """Read the pooling of a model; the default without `modules.json` is the normalized mean.
 
     The files are those that `SentenceTransformer.save_pretrained` of sentence-transformers writes.
-
-    Args:
-        name: model folder, or name on the Hugging Face hub.
-        revision: branch, tag or commit on the hub; None for the main branch.
-
-    Raises:
-        UnsupportedModelError: the model has a module or a setting that the server does not support, or the hub cannot
-            be reached.
-        OSError: the hub refuses the request; see `SentenceFiles.find`.
-        CheckpointError: a file is damaged, or lacks a key or a weight.
     """
     files = SentenceFiles(name, revision)
     listed = files.json("modules.json", list)
@@ -204,37 +164,30 @@ def read_pooling(name: str, revision: str | None = None) -> Pooling:
         if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
             raise CheckpointError(f"modules.json of {name} has a module without type or path: {module}")
         if not module["type"].startswith("sentence_transformers."):
-            raise UnsupportedModelError(
-                f"{name} has the module {module['type']}, which is not a module of sentence-transformers"
-            )
+            message = f"{name} has the module {module['type']}, which is not a module of sentence-transformers"
+            raise UnsupportedModelError(message)
     kinds = [module["type"].rpartition(".")[2] for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= _FOLLOWING.keys() | {"Dropout"}:
-        raise UnsupportedModelError(
-            f"{name} has the modules {', '.join(kinds)}; the server supports Transformer, Pooling, then any of"
-            f" {', '.join(_FOLLOWING)} and Dropout"
-        )
+        supported = f"Transformer, Pooling, then any of {', '.join(_FOLLOWING)} and Dropout"
+        raise UnsupportedModelError(f"{name} has the modules {', '.join(kinds)}; the server supports {supported}")
     if listed[0]["path"]:
         raise UnsupportedModelError(
             f"{name} has its Transformer in the folder {listed[0]['path']!r}; save it again with a newer release of"
             " sentence-transformers, which saves the Transformer in the top folder"
         )
-    pooling = files.json(f"{listed[1]['path']}/config.json")
-    if pooling is None:
-        raise UnsupportedModelError(f"{name} has no {listed[1]['path']}/config.json, which names the pooling mode")
+    pooling = files.json(f"{listed[1]['path']}/config.json", setting="pooling mode")
     following = [_FOLLOWING[kind](files, module["path"])
                  for kind, module in zip(kinds[2:], listed[2:], strict=True) if kind in _FOLLOWING]  # fmt: skip
     lower_case, most = _transformer_settings(files)
     config = files.json("config_sentence_transformers.json") or {}
     prompt = (config.get("prompts") or {}).get(config.get("default_prompt_name")) or ""  # put before every input
     if prompt and not pooling.get("include_prompt", True):
-        raise UnsupportedModelError(
-            f"{name} excludes its prompt {prompt!r} from the pooling, which the server does not support"
-        )
+        raise files.unsupported(f"excludes its prompt {prompt!r} from the pooling")
     return Pooling(_modes(pooling, name), following, prompt, lower_case, most)
 
 
 def _modes(config: dict[str, Any], name: str) -> list[str]:
-    """Return the pooling modes from the configuration of a Pooling module, with newer or older key names."""
+    """Read the pooling modes from the configuration of a Pooling module, with newer or older key names."""
     chosen = config.get("pooling_mode")
     if chosen is None:
         older = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
@@ -247,35 +200,26 @@ def _modes(config: dict[str, Any], name: str) -> list[str]:
 
 
 def _transformer_settings(files: SentenceFiles) -> tuple[bool, int | None]:
-    """Return whether texts are lower-cased, and the maximum number of tokens in a text or None."""
+    """Read whether texts are lower-cased, and the maximum number of tokens in a text."""
     configs = (files.json(file) for file in _TRANSFORMER_FILES)
     config: dict[str, Any] = next((settings for settings in configs if settings is not None), {})
     for key, value in config.items():
         if key in ("max_seq_length", "do_lower_case", *_HARMLESS) or not value:
             continue
         if key not in _TRANSFORMER or value != _TRANSFORMER[key]:
-            raise UnsupportedModelError(
-                f"{files.name} sets {key} to {value!r} for the Transformer module of sentence-transformers; the server"
-                " does not support this value"
-            )
+            raise files.unsupported(f"sets {key} to {value!r} for the Transformer module of sentence-transformers")
     return bool(config.get("do_lower_case")), config.get("max_seq_length")
 
 
 def _dense(files: SentenceFiles, folder: str) -> Module:
-    config, weights = files.json(f"{folder}/config.json"), files.tensors(folder, "linear.weight")
-    if config is None:
-        raise UnsupportedModelError(f"{files.name} has no {folder}/config.json, which names the activation")
+    config, weights = files.json(f"{folder}/config.json", setting="activation"), files.tensors(folder, "linear.weight")
     path = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or activation not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{files.name} has the activation {path} in {folder}, which the server does not support"
-        )
+        raise files.unsupported(f"has the activation {path} in {folder}")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
-            raise UnsupportedModelError(
-                f"{files.name} sets {key} to {config[key]!r} in {folder}, which the server does not support"
-            )
+            raise files.unsupported(f"sets {key} to {config[key]!r} in {folder}")
     act, weight, bias = getattr(torch.nn, activation)(), weights["linear.weight"], weights.get("linear.bias")
     return lambda vectors: act(torch.nn.functional.linear(vectors, weight, bias))
 

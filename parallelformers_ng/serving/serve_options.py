@@ -11,15 +11,7 @@ from typing import Annotated, Any
 
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.option_checks import check_devices, checked_seconds, read_options
-from parallelformers_ng.options import (
-    DTYPES,
-    QUANTIZE_HELP,
-    SCHEMES,
-    BatchingOptions,
-    FitOptions,
-    Number,
-    Seconds,
-)
+from parallelformers_ng.options import DTYPES, QUANTIZE_HELP, SCHEMES, BatchingOptions, FitOptions, Number, Seconds
 
 
 @dataclass(frozen=True)
@@ -28,18 +20,11 @@ class ServeOptions:
 
     Every field is a flag of `parallelformers-ng serve`, with dashes, and a key of the TOML file of `--config`. The text
     in the field's type is the help text of the flag.
-
-    Raises:
-        ParallelError: an option has an invalid value, or two options contradict each other.
     """
 
     model: Annotated[str, "model folder, GGUF file, or name on the Hugging Face hub"] = ""
-    num_gpus: Annotated[
-        int | None, "number of ranks; by default one rank for each GPU, or 2 CPU ranks without a GPU"
-    ] = None
-    replicas: Annotated[
-        int, "number of replicas, each with num_gpus ranks; a request goes to the least busy replica"
-    ] = 1
+    num_gpus: Annotated[int | None, "number of ranks; by default one for each GPU, or 2 CPU ranks without a GPU"] = None
+    replicas: Annotated[int, "number of replicas, each with num_gpus ranks; a request goes to the least busy one"] = 1
     revision: Annotated[str | None, "branch, tag or commit of the model on the hub; by default the main branch"] = None
     dtype: Annotated[str | None, "data type: float32, bfloat16 or float16; by default the model's own data type"] = None
     quantize: Annotated[str | None, f"{QUANTIZE_HELP}; by default the model's own quantization"] = None
@@ -55,23 +40,14 @@ class ServeOptions:
         list[str], "weight budget of each device, such as 0=10GiB 1=10GiB cpu=64GiB; cpu= is RAM for the overflow"
     ] = field(default_factory=list)
     offload_folder: Annotated[str | None, "folder for weights that exceed the memory of the devices and the RAM"] = None
-    cache: Annotated[
-        str | None,
-        "key/value cache: int8 stores 8 bits per value; offload stores the cache of CUDA ranks in host memory",
-    ] = None
+    cache: Annotated[str | None, "key/value cache as int8 (8 bits per value) or offload (CUDA: in host memory)"] = None
     device: Annotated[str, "device type: auto, cpu or cuda"] = "auto"
-    launcher: Annotated[
-        str, "local: ranks on this machine; ray: replicas on Ray Serve, with ranks on the hosts of the cluster"
-    ] = "local"
-    ray_address: Annotated[
-        str | None, "address of the Ray cluster; by default ray.init() finds or starts a cluster"
-    ] = None
+    launcher: Annotated[str, "local: ranks on this machine; ray: replicas on Ray Serve, ranks on the cluster"] = "local"
+    ray_address: Annotated[str | None, "address of the Ray cluster; by default ray.init() finds or starts one"] = None
     autoscaling: Annotated[
         list[str], "autoscaling settings of Ray Serve instead of replicas, such as min_replicas=1 max_replicas=4"
     ] = field(default_factory=list)
-    served_model_name: Annotated[
-        str | None, "name of the model in requests and answers; by default the value of MODEL"
-    ] = None
+    served_model_name: Annotated[str | None, "name of the model in requests and answers; by default MODEL"] = None
     lora_modules: Annotated[
         list[str], "PEFT adapters with their names in requests, such as sql=adapters/sql chat=adapters/chat"
     ] = field(default_factory=list)
@@ -95,20 +71,14 @@ class ServeOptions:
 
     rows: Annotated[int, "maximum number of sequences that a replica decodes together"] = 16
     waiting: Annotated[int, "maximum number of sequences that wait for a row; further requests get status 503"] = 64
-    prefill_patience: Annotated[
-        int, "approximate milliseconds that decoding rows wait for one prefill step of new rows"
-    ] = 200
-    prefix_tokens: Annotated[
-        int, "number of tokens in the cache for prompts with a common beginning; 0 turns the cache off"
-    ] = 4096
+    prefill_patience: Annotated[int, "approximate milliseconds that decoding rows wait for one prefill step"] = 200
+    prefix_tokens: Annotated[int, "tokens in the cache for prompts with a common beginning; 0 turns it off"] = 4096
     cache_tokens: Annotated[
         int | None,
         "maximum number of tokens in the key/value caches of all rows; by default limited by the free memory",
     ] = None
     max_tokens: Annotated[int, "maximum number of tokens in an answer if the request sets no limit"] = 1024
-    max_prompt_tokens: Annotated[
-        int | None, "maximum number of tokens in a prompt; by default the limit of the model"
-    ] = None
+    max_prompt_tokens: Annotated[int | None, "maximum tokens in a prompt; by default the limit of the model"] = None
     max_choices: Annotated[int, "maximum number of answers of one request: n times the number of prompts"] = 16
     max_stops: Annotated[int, "maximum number of stop strings in one request"] = 16
     max_top_logprobs: Annotated[int, "maximum number of most likely tokens that logprobs return at each position"] = 20
@@ -116,9 +86,7 @@ class ServeOptions:
     max_body_bytes: Annotated[
         int | None, "maximum bytes of a request body; by default 1 MiB, or 16 MiB if the model reads pictures or sound"
     ] = None
-    media_folder: Annotated[
-        str | None, "folder with pictures for file:///path URLs in requests; by default no folder"
-    ] = None
+    media_folder: Annotated[str | None, "folder of pictures for file:///path URLs in requests; by default none"] = None
     max_pictures: Annotated[int, "maximum number of pictures in one request"] = 16
     max_pixels: Annotated[int, "maximum number of pixels in all pictures of one request together"] = 1 << 24
     max_audio_seconds: Annotated[Seconds, "maximum seconds of sound in one request"] = 600.0
@@ -165,35 +133,24 @@ class ServeOptions:
 
     @property
     def name(self) -> str:
-        """Name of the model in requests and answers."""
         return self.served_model_name or self.model
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Map from the name of each adapter in requests to its folder or its name on the hub.
-
-        Raises:
-            ParallelError: a value of `lora_modules` is not NAME=PATH, or two models have the same name.
-        """
+        """Map from the name of each adapter in requests to its folder or its name on the hub."""
         paths: dict[str, str] = {}
         for word in self.lora_modules:
             name, _, path = word.partition("=")
             if not name or not path:
                 raise ParallelError(f"lora_modules has {word!r}; write NAME=PATH, such as sql=adapters/sql")
             if name in paths or name == self.name:
-                raise ParallelError(
-                    f"lora_modules has the name {name!r}, which another model has already; choose another name"
-                )
+                message = f"lora_modules has the name {name!r}, which another model has already; choose another name"
+                raise ParallelError(message)
             paths[name] = path
         return paths
 
     @property
     def fit(self) -> FitOptions:
-        """Options for fitting the model into the memory of the devices.
-
-        Raises:
-            ParallelError: an option has an invalid value.
-        """
         sizes: dict[int | str, int | str] = {}
         for word in self.max_memory:
             device, equals, size = word.partition("=")
@@ -210,20 +167,12 @@ class ServeOptions:
 
     @property
     def most_answers(self) -> int:
-        """Maximum number of answers that are decoded or wait at the same time.
-
-        With launcher "ray", the number is for each replica of Ray Serve.
-        """
+        """Maximum number of answers that are decoded or wait at the same time, on Ray in each replica."""
         return self.rows * (self.replicas if self.launcher == "local" else 1) + self.waiting
 
     @property
     def batching(self) -> BatchingOptions:
-        """Options for sharing batches.
-
-        `waiting` of the batch is twice `most_answers`, because a call leaves the batch shortly after it leaves the
-        server.
-        """
-        waiting = 2 * self.most_answers
+        waiting = 2 * self.most_answers  # a call leaves the batch shortly after it leaves the server
         return BatchingOptions(self.rows, waiting, self.prefill_patience, self.prefix_tokens, self.cache_tokens)
 
 
@@ -241,23 +190,17 @@ _FORMS = {
         re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+"),
         "write an origin, such as https://example.org, or * for all origins",
     ),
-    "autoscaling": (re.compile(r"\w+=[\d.]+"), "write NAME=NUMBER, such as min_replicas=1 max_replicas=4"),
+    "autoscaling": (re.compile(r"\w+=(\d+(\.\d*)?|\.\d+)"), "write NAME=NUMBER, such as min_replicas=1 max_replicas=4"),
 }
 """Form of each word of an option, and advice; the key is secret, so its error does not show it."""
 _LOWEST = {
     "num_gpus": 1, "replicas": 1, "rows": 1, "waiting": 1, "prefill_patience": 1, "prefix_tokens": 0, "cache_tokens": 1,
-    "max_tokens": 1,
-    "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0,
-    "max_top_logprobs": 0, "max_inputs": 1, "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
+    "max_tokens": 1, "max_prompt_tokens": 1, "max_choices": 1, "max_stops": 0, "max_top_logprobs": 0, "max_inputs": 1,
+    "max_body_bytes": 1, "max_pictures": 0, "max_pixels": 1,
 }  # fmt: skip
 
 
 def read_text(path: str, option: str) -> str:
-    """Return the text of the file that an option names.
-
-    Raises:
-        ParallelError: the file cannot be read, or is not UTF-8.
-    """
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -266,15 +209,7 @@ def read_text(path: str, option: str) -> str:
 
 
 def read_serve_options(file: str | None, flags: Mapping[str, Any]) -> ServeOptions:
-    """Read the options of a server from a file and from flags; flags override the file.
-
-    Args:
-        file: path of a TOML file with fields of `ServeOptions`, or None.
-        flags: values of the flags on the command line, by field.
-
-    Raises:
-        ParallelError: the file cannot be read or is not valid TOML, a name is unknown, or a value is invalid.
-    """
+    """Read the options of a server from a file and from flags; flags override the file."""
     file_values: dict[str, Any] = {}
     if file is not None:
         try:

@@ -26,11 +26,6 @@ _OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items
 class Shape:
     """Base class of the answer formats of all routes.
 
-    Args:
-        name: name of the model.
-        tokenizer: tokenizer of transformers.
-        request: request to answer.
-
     Attributes:
         kind, chunk_kind: values of the field `object` in a complete answer and in a chunk of a stream.
         prefix: beginning of the answer's id.
@@ -47,32 +42,33 @@ class Shape:
         self._request = request
         self.prompt_tokens = 0
         self._tokens = 0
-        self._pieces: dict[int, list[Piece]] = {}
+        self._answers: dict[int, Piece] = {}
         self._calls: Counter[int] = Counter()
-        self._common: dict[str, Any] = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": name,
-        }
+        answer_id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._common: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": name}
 
     def add(self, piece: Piece) -> None:
         """Store a piece of an answer that is not streamed."""
         self._tokens += piece.tokens
-        self._pieces.setdefault(piece.index, []).append(piece)
+        answer = self._answers.setdefault(piece.index, Piece(piece.index))
+        answer.read.text += piece.read.text
+        answer.read.reasoning += piece.read.reasoning
+        answer.read.calls += piece.read.calls
+        answer.likelihoods += piece.likelihoods
+        answer.finish = piece.finish
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete answers as one JSON object, after `add` has stored all pieces."""
-        choices = [self._choice(index, self._pieces[index]) for index in sorted(self._pieces)]
+        """Format the complete answers, after `add` has stored all pieces."""
+        choices = [self._choice(answer) for _, answer in sorted(self._answers.items())]
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream before the text."""
         yield from ()
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield a piece as chunks of a stream, and count its tokens for the usage."""
         self._tokens += piece.tokens
-        for choice in self._deltas(piece):
+        if choice := self._delta(piece):
             yield self._chunk([choice])
 
     def closing(self) -> Iterator[dict[str, Any]]:
@@ -81,11 +77,9 @@ class Shape:
             yield {**self._chunk([]), "usage": self._usage()}
 
     def event(self, data: dict[str, Any]) -> str:
-        """Return a chunk as a server-sent event."""
         return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the chunk that ends a stream with an error."""
         return error.body()
 
     def _likelihood(self, each: Likelihood) -> dict[str, Any]:
@@ -96,10 +90,12 @@ class Shape:
         word, raw = self._token_bytes.text(token), self._token_bytes.bytes(token)
         return {"token": word, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(raw)}
 
-    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+    def _choice(self, answer: Piece) -> dict[str, Any]:
+        """Format a complete answer."""
         raise NotImplementedError
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+        """Format the change of an answer in a stream; None if nothing changes."""
         raise NotImplementedError
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,23 +117,17 @@ class ChatShape(Shape):
         for index in range(self._request.n or 1):
             yield self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
 
-    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        calls = [call for piece in pieces for call in piece.read.calls]
-        text = "".join(piece.read.text for piece in pieces)
-        reasoning = "".join(piece.read.reasoning for piece in pieces)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs([each for piece in pieces for each in piece.likelihoods]),
-            "finish_reason": pieces[-1].finish,
-        }
+    def _choice(self, answer: Piece) -> dict[str, Any]:
+        read = answer.read
+        message: dict[str, Any] = {"role": "assistant", "content": read.text if read.text or not read.calls else None}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = read.calls
+        logprobs = self._logprobs(answer.likelihoods)
+        return {"index": answer.index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
         delta: dict[str, Any] = {}
         if piece.read.text or piece.likelihoods:
             delta["content"] = piece.read.text
@@ -147,9 +137,10 @@ class ChatShape(Shape):
             before = self._calls[piece.index]
             self._calls[piece.index] += len(piece.read.calls)
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(piece.read.calls, start=before)]
-        if delta or piece.finish:
-            logprobs = self._logprobs(piece.likelihoods)
-            yield {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish}
+        if not delta and not piece.finish:
+            return None
+        logprobs = self._logprobs(piece.likelihoods)
+        return {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _logprobs(self, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if not likelihoods:
@@ -162,10 +153,6 @@ _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 class CompletionShape(Shape):
     """Format of answers for `/v1/completions`.
-
-    Args:
-        name, tokenizer, request: same as in `Shape`.
-        prompts: token ids of each prompt.
 
     Attributes:
         before: likelihoods of each prompt's tokens, beginning with the second token; empty unless the request has
@@ -187,23 +174,20 @@ class CompletionShape(Shape):
     def opening(self) -> Iterator[dict[str, Any]]:
         if self._request.echo:
             for index in range(len(self._prompts) * (self._request.n or 1)):
-                text, logprobs = self._echo(index), self._logprobs(index, [])
-                yield self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+                yield self._chunk([self._part(Piece(index), self._echo(index))])
 
-    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        text = self._echo(index) + "".join(piece.read.text for piece in pieces)
-        logprobs = self._logprobs(index, [each for piece in pieces for each in piece.likelihoods])
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": pieces[-1].finish}
+    def _choice(self, answer: Piece) -> dict[str, Any]:
+        return self._part(answer, self._echo(answer.index) + answer.read.text)
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        if piece.read.text or piece.likelihoods or piece.finish:
-            logprobs = self._logprobs(piece.index, piece.likelihoods)
-            yield {"index": piece.index, "text": piece.read.text, "logprobs": logprobs, "finish_reason": piece.finish}
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+        return self._part(piece, piece.read.text) if piece.read.text or piece.likelihoods or piece.finish else None
+
+    def _part(self, piece: Piece, text: str) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.index, piece.likelihoods)
+        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _echo(self, index: int) -> str:
-        if not self._request.echo:
-            return ""
-        return self._tokenizer.decode(self._prompts[index // (self._request.n or 1)])
+        return self._tokenizer.decode(self._prompts[index // (self._request.n or 1)]) if self._request.echo else ""
 
     def _logprobs(self, index: int, likelihoods: list[Likelihood]) -> dict[str, Any] | None:
         if self._request.logprobs is None:
@@ -221,30 +205,22 @@ class CompletionShape(Shape):
         return logprobs
 
     def _note(
-        self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, shown: bytes
+        self, logprobs: dict[str, list[Any]], index: int, token: int, each: Likelihood | None, raw: bytes
     ) -> None:
         """Add one token to `logprobs`; the first token of a prompt has no likelihood."""
         if index not in self._decoders:
             self._decoders[index] = codecs.getincrementaldecoder("utf-8")("replace")
             if not self._tokenizer.decode([token]).startswith(" "):
-                shown = shown.removeprefix(b" ")  # the decoded text begins without the space
-        for name, value in (
-            ("tokens", self._token_bytes.text(token)),
-            ("token_logprobs", each and max(each.logprob, _MIN_LOGPROB)),
-            ("top_logprobs", each and {self._token_bytes.text(token): logprob for token, logprob in each.top}),
-            ("text_offset", self._characters[index]),  # number of complete characters before the token
-        ):
-            logprobs[name].append(value)
-        self._characters[index] += len(self._decoders[index].decode(shown))
+                raw = raw.removeprefix(b" ")  # the decoded text begins without the space
+        text = self._token_bytes.text
+        logprobs["tokens"].append(text(token))
+        logprobs["token_logprobs"].append(each and max(each.logprob, _MIN_LOGPROB))
+        logprobs["top_logprobs"].append(each and {text(other): logprob for other, logprob in each.top})
+        logprobs["text_offset"].append(self._characters[index])  # number of complete characters before the token
+        self._characters[index] += len(self._decoders[index].decode(raw))
 
 
 class TokenBytes:
-    """Converter of a tokenizer's tokens to bytes.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-    """
-
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items()}
@@ -256,13 +232,10 @@ class TokenBytes:
         return "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
 
     def bytes(self, token: int) -> bytes:
-        """Return the bytes of a token; b"" if the tokenizer does not know the id.
+        """Convert a token to bytes; b"" if the tokenizer does not know the id.
 
         A byte-level tokenizer writes bytes as characters of GPT-2's table (`bytes_to_unicode`). A SentencePiece
         tokenizer writes a single byte as `<0x0A>`, and a space as `▁`.
-
-        Args:
-            token: id of the token.
         """
         if token in self._added:
             return self._added[token].encode()
@@ -279,11 +252,7 @@ class TokenBytes:
         return self._tokenizer.decode([token]).encode()
 
     def text(self, token: int) -> str:
-        """Return the text of a token. If its bytes are not valid UTF-8, all bytes become escapes, such as `\\xf0\\x9f`.
-
-        Args:
-            token: id of the token.
-        """
+        """Convert a token to text, with escapes such as `\\xf0\\x9f` if its bytes are not valid UTF-8."""
         raw = self.bytes(token)
         try:
             return raw.decode()

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from parallelformers_ng.serving.api_errors import ApiError
 from parallelformers_ng.serving.chat import Chat
@@ -18,12 +18,7 @@ _MEMORY_SECONDS = 5.0  # time between memory measurements, which take time on th
 
 
 class Status:
-    """Handler of requests about the state of the server.
-
-    Args:
-        engine: engine of the model.
-        chat: tokenizer of the model.
-    """
+    """Handler of requests about the state of the server."""
 
     def __init__(self, engine: Engine, chat: Chat) -> None:
         self._engine = engine
@@ -37,11 +32,7 @@ class Status:
         return PlainTextResponse("alive\n")
 
     async def ready(self) -> Response:
-        """Return status 200 if all ranks answer within 5 seconds.
-
-        Raises:
-            ApiError: the ranks do not answer, status 503.
-        """
+        """Return status 200 if all ranks answer within 5 seconds."""
         if why := await self._engine.ready(_READY_SECONDS):
             raise ApiError(503, f"the ranks are not ready: {why}", code="not_ready")
         return PlainTextResponse("ready\n")
@@ -50,11 +41,11 @@ class Status:
         """Return the metrics in the text format of Prometheus."""
         return Response(self._engine.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    async def plan(self) -> Response:
+    async def plan(self) -> dict[str, Any]:
         """Return the bytes of each part of the model, as a whole and on each rank."""
-        return JSONResponse(await asyncio.to_thread(summary, self._engine.model))
+        return await asyncio.to_thread(summary, self._engine.model)
 
-    async def status(self) -> Response:
+    async def status(self) -> dict[str, Any]:
         """Return the current figures for the page, as a JSON object.
 
         `memory_bytes` has the bytes that each worker occupies, by device name. The server measures memory at most every
@@ -70,36 +61,22 @@ class Status:
             done, _ = await asyncio.wait({self._memory}, timeout=0.2)  # the measurement waits for its turn on the ranks
             if done and self._memory.exception() is None:
                 self._last_memory = self._memory.result()
-        return JSONResponse(
-            {
-                "model": options.name,
-                "models": list(self._engine.models.cards),
-                "generates": self._engine.generates,
-                "chats": self._chat.has_template,
-                "needs_key": options.api_key is not None,
-                "memory_bytes": self._last_memory,
-                "tokens_per_second": metrics.rate,
-                "running": metrics.running,
-                "waiting": metrics.waiting,
-                "rows": options.rows,
-            }
-        )
+        return {
+            "model": options.name,
+            "models": list(self._engine.models.cards),
+            "generates": self._engine.generates,
+            "chats": self._chat.has_template,
+            "needs_key": options.api_key is not None,
+            "memory_bytes": self._last_memory,
+            "tokens_per_second": metrics.rate,
+            "running": metrics.running,
+            "waiting": metrics.waiting,
+            "rows": options.rows,
+        }
 
 
 def summary(model: Any) -> dict[str, Any]:
-    """Return a summary of a model's plan.
-
-    The summary adds up the sizes of all tensors of a module, and of modules that differ only in the layer number.
-
-    Args:
-        model: parallelized model.
-
-    Returns:
-        JSON object. `model` is the class of the model, `policy` the policy and its source. `bytes_whole` and
-        `bytes_per_rank` are the bytes of the whole model and of each rank. `parts` has one object for each group of
-        modules: `name`, `bytes` of the whole group, and `ranks` with the bytes on each rank. `cut` is True unless every
-        rank holds the whole group.
-    """
+    """Add up the sizes of all tensors of a module, and of modules that differ only in the layer number."""
     plan = model.shard_plan
     parts: dict[str, dict[str, Any]] = {}
     for tensor in plan.stored():

@@ -15,12 +15,10 @@ Choices = Annotated[list[str], Field(min_length=1)]
 
 
 def as_list(value: Any) -> Any:
-    """Return a list of one text instead of the text; return another value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 def as_url(value: Any) -> Any:
-    """Return a picture's URL in OpenAI's format; return another value unchanged."""
     return {"url": value} if isinstance(value, str) else value
 
 
@@ -56,31 +54,16 @@ class Fields(BaseModel):
 
 
 class JsonSchema(Fields):
-    """Field `json_schema` of OpenAI's `response_format`.
-
-    Attributes:
-        schema_: JSON schema of the answer; the field `schema` in JSON.
-    """
-
     schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(Fields):
-    """Field `response_format` of OpenAI.
-
-    Attributes:
-        json_schema: schema of the answer; required for the type "json_schema".
-    """
+    """Field `response_format` of OpenAI; the type "json_schema" needs the field `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint on the answer, or None if any text is allowed.
-
-        Raises:
-            ApiError: the type is "json_schema", but the field `json_schema` is missing, status 400.
-        """
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -107,24 +90,14 @@ class StructuredOutputs(Fields):
     disable_fallback: bool = False  # chooses between libraries of vLLM; has no effect here
 
     def constraint(self, param: str = "structured_outputs") -> Constraint:
-        """Return the constraint on the answer.
-
-        Args:
-            param: name of the request field, for error messages.
-
-        Raises:
-            ApiError: not exactly one of the first five fields is set, or a field is invalid, status 400.
-        """
         if self.structural_tag is not None:
             raise bad_request("structural_tag is not supported: use a grammar", param, "unsupported_parameter")
         schema = {"type": "object"} if self.json_object else _schema(self.json_, param)
         choices = {"json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         kinds = [kind for kind, value in choices.items() if value is not None]
         if len(kinds) != 1 or (self.json_object and self.json_ is not None):
-            raise bad_request(
-                f"{param} needs exactly one of json, regex, choice, grammar and json_object, but has {len(kinds)}",
-                param,
-            )
+            message = f"{param} needs exactly one of json, regex, choice, grammar and json_object, but has {len(kinds)}"
+            raise bad_request(message, param)
         if self.disable_additional_properties and schema is not None:
             schema = _closed(schema)
         whitespace = "" if self.disable_any_whitespace else self.whitespace_pattern
@@ -145,14 +118,7 @@ class GuidedFields(Fields):
     grammar: str | None = None
 
     def constraint(self, forced: Constraint | None = None) -> Constraint | None:
-        """Return the constraint on the answer, or None if any text is allowed.
-
-        Args:
-            forced: constraint of a forced tool call, which replaces `response_format`; None without a forced call.
-
-        Raises:
-            ApiError: the request has more than one constraint, or a constraint is invalid, status 400.
-        """
+        """Find the only constraint; a forced tool call replaces `response_format`."""
         guides = [forced]
         if self.response_format is not None and forced is None:
             guides.append(self.response_format.constraint())
@@ -166,9 +132,8 @@ class GuidedFields(Fields):
         constraints = [each for each in guides if each is not None]
         if len(constraints) > 1:
             names = " and ".join(each.param for each in constraints)
-            raise bad_request(
-                f"an answer can have only one constraint, but the request has {names}", constraints[1].param
-            )
+            message = f"an answer can have only one constraint, but the request has {names}"
+            raise bad_request(message, constraints[1].param)
         return constraints[0] if constraints else None
 
 
@@ -185,7 +150,7 @@ def _schema(value: str | dict[str, Any] | None, param: str) -> dict[str, Any] | 
 
 
 def _closed(schema: Any) -> Any:
-    """Return a JSON schema that forbids properties that the schema does not name."""
+    """Forbid properties that a JSON schema does not name."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -262,17 +227,6 @@ class ToolChoice:
 
 
 def read_tool_choice(sent: list[Tool] | None, choice: str | dict[str, Any] | None, several: bool) -> ToolChoice:
-    """Return the tool choice of a request.
-
-    Args:
-        sent: field `tools` of the request.
-        choice: field `tool_choice` of the request.
-        several: field `parallel_tool_calls` of the request.
-
-    Raises:
-        ApiError: `tool_choice` is an unknown word, names an unknown tool, or requires a call without tools, status 400.
-        ValidationError: `tool_choice` is an object of an unknown form.
-    """
     tools = [tool.model_dump() for tool in sent or ()]
     most_calls = None if several else 1
     if isinstance(choice, dict):
@@ -282,10 +236,8 @@ def read_tool_choice(sent: list[Tool] | None, choice: str | dict[str, Any] | Non
         allowed = [each.function.name for each in named.allowed_tools.tools]
         return ToolChoice(_among(tools, allowed), named.allowed_tools.mode == "required", most_calls)
     if choice not in (None, "auto", "none", "required"):
-        raise bad_request(
-            f"tool_choice is {choice!r}; set 'auto', 'none', 'required', or an object that names a function",
-            "tool_choice",
-        )
+        message = f"tool_choice is {choice!r}; set 'auto', 'none', 'required', or an object that names a function"
+        raise bad_request(message, "tool_choice")
     if choice == "required" and not tools:
         raise bad_request("tool_choice is 'required', but the request has no tools", "tool_choice")
     return ToolChoice() if choice == "none" else ToolChoice(tools, choice == "required", most_calls)

@@ -29,16 +29,8 @@ class Read:
 class AnswerReader:
     """Incremental parser of text, reasoning and tool calls in an answer.
 
-    If transformers' parser raises an error, the rest of the answer is text.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        template: response template, see `tokenizer.parse_response`.
-        prompt: prompt before the answer; the chat template may have written the beginning of the answer.
-        tools: tools that the model may call, in OpenAI's format.
-
-    Raises:
-        ValueError: transformers cannot read the template.
+    The parser reads the prompt, because the chat template may have written the beginning of the answer. If
+    transformers' parser raises an error, the rest of the answer is text.
     """
 
     def __init__(self, tokenizer: Any, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
@@ -46,12 +38,7 @@ class AnswerReader:
         self._unparsed = ""
 
     def add(self, text: str, last: bool = False) -> Read:
-        """Add text of the answer, and return new text, new reasoning and the calls that are complete.
-
-        Args:
-            text: new text of the answer, including special tokens.
-            last: whether no text follows; then incomplete content is returned too.
-        """
+        """Add text of the answer, and return new text, new reasoning and the calls that are complete."""
         if self._parser is None:
             return Read(text=text)
         self._unparsed += text
@@ -81,12 +68,7 @@ class AnswerReader:
 
 
 def openai_call(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call in OpenAI's format, with a new random id.
-
-    Args:
-        value: parsed call, with the key `function` that has `name` and `arguments`. Arguments that are not text become
-            the text of JSON.
-    """
+    """Convert a parsed call to OpenAI's format, with a new random id."""
     function = value["function"]
     arguments = function["arguments"]
     if not isinstance(arguments, str):
@@ -109,17 +91,11 @@ class BareForm:
 
 
 def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, Any] | BareForm | None:
-    """Return the format of a model's answers, for the parser.
+    """Find the format of a model's answers, for the parser.
 
     The tokenizer's own `response_template` is used if it exists. Otherwise the function writes a sample tool call with
-    the chat template, and reads the format from the result.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        chat_template: chat template that replaces the tokenizer's own, or None.
-
-    Returns:
-        Response template for calls after a marker, `BareForm` for calls in plain JSON, or None for an unknown format.
+    the chat template, and reads the format from the result: a response template for calls after a marker, `BareForm`
+    for calls in plain JSON, or None for an unknown format.
     """
     own_template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if own_template is not None:
@@ -145,12 +121,7 @@ def response_template(tokenizer: Any, chat_template: str | None) -> dict[str, An
 
 
 def _template_of(written: str, end: str) -> dict[str, Any] | BareForm | None:
-    """Return the format of the sample call in a text.
-
-    Args:
-        written: text of the assistant's message with the sample call.
-        end: token that ends the message.
-    """
+    """Find the format of the sample call in an assistant's message, which the token `end` ends."""
     written = written.partition(end)[0]
     for start, character in enumerate(written):
         if character not in "[{":

@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from parallelformers_ng.serving.api_errors import ApiError, bad_request, refusing
-from parallelformers_ng.serving.engine import Engine, draw_seed
+from parallelformers_ng.serving.engine import Engine, seed_of
 from parallelformers_ng.serving.structured import Fields
 
 _MOST_FIELDS = 32
@@ -26,33 +26,19 @@ _BLOCK = 1 << 16  # number of frames to decode at a time
 
 
 class TranscriptionRequest(Fields):
-    """Form fields of a transcription request, except the file.
-
-    Attributes:
-        language: code of the spoken language, such as "en"; by default a multilingual model detects the language.
-        prompt: text that precedes the transcript, for names and spelling.
-        response_format: "json" for an object with the text, "text" for plain text.
-        temperature: temperature of the sampling; 0 for the model's own settings.
-        seed: seed of the sampling; used only with a temperature above 0.
-        stream: field of OpenAI; only false is supported.
-    """
+    """Form fields of a transcription request, except the file."""
 
     model: str | None = None
-    language: Annotated[str, Field(max_length=32)] | None = None
-    prompt: Annotated[str, Field(max_length=4096)] | None = None
+    language: Annotated[str, Field(max_length=32)] | None = None  # by default a multilingual model detects it
+    prompt: Annotated[str, Field(max_length=4096)] | None = None  # text before the transcript, for names and spelling
     response_format: Literal["json", "text"] = "json"
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0  # 0: the model's own settings, and the seed is not used
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stream: Literal["false", "False", "0", ""] = "false"
 
 
 class Transcription:
-    """Handler of requests for transcripts. The handler decodes one sound file at a time.
-
-    Args:
-        engine: engine of the model.
-        processor: processor of the model; None if the model does not transcribe sound.
-    """
+    """Handler of requests for transcripts."""
 
     def __init__(self, engine: Engine, processor: Any) -> None:
         self._engine = engine
@@ -60,32 +46,14 @@ class Transcription:
         self._turn = asyncio.Lock()  # one request at a time, to limit memory
 
     async def answer(self, request: Request) -> Response:
-        """Answer a request to `/v1/audio/transcriptions`.
-
-        Args:
-            request: HTTP request with a form, whose body has been read already.
-
-        Returns:
-            Plain text, or a JSON object with the text and the length of the sound in whole seconds.
-
-        Raises:
-            ApiError: the model does not transcribe sound, or the form or the sound is invalid, status 400. Or a page of
-                an unknown origin sent the form, status 403. Or the model name is unknown, status 404. Or no place is
-                free, status 503.
-            ValidationError: a field of the form is invalid.
-            TimeoutError: the transcript is not complete within the server's `timeout`.
-            ParallelError: the workers cannot answer.
-        """
+        """Transcribe sound. The form fields are `file`, `language`, `prompt`, `response_format` and `temperature`."""
         if self._processor is None:
             raise bad_request("the model does not transcribe sound; see GET /docs for other routes", "model")
         # Browsers send forms to other origins without a preflight request, unlike JSON.
         origin, host = request.headers.get("origin"), request.headers.get("host")
         if origin and origin.partition("://")[2] != host and not {origin, "*"} & set(self._engine.options.cors):
-            raise ApiError(
-                403,
-                f"the server refuses forms from pages of {origin}; start the server with --cors {origin}",
-                code="origin",
-            )
+            message = f"the server refuses forms from pages of {origin}; start the server with --cors {origin}"
+            raise ApiError(403, message, code="origin")
         async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -106,11 +74,6 @@ class Transcription:
         return JSONResponse({"text": text, "usage": {"type": "duration", "seconds": round(seconds)}})
 
     def _arguments(self, request: TranscriptionRequest) -> dict[str, Any]:
-        """Return the arguments of `generate` for a request.
-
-        Raises:
-            ApiError: the model does not know the language, or the prompt has a special token, status 400.
-        """
         config = self._engine.model.generation_config
         arguments: dict[str, Any] = {"timeout": self._engine.options.timeout}
         if getattr(config, "is_multilingual", False):
@@ -119,32 +82,28 @@ class Transcription:
             known = getattr(config, "lang_to_id", None) or {}
             if f"<|{request.language.lower()}|>" not in known:
                 codes = ", ".join(sorted(mark.strip("<|>") for mark in known))
-                raise bad_request(
-                    f"language is {request.language!r}; the model knows {codes or 'only one; remove the field'}",
-                    "language",
-                )
+                message = f"language is {request.language!r}; the model knows {codes or 'only one; remove the field'}"
+                raise bad_request(message, "language")
             arguments["language"] = request.language.lower()
         if request.prompt:
             with refusing((ValueError,), "the tokenizer cannot read the prompt", "prompt"):
                 arguments["prompt_ids"] = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
         if request.temperature:
-            seed = draw_seed() if request.seed is None else request.seed % (1 << 63)
-            arguments |= {"temperature": request.temperature, "seed": seed}
+            arguments |= {"temperature": request.temperature, "seed": seed_of(request.seed)}
         return arguments
 
     def _inputs(self, data: bytes) -> tuple[dict[str, Any], float]:
-        """Return the model inputs for a sound file, and the length of the sound in seconds."""
+        """Make the model inputs for a sound file, and measure the length of the sound in seconds."""
         extractor = self._processor.feature_extractor
-        samples = read_sound(data, extractor.sampling_rate, self._engine.options.max_audio_seconds)
+        rate = extractor.sampling_rate
+        samples = read_sound(data, rate, self._engine.options.max_audio_seconds)
         # Sound that is longer than the model's window keeps its length; `generate` splits the sound at timestamps.
         is_long = len(samples) > extractor.n_samples
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
-        features = extractor(
-            samples, sampling_rate=extractor.sampling_rate, return_tensors="pt", return_attention_mask=True, **whole
-        )
+        features = extractor(samples, sampling_rate=rate, return_tensors="pt", return_attention_mask=True, **whole)
         dtype: torch.dtype = self._engine.model.dtype
         inputs = {"input_features": features["input_features"].to(dtype), "attention_mask": features["attention_mask"]}
-        return inputs | ({"return_timestamps": True} if is_long else {}), len(samples) / extractor.sampling_rate
+        return inputs | ({"return_timestamps": True} if is_long else {}), len(samples) / rate
 
 
 class _Named(io.BytesIO):
@@ -153,34 +112,20 @@ class _Named(io.BytesIO):
 
 
 def read_sound(data: bytes, rate: int, most_seconds: float) -> Any:
-    """Decode a sound file, and return samples with all channels mixed into one, a numpy array float32 `[samples]`.
+    """Decode a sound file of a format of libsndfile, and mix all channels into one: numpy array float32 `[samples]`.
 
     The length is checked in the header before the decoding, and again while decoding, because a header can be wrong.
-    The package soxr resamples the sound.
-
-    Args:
-        data: content of the file in a format of libsndfile, such as WAV, FLAC, Ogg or MP3.
-        rate: sampling rate of the result in Hz.
-        most_seconds: maximum length of the sound in seconds.
-
-    Raises:
-        ApiError: status 400. The file has an unknown format, is empty, is too long, or has samples that are not finite.
-            Or the file has more than 8 channels, or its sampling rate is not from 1 to 192 kHz.
-        ImportError: the package soundfile or soxr is missing.
+    The package soxr resamples the sound to the `rate` in Hz.
     """
     import soundfile
     import soxr
 
-    with (
-        refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file"),
-        soundfile.SoundFile(_Named(data)) as file,
-    ):
+    unreadable = refusing((soundfile.SoundFileError,), "the sound file cannot be read", "file")
+    with unreadable, soundfile.SoundFile(_Named(data)) as file:
         if not 1000 <= file.samplerate <= _MOST_RATE or file.channels > _MOST_CHANNELS:
-            raise bad_request(
-                f"the file has {file.channels} channels at {file.samplerate} Hz; send at most"
-                f" {_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz",
-                "file",
-            )
+            limits = f"{_MOST_CHANNELS} channels at 1000 to {_MOST_RATE} Hz"
+            why = f"the file has {file.channels} channels at {file.samplerate} Hz; send at most {limits}"
+            raise bad_request(why, "file")
         most_frames = int(most_seconds * file.samplerate)
         too_long = bad_request(f"the file is longer than {most_seconds:g} s (--max-audio-seconds)", "file")
         if most_frames < file.frames < _UNKNOWN:
