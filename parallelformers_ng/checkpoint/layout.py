@@ -21,9 +21,6 @@ class Layout:
     file with the replicated tensors that no rank offloads to disk. Regions `world_size + 1` to `2 * world_size` are
     disk files, one for the offloaded shards of each rank.
 
-    Args:
-        plan: plan of the stored tensors (`ShardPlan.as_stored`).
-
     Attributes:
         sizes: size of each region in bytes; `2 * world_size + 1` numbers.
         offsets: storage name → for each rank (region, offset in bytes).
@@ -50,12 +47,10 @@ class Layout:
 
 
 def file_region(plan: ShardPlan, rank: int) -> int:
-    """Return the number of the region that is the disk file of a rank."""
     return plan.world_size + 1 + rank
 
 
 def is_on_disk(plan: ShardPlan, tensor: TensorPlan, rank: int) -> bool:
-    """Return whether the plan offloads a rank's shard of a tensor to the disk."""
     return plan.tiers is not None and plan.tiers.place(tensor.storage, rank) == "disk"
 
 

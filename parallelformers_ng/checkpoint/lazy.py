@@ -38,10 +38,6 @@ class LazyTensor(torch.Tensor):
     lazy tensors, and by a change of an ordinary tensor in place, for example `copy_`. Other uses of values, for example
     `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError. Errors of a read are
     those of `reading.read`.
-
-    Args:
-        node: node that reads the values.
-        stride: strides that operations assume for the tensor; contiguous by default.
     """
 
     node: Node
@@ -56,16 +52,12 @@ class LazyTensor(torch.Tensor):
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored numbers and scales, with `dim` as in this tensor.
-
-        None if the tensor is not stored quantized, or is made from stored tensors in a way that loses the scales.
-        """
+        """Encoding of the stored numbers and scales, with `dim` as in this tensor; None if there are none."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
     @property
     def is_quantized_within(self) -> bool:
-        """Whether the tensor is computed from at least one stored quantized tensor."""
         return any(isinstance(part, Decoded) for part in parts(self.node))
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -97,12 +89,10 @@ class LazyTensor(torch.Tensor):
 
 
 def applied(node: Node, function: Callable[[Any], Any]) -> Node:
-    """Return the node of the tensor that torch operations compute from the tensor of a node."""
     return function(LazyTensor(node)).node
 
 
 def turned(node: Node) -> Node:
-    """Return the node of a tensor with its last two dimensions swapped."""
     return applied(node, lambda tensor: tensor.transpose(-2, -1))
 
 
@@ -153,8 +143,9 @@ class RemoteTensor(LazyTensor):
             return func(*args, **kwargs)
 
 
+# Methods whose results share the memory of a tensor.
 _SHARING = (torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.numpy)
-"""Methods whose results share the memory of a tensor."""
+# Methods that read the memory of a tensor without running a torch operator.
 _BEYOND_OPERATORS = (
     *_SHARING,
     torch.Tensor.__deepcopy__,
@@ -163,19 +154,10 @@ _BEYOND_OPERATORS = (
     torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 )
-"""Methods that read the memory of a tensor without running a torch operator."""
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter.
-
-    Shape and data type are those of `tensor`.
-
-    Raises:
-        GroupError: only the ranks have the weight, and the ranks failed or have ended.
-        NotParallelizedError: the parallelization has ended, and its model is gone or is parallelized again.
-        CheckpointError, OSError: see `reading.read`.
-    """
+    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):

@@ -50,12 +50,6 @@ class Checkpoint:
 
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
-        """Take the unread tensors from a model, and replace these tensors by `meta` tensors.
-
-        Args:
-            model: result of `load_skeleton`, `open_source` or `fill_skeleton`; changed.
-            plan: plan of the model, which decides the tensors to copy.
-        """
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
             of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
@@ -82,16 +76,9 @@ class Checkpoint:
         )
 
     def is_read(self, tensor: TensorPlan) -> bool:
-        """Return whether ranks read a tensor from checkpoint files."""
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
-        """Write the copied tensors to the store, and unmap the pages of the checkpoint files that were read.
-
-        Raises:
-            OSError: not enough memory or disk space, or the system cannot map a file.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
         for name in self.copied:
             node = self.nodes[name]
             store.write(store.plan.tensors[name], node)
@@ -99,11 +86,8 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """Return whether the parent must copy a tensor for at least one rank.
-
-    The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk and
-    the checkpoint file does not contain the bytes of the shard in the same form.
-    """
+    """The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk
+    and the checkpoint file does not contain the bytes of the shard in the same form."""
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
@@ -119,25 +103,16 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model with unread weights, in evaluation mode: a new model, or `model`.
+    """Return a model with unread weights, in evaluation mode: a new model, or `model` if the source has no
+    configuration.
 
-    The result is `model` if the source has no configuration. The function removes `quantization_config` from the
-    configuration of the source or of `model`. Other exceptions of transformers and of a checkpoint's code are passed
-    on: for example, ImportError if `attn_implementation` needs a missing package.
+    `quantization_config` is removed from the configuration. Other exceptions of transformers and of a checkpoint's code
+    are passed on.
 
     Args:
-        source: source of the files, with the arguments of `from_pretrained`.
-        model: model on `meta` for the weights, if the source has no configuration; otherwise ignored.
         dtype: data type of the loaded weights; None for the default of `from_pretrained`, or for the data type of
             `model`.
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor does not fit the model; the message names the file.
-        UnsupportedModelError: the configuration names no class that can be loaded, the format of quantized weights
-            cannot be read, or a weight needs `dequantize`. Another cause: loading changes a weight in place.
-        OSError: the configuration of generation, or the code of the checkpoint, cannot be downloaded. Another cause:
-            the system cannot map a file.
     """
     location, config = source.location, source.config
     if config is None:
@@ -162,35 +137,13 @@ def load_skeleton(
     dequantize: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model with unread weights from a path, with arguments of `from_pretrained`; see `open_source`.
-
-    Args:
-        options: further arguments of `from_pretrained`.
-
-    Raises:
-        ParallelError: an option is unknown or not supported.
-        CheckpointError, UnsupportedModelError, OSError: see `open_source`.
-    """
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
 def fill_skeleton(
     model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> None:
-    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay.
-
-    Args:
-        model: model on `meta`; changed. Its configuration loses `quantization_config`.
-        location: location of the checkpoint.
-        dtype: data type of the loaded weights; None for the model's data type.
-        dequantize: same as in `open_source`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing in the checkpoint or has another shape.
-        UnsupportedModelError: the format of quantized weights cannot be read, or a weight needs `dequantize`. Another
-            cause: loading changes a weight in place.
-        OSError: the system cannot map a file.
-    """
+    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay."""
     state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
     built = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
@@ -226,20 +179,7 @@ def model_of(
     options: Mapping[str, Any],
     state: dict[str, LazyTensor],
 ) -> PreTrainedModel:
-    """Return a model with unread weights. Other exceptions of transformers and of the model's code are passed on.
-
-    Args:
-        cls: class of the model.
-        config: configuration of the model.
-        location: origin of `state`, for error messages.
-        dtype: data type of the weights, as for `from_pretrained`.
-        options: other arguments of `from_pretrained`.
-        state: name of a tensor in the checkpoint → unread tensor.
-
-    Raises:
-        CheckpointError: `state` does not fit the class or the configuration.
-        UnsupportedModelError: transformers or the model's code changes a weight of `state` in place.
-    """
+    """Build a model with unread weights. Other exceptions of transformers and of the model's code are passed on."""
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the bar would count tensors that nobody reads yet
@@ -323,11 +263,6 @@ def prepare_conversions() -> None:
 
 
 def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    """Return name in the checkpoint → unread tensor, for all stored tensors.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
     if is_sharded_directory(location.directory):
         return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
     return {

@@ -23,17 +23,6 @@ def class_of(
     """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
 
     If a checkpoint's configuration names no class, a warning in the log names the class of the auto mapping.
-
-    Args:
-        config: the configuration.
-        location: location of the configuration's checkpoint; None for a configuration without a checkpoint.
-        trust_remote_code: whether code from the checkpoint may run in this process.
-
-    Raises:
-        UnsupportedModelError: the installed transformers has no such class, or the class is code of the checkpoint and
-            `trust_remote_code` is False.
-        OSError, ImportError: code of the checkpoint cannot be downloaded, or needs a missing package. Other exceptions
-            of this code are passed on.
     """
     names = list(config.architectures or ())
     where = location or type(config).__name__
@@ -81,17 +70,9 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     """Build a model on `meta`, without weights, in evaluation mode. Only the configuration is read.
 
-    Other exceptions of a class that refuses the configuration are passed on.
-
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type
             ("llama") stands for its default configuration.
-        revision: branch, tag or commit on the hub.
-
-    Raises:
-        UnsupportedModelError: the installed transformers does not have the model's class.
-        OSError: the configuration cannot be found.
-        ValueError: transformers does not know the model type of the configuration.
     """
     if name.startswith(("/", "./", "../")) and not Path(name).exists():
         raise FileNotFoundError(f"no model folder or config.json at {name}")
@@ -106,11 +87,9 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
 
 
 def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model on `meta`, without weights."""
     with torch.device("meta"):
         return cls._from_config(copy.deepcopy(config))
 
 
 def is_model_type(name: str) -> bool:
-    """Return whether `name` is a model type of transformers and no file or folder has that name."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING

@@ -13,20 +13,14 @@ from torch.utils._pytree import tree_map_only
 from parallelformers_ng.checkpoint.nodes import Node, Operation
 from parallelformers_ng.sharding.partition import Range, width_of
 
+# A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted whole.
 Cut = dict[int, tuple[Range, ...]]
-"""A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted
-whole."""
 
-View = Callable[[torch.Tensor], torch.Tensor]
-"""Function that returns another view of a tensor."""
+View = Callable[[torch.Tensor], torch.Tensor]  # function that returns another view of a tensor
 
 
 def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
-    """Run an operation on whole operands, and return the whole result.
-
-    Args:
-        operand: function that returns the tensor of an operand.
-    """
+    """Run an operation on whole operands, and return the whole result."""
     args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
     operation: Any = functools.reduce(getattr, node.name.split("."), torch.ops)
     result = operation(*args, **kwargs)
@@ -37,10 +31,10 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+# An operand, a function on views, and the part of the operand to read. For an operation with one operand, the function
+# turns the part of the operand into the part of the result. For an operation that joins tensors, the function returns
+# the operand's place in the result.
 Piece = tuple[Node, View, Cut]
-"""An operand, a function on views, and the part of the operand to read. For an operation with one operand, the function
-turns the part of the operand into the part of the result. For an operation that joins tensors, the function returns the
-operand's place in the result."""
 
 # -- operations with one operand, for cuts with one range per dimension --------------------------------------------
 
@@ -80,6 +74,8 @@ def _view(node: Operation, cut: Cut) -> Piece | None:
     return source, lambda part: part.permute(order).reshape(widths), below
 
 
+# Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has one
+# range per dimension. The function returns None if the operation must run on the whole operand.
 TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten._to_copy.default": _cast,
     "aten.t.default": _view,
@@ -93,8 +89,6 @@ TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
     "aten.squeeze.dim": _view,
     "aten.unsqueeze.default": _view,
 }
-"""Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has
-one range per dimension. The function returns None if the operation must run on the whole operand."""
 
 # -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
 

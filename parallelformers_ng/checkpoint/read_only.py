@@ -52,8 +52,6 @@ class ReadOnlyTensor(torch.Tensor):
 
 
 class _Refusing(TorchDispatchMode):
-    """In this context, operators that write to memory at some addresses raise ParallelError."""
-
     def __init__(self, addresses: set[int]) -> None:
         super().__init__()
         self._addresses = addresses
@@ -75,7 +73,6 @@ def written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _like_source(tensor: torch.Tensor, addresses: set[int]) -> torch.Tensor:
-    """Return a result of an operation, read-only if it is a view of a read-only tensor."""
     if isinstance(tensor, ReadOnlyTensor) or tensor.untyped_storage().data_ptr() not in addresses:
         return tensor
     return tensor.as_subclass(ReadOnlyTensor)

@@ -34,15 +34,10 @@ def read_shard(
     that the plan fills with zeros is a new tensor.
 
     Args:
-        shard: the part.
-        rank: rank whose shards are preferred if several ranks stored the same part.
         copy: whether a view that is not contiguous is copied. A caller that passes False copies the result itself, and
             then releases the node.
         rows_apart: whether a view of a matrix with contiguous rows may be returned, even if the matrix is not
             contiguous.
-
-    Raises:
-        CheckpointError, OSError: see `read`.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -69,19 +64,11 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
-
-    The result is on CPU, in the data type of the node. Exceptions of `FetchedLeaf.fetch` are passed on: for example,
-    GroupError if the ranks have the tensor.
+    """Return part of a tensor, on CPU: a view of the stored tensor if possible, with any strides, else a copy.
 
     Args:
-        node: the tensor.
         cut: the part; an empty cut means the whole tensor.
         rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
-
-    Raises:
-        CheckpointError: a checkpoint file is damaged, or has changed.
-        OSError: the system cannot map a checkpoint file.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
@@ -105,11 +92,7 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part.
-
-    The result is False if an operation must run on whole operands. Only the names of operations are checked: a stored
-    tensor and a `Computed` node always give True.
-    """
+    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
         return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))
@@ -117,10 +100,7 @@ def is_read_in_parts(node: Node) -> bool:
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return a contiguous copy of part of a tensor, and unmap the pages that were read.
-
-    Arguments and errors are those of `read`.
-    """
+    """Return a contiguous copy of part of a tensor, and unmap the pages that were read."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -129,16 +109,7 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
-    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece.
-
-    Args:
-        cut: the part, as in `read`.
-        out: CPU tensor of the part's shape; values are cast to its data type.
-        rank: rank whose shards are preferred if several ranks stored the same part.
-
-    Raises:
-        CheckpointError, OSError: see `read`.
-    """
+    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece."""
     cut = _without_whole(cut, node.shape)
     if isinstance(node, ShardedNode) or (isinstance(node, Operation) and node.name in JOINS):
         pieces = _pieces(node, cut, rank) if isinstance(node, ShardedNode) else JOINS[node.name](node, cut)
@@ -157,14 +128,12 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
 
 
 def _run(node: Operation, rank: int | None) -> torch.Tensor:
-    """Run an operation on its whole operands, and return the whole result."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
     return run(node, lambda operand: read(operand, {}, rank))
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:
-    """Return the parts of stored shards that a cut needs, in order."""
     ranks = sorted(node.parts, key=lambda index: (index != rank, index))
     parts = [node.parts[index] for index in ranks]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
@@ -199,12 +168,10 @@ def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[N
 
 
 def _without_whole(cut: Cut, shape: Sequence[int]) -> Cut:
-    """Return a cut of a tensor of `shape` without the dimensions that are wanted whole."""
     return {dim: ranges for dim, ranges in cut.items() if ranges != ((0, shape[dim]),)}
 
 
 def _narrow(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return part of a tensor in memory: a view if each dimension of the cut has one range, else a copy."""
     for dim, ranges in cut.items():
         tensor = Shard(dim, ranges).of(tensor)
     return tensor

@@ -48,19 +48,6 @@ def write_pretrained(
     Files get temporary names until all weights are written, so an error while writing weights does not damage an
     earlier checkpoint in `directory`. The index is written after the weights. Afterwards the weight files of an earlier
     save are deleted.
-
-    Args:
-        model: the model, with weights on `meta` or on workers. `write_configs` changes its configuration.
-        nodes: name of a parameter or buffer → node that reads it.
-        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
-        save_original_format: same as in `PreTrainedModel.save_pretrained`.
-        progress: whether to show progress, see `progress_bar`.
-
-    Raises:
-        CheckpointError: `max_shard_size` is invalid, or a checkpoint file that a node reads is damaged or has changed.
-        GroupError: a node reads weights from the ranks, and the ranks failed or have ended.
-        OSError: the disk is full, or the directory cannot be written to.
-        KeyError, ValueError: see `write_safetensors` and `write_configs`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -122,21 +109,7 @@ def shard_checkpoint(
     max_shard_size: int | str,
     progress: bool,
 ) -> None:
-    """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time.
-
-    Args:
-        model: result of `load_skeleton`; its unread tensors become `meta` tensors.
-        plan: plan of the model.
-        directory: the sharded directory; see `replaced_directory` if it exists.
-        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
-        progress: whether to show progress, see `progress_bar`.
-
-    Raises:
-        CheckpointError: `max_shard_size` is invalid, `directory` exists and is not a sharded directory, or a checkpoint
-            file is damaged or has changed.
-        OSError: the disk is full, or the directory cannot be written to.
-        KeyError, ValueError: see `write_safetensors` and `write_configs`.
-    """
+    """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time."""
     limit = parse_size(max_shard_size)
     names = saved_names(model, plan)
     nodes = Checkpoint.take(model, plan).nodes

@@ -77,7 +77,6 @@ def _left_in(directory: Path) -> int | None:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a kernel file; "" if the file cannot be opened."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -62,16 +62,7 @@ class _Link:
         self.unsent = [memoryview(bytes(part)) for part in self.unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations.
-
-        Args:
-            generation, step: number of resets so far, and of exchanges since the last reset.
-            size: size of the body in bytes.
-
-        Raises:
-            DivergedError: another record arrived.
-            ProtocolError: a record has a wrong signature.
-        """
+        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations."""
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
             self._receiving.check(self._coming[-SIGNATURE_BYTES:], text)
@@ -93,7 +84,6 @@ class _Link:
         self._coming, self._have = memoryview(bytearray(size)), 0
 
     def _fill(self) -> bool:
-        """Receive the bytes that have arrived. Return whether all expected bytes are complete."""
         while self._have < len(self._coming):
             try:
                 count = self.connection.recv_into(self._coming[self._have :])
@@ -106,14 +96,7 @@ class _Link:
 
 
 class Links:
-    """The connections of a leader to the leaders of the other hosts.
-
-    Args:
-        host: number of this host.
-        connections: number of another host → the connection to its leader, and the keys of the connection.
-        arena: arena of this host, with the abort word.
-        timeout: seconds to wait for another leader.
-    """
+    """The connections of a leader to the leaders of the other hosts."""
 
     def __init__(
         self, host: int, connections: Mapping[int, tuple[socket.socket, Session]], arena: Arena, timeout: float
@@ -128,13 +111,7 @@ class Links:
         """Send this host's data to all other leaders, and return the data of all hosts in the order of the hosts.
 
         Args:
-            own: data of this host.
             sizes: size of each host's data in bytes. Data of size 0 is not sent.
-
-        Raises:
-            CollectiveAbortedError: a rank or the parent aborted, a connection broke, or a leader's data did not arrive
-                within the timeout.
-            DivergedError: a leader is in another collective.
         """
         self._step += 1
         received: list[Buffer | None] = [None if size else b"" for size in sizes]
@@ -169,7 +146,6 @@ class Links:
         self._step = 0
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
         for link in self._links.values():
             link.connection.close()
 

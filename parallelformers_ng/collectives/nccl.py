@@ -22,13 +22,12 @@ from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_su
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
+# Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank.
 ENTRY_SECONDS = 0.25
-"""Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank."""
-END_SECONDS = 2.0
-"""Most seconds that small sums of a closed group wait for another rank."""
-SETTLE_SECONDS = 0.1
-"""Most seconds between the failures of two ranks for the same reason."""
+END_SECONDS = 2.0  # most seconds that small sums of a closed group wait for another rank
+SETTLE_SECONDS = 0.1  # most seconds between the failures of two ranks for the same reason
 
+# Names of one variable, the current name first → its value if the user sets the variable under no name.
 _NCCL_DEFAULTS = {
     ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so no other machine need reach NCCL
     ("NCCL_RAS_ENABLE",): "0",  # no status service of NCCL, which would open a port
@@ -38,7 +37,6 @@ _NCCL_DEFAULTS = {
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
     ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end the process if torch's watchdog seems stuck
 }
-"""Names of one variable, the current name first → its value if the user sets the variable under no name."""
 
 
 def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
@@ -72,14 +70,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     The ranks connect and check one sum when the communicator is created and after each reset; also `SmallSums` begins
     anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process.
-
-    Args:
-        rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.
-        device: CUDA device of this rank.
-        is_on_one_host: whether all ranks of the group are on one host.
-
-    Raises:
-        StartupError: NCCL cannot connect the ranks, or returns a wrong sum.
     """
 
     capturable = True
@@ -218,9 +208,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
         Args:
             kind: number that identifies the collective and its size, for the trace.
-
-        Raises:
-            CollectiveAbortedError: an abort may have begun.
         """
         while not self._entering.acquire(timeout=WATCH_SECONDS):
             self._check_aborted()
@@ -244,7 +231,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
                 super()._abort_group()
 
     def _watch(self) -> None:
-        """Abort the process group if the abort word is set, until the communicator is closed."""
         while not self._closed.wait(WATCH_SECONDS):
             if self._arena.aborted and self._ended is not self._group:
                 # A thread that read the abort word too early has now either passed torch's lock or waits for a rank.

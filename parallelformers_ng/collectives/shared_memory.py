@@ -24,14 +24,13 @@ except ImportError as error:  # installed without a C compiler, or imported from
     _kernel = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("collectives in shared memory are not available: %s", error)
 
+# Status that the kernel returns for a collective. Any other status means that the ranks have diverged.
 DONE, ABORTED, TIMED_OUT = 0, 1, 2
-"""Status that the kernel returns for a collective. Any other status means that the ranks have diverged."""
+# Dtype that the kernel can sum → the kernel's number for the dtype.
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Dtype that the kernel can sum → the kernel's number for the dtype."""
 
 
 def is_built() -> bool:
-    """Return whether the C kernel of the collectives was built when this library was installed."""
     return _kernel is not None
 
 
@@ -43,9 +42,6 @@ class SharedMemoryCommunicator(ArenaCommunicator):
     reduce-scattered and gathered; see `_kernel.c`.
 
     Args:
-        arena: shared memory of the ranks, mapped into this process. A communicator of all ranks closes the arena.
-        rank: number of this rank among all ranks of the arena.
-        timeout: seconds that a rank waits for another rank.
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 
     Attributes:
@@ -105,16 +101,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks.
-
-        Args:
-            status: status that the kernel returned.
-            operation: name of the collective, for the message.
-
-        Raises:
-            CollectiveAbortedError: a rank or the parent aborted, or a rank did not come within the timeout.
-            DivergedError: another rank is in another collective, or in this collective with another size or dtype.
-        """
+        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks."""
         if status == DONE:
             return
         if status == ABORTED:
@@ -137,9 +124,6 @@ class StagedCommunicator(Communicator):
 
     NCCL refuses several ranks on one device; this class allows such ranks, for example to check the CUDA path with a
     single GPU. It also serves hosts between which NCCL cannot or must not connect. Unmeasured: never run on a GPU.
-
-    Args:
-        host: communicator for tensors in host memory.
     """
 
     def __init__(self, host: Communicator) -> None:

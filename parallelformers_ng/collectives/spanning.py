@@ -29,10 +29,6 @@ class HandedOver(dist.Store):
     When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
     A value has at most 255 bytes. The id is sent over signed connections. `set` and `get` raise the errors of
     `Communicator.all_gather`.
-
-    Args:
-        between: communicator of all ranks, over shared memory and links.
-        source: number of the rank that sets values.
     """
 
     def __init__(self, between: Communicator, source: int) -> None:
@@ -49,7 +45,6 @@ class HandedOver(dist.Store):
         return self._exchange(b"")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return False, because this store transports no signals of torch's watchdogs."""
         return False
 
     def _exchange(self, own: bytes) -> bytes:
@@ -66,15 +61,8 @@ class SpanningNcclCommunicator(NcclCommunicator):
     `NCCL_SOCKET_IFNAME`.
 
     Args:
-        between: communicator of the same ranks without NCCL, for connecting NCCL; `close` closes `between`, too.
-        place: number of this rank on its host.
-        arena: arena of this host.
         address: address at which other hosts reach this host. NCCL uses only the interface with this address, unless
             the user has set `NCCL_SOCKET_IFNAME`.
-        timeout, device: same as in NcclCommunicator.
-
-    Raises:
-        StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no interface has the address.
     """
 
     def __init__(
@@ -119,15 +107,6 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface that has the given address.
-
-    Args:
-        address: IPv4 or IPv6 address as text.
-
-    Raises:
-        StartupError: no interface has the address.
-        OSError: `address` is not an IP address.
-    """
     interface = _find_6(address) if ":" in address else _find_4(address)
     if interface is None:
         raise StartupError(

@@ -27,7 +27,6 @@ class _Meeting:
         self._stages: dict[int, list[_Meeting]] = {}
 
     def stage(self, number: int, width: int) -> _Meeting:
-        """Return the meeting point of stage `number`, with `width` ranks in each stage."""
         with self._lock:
             if width not in self._stages:
                 self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
@@ -57,10 +56,6 @@ class ThreadCommunicator(Communicator):
     """A communicator between threads. Sums are computed in rank order, as on every CPU backend.
 
     A sum is a new tensor; the input does not change.
-
-    Args:
-        rank, world_size: number of this rank, and number of ranks.
-        meeting: meeting point of the ranks; the same object for all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
@@ -88,17 +83,7 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
-    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order.
-
-    Args:
-        world_size: number of ranks.
-        body: function that each rank runs with its communicator.
-        timeout: seconds that a rank waits in a collective for the other ranks.
-
-    Raises:
-        Exception: the first rank's exception that is not a consequence of another rank's exception.
-        CollectiveAbortedError: a rank waited in a collective longer than `timeout`, or another rank ended too early.
-    """
+    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order."""
     meeting = _Meeting(world_size, timeout)
 
     def run(rank: int) -> T:

@@ -19,12 +19,6 @@ class TwoStageCommunicator(Communicator):
 
     Each host sums its own ranks, and the leaders sum these sums in the order of the hosts. So every rank gets the same
     bits. A sum of 16-bit floats is rounded to 16 bits on each host, and again over the hosts.
-
-    Args:
-        host: communicator of this host's ranks.
-        number: number of this host.
-        counts: number of ranks of each host. Ranks are numbered host after host.
-        links: connections of the leader to other leaders; None on other ranks.
     """
 
     def __init__(self, host: Communicator, number: int, counts: Sequence[int], links: Links | None) -> None:
@@ -80,11 +74,9 @@ class TwoStageCommunicator(Communicator):
         self._within.close()
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Return the leader's tensor on all ranks of this host."""
         return tensor if self._within.world_size == 1 else self._within.broadcast(tensor)
 
     def _exchanged(self, links: Links, own: Tensor, counts: list[int]) -> list[Tensor]:
-        """Return the tensors of all leaders, each of shape `[count]` for its host's count."""
         size = own.element_size()
         try:
             parts = links.exchange(_bytes(own), [count * size for count in counts])

@@ -31,8 +31,8 @@ from parallelformers_ng.worker.preload import warm_up
 _WATCH_SECONDS = 0.05  # interval of checking whether a rank has aborted
 _GOODBYE_SECONDS = 2.0  # time that ranks get to exit after the group has ended normally
 
+# Versions that must be equal on all hosts, because a model's modules are sent pickled.
 VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "transformers")}
-"""Versions that must be equal on all hosts, because a model's modules are sent pickled."""
 
 
 def machine() -> str:
@@ -41,31 +41,14 @@ def machine() -> str:
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """Return the purpose of a connection, as text: kind, number and the group's token.
-
-    Args:
-        what: kind of the connection: "rank" or "leader".
-        number: number of the rank or of the host.
-        token: random bytes of the group.
-    """
+    """Name a connection by its kind ("rank" or "leader"), the number of the rank or host, and the group."""
     return f"{what} {number} {token.hex()}".encode()
 
 
 def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
-    """Serve one group until the group or its caller has ended.
+    """Serve one group until the group or its caller has ended, and close the connection to the caller.
 
-    The function starts the group's ranks on this host as new processes, and ends these processes. If the ranks cannot
-    be started, the caller gets the error.
-
-    Args:
-        link: connection to the caller; its purpose is `host NUMBER`. The function closes the connection.
-        address: address at which the caller listens.
-        key: secret key of the group.
-        number: number of this host in the group.
-        name: name of this host in error messages; by default its host name.
-
-    Raises:
-        OSError: this process cannot open more files or connections.
+    The ranks are new processes. If they cannot be started, the caller gets the error.
     """
     connection, session = link
     control = SignedChannel(connection, session)
@@ -90,16 +73,7 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
 
 
 class _Agent:
-    """The ranks of one group on this host.
-
-    Args:
-        address: same as in `serve`.
-        key: same as in `serve`.
-        number: same as in `serve`.
-        control: channel to the caller.
-        listener: listener for agents of other hosts.
-        order: the caller's settings for the start of the ranks.
-    """
+    """The ranks of one group on this host."""
 
     def __init__(
         self,
@@ -123,7 +97,6 @@ class _Agent:
         self._processes: Processes | None = None
 
     def run(self) -> None:
-        """Start the ranks, then carry out the caller's commands until the caller closes the connection."""
         try:
             processes = self._start()
         except (ParallelError, OSError) as error:
@@ -133,7 +106,6 @@ class _Agent:
         self._watch(processes)
 
     def close(self) -> None:
-        """End the ranks of this host."""
         if self._processes is not None:
             self._processes.end(_GOODBYE_SECONDS if len(self._ended) == self._count else 0.0)
 

@@ -28,16 +28,7 @@ _CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still con
 
 
 class Hosts:
-    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own.
-
-    Args:
-        launcher: launcher of the agents.
-
-    Attributes:
-        owner: id of the process that created the object.
-        names: names of the hosts, available after the hosts are ready.
-        counts: number of ranks of each host, available after the hosts are ready.
-    """
+    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -68,7 +59,6 @@ class Hosts:
 
     @property
     def are_here(self) -> bool:
-        """Whether all ranks are on this machine."""
         return [host.machine for host in self._hosts] == [machine()]
 
     def launch(
@@ -80,11 +70,8 @@ class Hosts:
         function raises StartupError if the ranks cannot be started in time.
 
         Args:
-            processes: the group's processes, to which the waiting function adds the ranks.
-            settings: settings of the ranks.
             device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
                 with the hosts.
-            among: ignored.
         """
         settings = replace(settings, threads=settings.threads or self._launcher.threads)
         order = {"settings": settings, "device": device_names[0].partition(":")[0]}
@@ -106,16 +93,10 @@ class Hosts:
         return wait
 
     def abort(self, reason: str = "the group is ending") -> None:
-        """Abort the collectives of all ranks.
-
-        Args:
-            reason: text of the error that the collectives raise.
-        """
         for host in self._hosts:
             host.say("abort", reason)
 
     def request_cancel(self, sequence: int) -> None:
-        """Ask all ranks to cancel the request with this number."""
         for host in self._hosts:
             host.say("cancel", sequence)
 
@@ -194,9 +175,7 @@ class Hosts:
         """Accept the expected connections, and return number → connection.
 
         Args:
-            listener: listener to which agents and ranks connect.
             due: purpose of each expected connection → its number.
-            deadline: latest time of the connections, in seconds of `time.monotonic`.
         """
         connections: dict[int, tuple[socket.socket, Session]] = {}
         while len(connections) < len(due):
@@ -215,7 +194,6 @@ class Hosts:
         return connections
 
     def _check(self) -> None:
-        """Raise StartupError if the hosts cannot become ready any more."""
         if self._closed:
             raise StartupError("the group was closed while it started")
         self._launcher.check()
@@ -224,7 +202,6 @@ class Hosts:
                 self._is_ready(host, time.monotonic() + STEER_SECONDS)
 
     def _is_ready(self, host: Host, deadline: float) -> bool:
-        """Wait up to 0.2 s, and return whether the ranks of a host are ready."""
         if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
             if time.monotonic() >= deadline:
                 raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
@@ -239,7 +216,6 @@ class Hosts:
         return True
 
     def _watch(self) -> None:
-        """Receive reports from the agents until the group is closed."""
         hosts = {host.control.fileno(): host for host in self._hosts}
         poll = poll_of([self._wakeup, *hosts])
         ready: list[int] = []

@@ -24,18 +24,12 @@ class Launcher:
         """Start the agents. A thread of the group calls this method.
 
         Args:
-            world_size: number of ranks of the group.
             device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
                 must be the devices of its ranks.
-            deadline: latest time of the start, in seconds of `time.monotonic`.
             check: function that raises if waiting is useless; the method must call `check` a few times each second.
 
         Returns:
             (listener to which the agents connect, number of ranks of each host).
-
-        Raises:
-            StartupError: the agents cannot be started, or were not started before the deadline.
-            OSError: this process cannot listen for the agents. The group then raises StartupError.
         """
         raise NotImplementedError
 

@@ -10,8 +10,7 @@ import torch
 
 from parallelformers_ng.errors import StartupError
 
-NCCL_PHASE = "connecting to its peers by NCCL"
-"""Phase that a rank reports while it connects with NCCL, which may hang."""
+NCCL_PHASE = "connecting to its peers by NCCL"  # phase that a rank reports while it connects with NCCL, which may hang
 NCCL_REMEDY = (
     " NCCL hangs on machines where copies between devices do not work, for example virtual machines or machines with an"
     " IOMMU: NCCL_P2P_DISABLE=1 in the environment turns these copies off."
@@ -19,11 +18,6 @@ NCCL_REMEDY = (
 
 
 def take_device(device: torch.device) -> None:
-    """Make a device the current one of this process.
-
-    Raises:
-        StartupError: CUDA does not have the device. The message gives the number of devices and a remedy.
-    """
     listed = torch.cuda.device_count()  # counted by NVML, the same as in the caller
     try:
         torch.cuda.set_device(device)

@@ -27,27 +27,25 @@ from typing import NoReturn
 
 from parallelformers_ng.runtime import titles, worker
 
+# Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code.
 NUMBER = struct.Struct("<i")
-"""Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code."""
 
+# Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
+# (`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c).
 _NEEDLESS_THREADS = {"jemalloc_bg_thd"}
-"""Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
-(`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c)."""
-_OF_THE_DRIVER = "cuda"
-"""Beginning of the names of threads of the CUDA driver."""
+_OF_THE_DRIVER = "cuda"  # beginning of the names of threads of the CUDA driver
+# Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
+# (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html).
 _NOT_INITIALIZED = 3
-"""Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
-(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html)."""
 
 _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports
 
 
 def main() -> None:
-    """Import the module that ranks need, then fork ranks on request until the caller has ended or closed its socket.
+    """Fork ranks on request until the caller has ended or closed its socket.
 
-    The process exits with code 1 if the import fails, has started threads or has initialized CUDA. A fork would lack
-    the threads, and could not use CUDA devices. The exit code is `worker.PARENT_GONE` if the caller has ended before
-    the import.
+    The process exits with code 1 if the import fails, has started threads, which a fork would lack, or has initialized
+    CUDA, which a fork could not use.
     """
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)
@@ -80,17 +78,12 @@ def _why_no_forks() -> str | None:
 
 
 def _other_threads() -> list[str]:
-    """Return the names of all threads of this process except the main thread."""
     numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
     return sorted(Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in numbers)
 
 
 def _cannot_use_devices(asks_driver: bool) -> bool:
-    """Return whether this forked process cannot use CUDA because the forking process has initialized CUDA.
-
-    Args:
-        asks_driver: whether to ask the driver also; torch knows only of what torch has initialized.
-    """
+    """Ask in a fork, because torch knows only of what torch has initialized; the driver knows more."""
     import torch
 
     if torch.cuda._is_in_bad_fork():
@@ -109,7 +102,6 @@ class _Server:
     """The loop of the server.
 
     Args:
-        requests: socket on which the caller requests ranks.
         lifeline: reading end of the pipe whose closing makes the kernel kill this process.
         watched: pidfds of the caller and of this process; a rank ends if either process ends.
     """
@@ -124,7 +116,6 @@ class _Server:
             self._poll.register(fd, select.POLLIN)
 
     def serve(self) -> None:
-        """Fork ranks and report their ends until the caller has ended or closed its socket."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._watched[0]:
@@ -135,7 +126,6 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Receive a request and fork a rank; return False if the caller has closed the socket."""
         message, descriptors, *_ = socket.recv_fds(self._requests, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if message and len(descriptors) == _DESCRIPTORS:
             *rank, report_fd = descriptors

@@ -32,11 +32,9 @@ from parallelformers_ng.runtime.spawn import (
 
 log = logging.getLogger("parallelformers_ng")
 
-SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"
-"""Environment variable; if it is 0, every rank is started as a fresh process."""
+SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"  # environment variable; if it is 0, every rank is started as a fresh process
 
-_LEAST = "torch"
-"""Module that a server imports by default."""
+_LEAST = "torch"  # module that a server imports by default
 
 # Prefixes of variables that Python or a library reads at start or import; a fork keeps the values of that time.
 _READ_AT_START = (
@@ -49,16 +47,8 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 class Fork:
     """A rank that was requested from a fork server.
 
-    Args:
-        server: the fork server.
-        link: link between this process and the rank.
-
     Attributes:
         pid: process id; 0 before `await_start`.
-        pidfd: descriptor that refers to the process; -1 before `await_start`.
-
-    Raises:
-        OSError: this process cannot open more files.
     """
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
@@ -81,15 +71,7 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """Wait until the server has forked the rank, and return True; return False if the server has ended.
-
-        Args:
-            deadline: latest time of the answer, in seconds of `time.monotonic`.
-
-        Raises:
-            RequestTimeoutError: the server has not answered before the deadline.
-            OSError: the system cannot start more processes, or this process cannot open more files.
-        """
+        """Wait until the server has forked the rank, and return True; return False if the server has ended."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -131,18 +113,9 @@ class ForkServer:
 
     Args:
         inheritance: state of this process that forks inherit.
-        imports: name of the module that the server imports before it forks.
 
     Attributes:
         inheritance: argument `inheritance`.
-        imports: argument `imports`.
-        link: link to the server; its socket carries requests for ranks.
-        pid: process id of the server.
-        forks: requested ranks that are not closed yet.
-
-    Raises:
-        OSError: the system cannot start more processes or open more files.
-        StartupError: the path of the Python interpreter is unknown.
     """
 
     def __init__(self, inheritance: object, imports: str) -> None:
@@ -169,7 +142,6 @@ class ForkServer:
         return self._process.exit_code(0.0)
 
     def request_traceback(self) -> None:
-        """Make the server write its traceback to its log."""
         send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
@@ -195,9 +167,6 @@ def running(imports: str | None = None) -> ForkServer | None:
     A running server is used only if its forks would inherit the same state as a fresh process of this thread. The
     result is None if the environment variable `PARALLELFORMERS_NG_FORK_SERVER` is 0, or if a server cannot start or
     must not fork.
-
-    Args:
-        imports: name of the module that the server imports; with None, any running server is used.
     """
     global _newest
     if os.environ.get(SWITCH) == "0":

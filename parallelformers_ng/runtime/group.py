@@ -305,7 +305,6 @@ class WorkerGroup:
         self._loop.stop(patience)
 
     def _answers(self, request: Request, on_event: OnEvent | None, watch: Watch | None) -> Answers:
-        """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
         thread = threading.get_ident()
         next_look = math.inf if watch is None else time.monotonic() + LOOK_SECONDS
         while True:

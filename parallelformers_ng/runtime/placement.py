@@ -25,25 +25,14 @@ def placement(
     replicas: int = 1,
     devices_elsewhere: int | None = None,
 ) -> tuple[int, str]:
-    """Return the number of workers of each replica and the type of their devices.
+    """Return the number of workers of each replica, and "cpu" or "cuda".
 
     A warning is logged once if `device` is "auto" and there is no CUDA device.
 
     Args:
-        num_gpus: number of workers of each replica; None uses all CUDA devices, or 2 workers on CPU.
-        device: "cpu", "cuda" or "auto".
         device_ids: CUDA device of each rank of all replicas; None uses 0, 1, 2, ….
-        replicas: number of replicas.
         devices_elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
             None if this process starts the ranks.
-
-    Returns:
-        (world size of a replica, "cpu" or "cuda").
-
-    Raises:
-        PlacementError: fewer devices exist than requested, the arguments contradict each other, or the number of
-            workers is not an integer of at least 1. With a launcher also: `num_gpus` is None for CUDA devices, or
-            `device_ids` is not None.
     """
     is_here = devices_elsewhere is None
     available = torch.cuda.device_count() if devices_elsewhere is None else devices_elsewhere
@@ -79,22 +68,11 @@ def placement(
 
 
 def check_count(count: Any, argument: str = "num_gpus") -> None:
-    """Raise PlacementError if `count` is not an integer of at least 1.
-
-    Args:
-        count: value to check; True and False are refused.
-        argument: name of the caller's argument, for the message.
-    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 
 
 def check_platform() -> None:
-    """Raise UnsupportedPlatformError if workers cannot run on this system.
-
-    Workers need Linux, a mounted /proc, files in memory, descriptors of processes, and modules for threads, processes
-    and sockets that gevent has not patched.
-    """
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
             f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; use a Linux container. plan() works"
@@ -122,7 +100,6 @@ def check_platform() -> None:
 
 
 def _patched_by_gevent() -> list[str]:
-    """Return the names of the patched modules among those that threads, processes and sockets need."""
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]

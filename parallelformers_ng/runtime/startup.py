@@ -37,17 +37,6 @@ _LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was 
 
 
 def create_arena(world_size: int) -> Arena:
-    """Create the shared memory of the collectives.
-
-    Args:
-        world_size: number of ranks on this machine, at least 1.
-
-    Raises:
-        PlacementError: there are more than 256 ranks.
-        UnsupportedPlatformError: the system does not report its available memory.
-        SharedMemoryError: the system has no memory for the arena.
-        StartupError: the arena cannot be created for another reason, such as the limit of open files.
-    """
     if world_size > MAX_WORLD_SIZE:
         raise PlacementError(
             f"a model has {world_size} ranks on this machine, and the limit is {MAX_WORLD_SIZE}; lower num_gpus"
@@ -65,10 +54,6 @@ class StartSettings:
 
     Attributes:
         target: `"module:Class"` of the object that each worker builds.
-        imports: name of the module that the fork server imports, see `forks.running`.
-        backend: backend of the collectives.
-        timeout: timeout of the collectives, in seconds.
-        start_timeout: maximum time in seconds until all workers are ready.
         threads: CPU threads of each worker; None divides the CPUs among the ranks.
     """
 
@@ -90,20 +75,12 @@ def launch(
     """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        processes: the group's processes, with an `Arena`; the workers are added.
-        settings: settings of the ranks.
-        device_names: torch device of each rank.
         among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
         spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
             has the socket and keys of the connection to the group's caller. None on one host.
 
     Returns:
         Function that waits until all workers are ready: `await_ready` with its arguments.
-
-    Raises:
-        StartupError: a worker could not be started, or has ended.
-        SharedMemoryError: the system has no memory for the settings of a worker.
-        OSError: this process cannot open more files.
     """
     deadline = time.monotonic() + settings.start_timeout
     world_size = len(device_names)
@@ -152,7 +129,6 @@ def launch(
 
 
 def _has_standard_error() -> bool:
-    """Return whether descriptor 2 is this process's standard error, and not another file or closed."""
     return sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2")
 
 
@@ -164,15 +140,8 @@ def await_ready(
     After success, the start logs of the workers are written to this process's standard error; equal logs only once.
 
     Args:
-        workers: workers that `launch` started.
-        server: fork server of the workers; None if the workers are fresh processes.
-        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready`
-            waits at least 1 s, also after the deadline, so that a late caller can read the workers' messages.
-        start_timeout: maximum time of the start in seconds, for the error message.
-
-    Raises:
-        StartupError: a worker raised, ended, or took too long.
-        ProtocolError, NotPortableError: a worker sent a malformed message.
+        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready` waits at
+            least 1 s, also after the deadline, so that a late caller can read the workers' messages.
     """
     deadline = max(deadline, time.monotonic() + _LATE_SECONDS)
     poll = select.poll()

@@ -23,12 +23,6 @@ class Supervisor:
 
     The thread has only a weak reference to the supervisor. If the supervisor is garbage-collected, its group and its
     thread end.
-
-    Args:
-        group: a group that is running or starting.
-
-    Attributes:
-        current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -41,12 +35,10 @@ class Supervisor:
 
     @property
     def group(self) -> WorkerGroup:
-        """The current group, which may have died."""
         return self.current[0]
 
     @property
     def incarnation(self) -> int:
-        """Number of restarts of the group."""
         return self.current[1]
 
     def supervise(self, revive: Callable[[], WorkerGroup], max_restarts: int, restart_window: float) -> None:
@@ -54,8 +46,6 @@ class Supervisor:
 
         Args:
             revive: function that starts a new group, ready for requests.
-            max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
-            restart_window: length of the time window in seconds.
         """
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
@@ -69,14 +59,6 @@ class Supervisor:
         """Return the running group, its incarnation, and `deadline`; while a new group starts, wait for the new group.
 
         Without `supervise`, or after `close`, the returned group may have died; a call of that group raises the reason.
-
-        Args:
-            deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
-
-        Raises:
-            DeadlineExpiredError: no group was ready before the deadline.
-            RestartLimitError: the limit of restarts was reached; no new group will start.
-            WrongProcessError: this is a forked process.
         """
         group = self.group
         group.check_process()
@@ -168,7 +150,6 @@ def _stop_all() -> None:
 
 
 def _supervise(reference: weakref.ref[Supervisor], wait_until_over: Callable[[], None]) -> None:
-    """Run the supervising thread: wait for the end of the group, replace the group, and repeat."""
     goes_on = True
     while goes_on:
         wait_until_over()

@@ -17,8 +17,8 @@ from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.sharding.encoding import Encoding
 
 _STATE = ".quant_state.bitsandbytes__"
+# Possible data types of the tensors with 4-bit codes; only the bytes matter.
 _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-"""Possible data types of the tensors with 4-bit codes; only the bytes matter."""
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
@@ -27,10 +27,6 @@ def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
     The function removes the tensors of the weights from `stored`. The formats are those of
     https://github.com/bitsandbytes-foundation/bitsandbytes. An 8-bit weight is its number times `SCB` / 127. A 4-bit
     weight may have quantized scales (`nested_absmax`).
-
-    Raises:
-        CheckpointError: a tensor is missing, does not fit its weight, or has an invalid description of 4-bit codes.
-        UnsupportedModelError: an 8-bit weight is stored in a layout for GPU kernels.
     """
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
@@ -101,5 +97,4 @@ def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
 
 
 def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:
-    """Return the table of code values, float32 `[size]`."""
     return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

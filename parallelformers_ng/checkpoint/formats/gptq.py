@@ -13,8 +13,7 @@ from parallelformers_ng.checkpoint.lazy import turned
 from parallelformers_ng.checkpoint.nodes import Node
 
 _WORDS = (torch.int32,)
-_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of eight consecutive outputs in AWQ's format."""
+_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of eight consecutive outputs in AWQ's format
 
 
 def gptq(stored: StoredTensors) -> dict[str, Node]:
@@ -23,11 +22,6 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
     Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
     stored zero point is the real zero point minus 1, except in format gptq_v2. The formats are those of
     https://github.com/ModelCloud/GPTQModel.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
-        UnsupportedModelError: the configuration has another format, settings for single layers, or other bits than 2, 4
-            and 8.
     """
     settings = stored.quantization
     kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
@@ -49,10 +43,6 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 
     Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`. The format is that
     of https://github.com/casper-hansen/AutoAWQ.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
-        UnsupportedModelError: the configuration has another format, or another number of bits than 4.
     """
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":

@@ -17,8 +17,8 @@ from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
+# Blocks along one dimension: the size of each block, or a tensor with the block number of each index.
 Blocks = int | Tensor
-"""Blocks along one dimension: the size of each block, or a tensor with the block number of each index."""
 
 
 @dataclass(eq=False)
@@ -28,11 +28,7 @@ class Scaled(ByLines):
     The weight is computed in fp32, and then cast to `dtype`.
 
     Attributes:
-        values: quantized numbers, in the shape of the weight.
-        scales: one scale per block along each dimension.
         blocks: blocks along each dimension.
-        zeros: zero points, in the shape of the scales; None for 0.
-        offset: number that is added to each element.
     """
 
     values: Node
@@ -70,11 +66,7 @@ class Scaled(ByLines):
 
 @dataclass(eq=False)
 class Flat(ByLines):
-    """A matrix that is stored row by row in one dimension.
-
-    Attributes:
-        numbers: elements of the matrix, `[rows · columns]`.
-    """
+    """A matrix that is stored row by row in one dimension."""
 
     numbers: Node
 
@@ -90,9 +82,6 @@ class Unpacked(Computed):
     """Numbers that are packed in words, several consecutive numbers along one dimension in each word.
 
     Attributes:
-        words: stored words.
-        bits: bits of a number.
-        dim: dimension of consecutive numbers in a word.
         places: position in the word of each consecutive number; position 0 is the lowest bits.
         table: value of each code; None if the code is the value.
     """
@@ -125,9 +114,7 @@ class Pairs(ByLines):
     range.
 
     Attributes:
-        values: integers from -8 to 7, not packed.
         dim: dimension along which two neighboring 4-bit integers are packed into one byte.
-        name: name of the weight, for errors.
     """
 
     values: Node
@@ -147,5 +134,4 @@ class Pairs(ByLines):
 
 
 def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
     return tuple(range(words.itemsize * 8 // bits))

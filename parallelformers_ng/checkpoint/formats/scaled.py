@@ -13,8 +13,7 @@ from parallelformers_ng.checkpoint.lazy import applied, turned
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 
-_POWERS = torch.float8_e8m0fnu
-"""Data type of powers of two: 8 bits of exponent, no sign and no mantissa."""
+_POWERS = torch.float8_e8m0fnu  # data type of powers of two: 8 bits of exponent, no sign and no mantissa
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])
 
@@ -24,9 +23,6 @@ def fp8(stored: StoredTensors) -> dict[str, Node]:
 
     `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block. The format is that of DeepSeek-V3
     (https://huggingface.co/deepseek-ai/DeepSeek-V3). Scales of activations are removed, too.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the block size is invalid.
     """
     block_size = stored.quantization.get("weight_block_size")
     if block_size is not None and not (
@@ -52,9 +48,6 @@ def mxfp4(stored: StoredTensors) -> dict[str, Node]:
 
     `…_blocks` has two 4-bit floats in each byte and 32 floats in each block. `…_scales` has the exponent of each block.
     The numbers are MXFP4 of the OCP Microscaling Formats specification, version 1.0.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight.
     """
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
@@ -80,11 +73,6 @@ def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
     A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
     `weight_g_idx`, the group of each input. The formats are those of
     https://github.com/vllm-project/compressed-tensors. Scales of activations are removed, too.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the configuration has no settings of
-            weights.
-        UnsupportedModelError: the configuration has another format, or weights that are sparse or transformed.
     """
     groups = _groups(stored)
     weights = {}
@@ -116,7 +104,6 @@ _OF_ACTIVATIONS = tuple(
 
 
 def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
-    """Return the weight settings of each group of layers in the configuration."""
     settings = stored.quantization
     if any((settings.get("transform_config") or {}).get("config_groups") or {}):
         raise stored.unread("has a transform_config, which also transforms activations")

@@ -11,8 +11,8 @@ import torch
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, StoredTensors
 from parallelformers_ng.checkpoint.nodes import Node
 
+# Tensor classes of torchao that can be read → data types of their numbers.
 _PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
-"""Tensor classes of torchao that can be read → data types of their numbers."""
 _FEW_BITS = ("int1", "int2", "int3", "int4")
 
 
@@ -21,10 +21,6 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
     A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`. The format is that
     of https://github.com/pytorch/ao.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the header of a file is damaged.
-        UnsupportedModelError: a weight has a tensor class that cannot be read, or a scale of activations.
     """
     weights = {}
     header = stored.header()
@@ -55,17 +51,14 @@ def torchao(stored: StoredTensors) -> dict[str, Node]:
 
 
 def _bits(data: Mapping[str, Any]) -> int:
-    """Return the bits of an integer from `target_dtype`; 8 if `target_dtype` is absent or not int1 to int4.
-
-    `target_dtype` is the name of a data type, or a mapping with that name under `_data`.
-    """
+    """Return the bits of an integer: 8 if `target_dtype` is absent or not int1 to int4. It is a name, or a mapping with
+    that name under `_data`."""
     target = data.get("target_dtype")
     name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
     return int(name[3:]) if name in _FEW_BITS else 8
 
 
 def _read(stored: StoredTensors, header: Mapping[str, str], key: str) -> Any:
-    """Return the JSON value of a key of the file header."""
     try:
         return json.loads(header[key])
     except (KeyError, ValueError) as error:

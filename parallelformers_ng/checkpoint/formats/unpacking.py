@@ -31,18 +31,7 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint.
-
-    Args:
-        stored: tensors and configuration of the checkpoint; tensors of quantized weights are removed.
-
-    Raises:
-        UnsupportedModelError: the quantization method or format is unknown, or a weight needs dequantization and
-            `stored.dequantize` is False.
-        CheckpointError: the configuration is invalid, or a tensor is missing or does not fit its weight; the message
-            names the tensor.
-        OSError: the system cannot map a checkpoint file.
-    """
+    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint."""
     quantization = stored.quantization
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     method = getattr(method, "value", method)  # the value of transformers' enumeration
