@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.checkpoint.nodes import ByLines, Computed, Node, Operation, leaf_of
-from parallelformers_ng.checkpoint.operations import Cut
-from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
+from parallelformers_ng.checkpoint.reading import Cut, is_read_in_parts, read, read_copy
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -42,8 +41,7 @@ class Decoded(Computed):
             first, last = _widened(start, stop, per_byte)
             stored = read(numbers, {**rest, dim: ((first // per_byte, last // per_byte),)}, rank)
             own = scale if scale.shape[dim] == 1 else scale.index_select(dim, torch.arange(first, last) // block)
-            piece = self.encoding.decode(stored, own, self.dtype)
-            pieces.append(piece.narrow(dim, start - first, stop - start))
+            pieces.append(self.encoding.decode(stored, own, self.dtype).narrow(dim, start - first, stop - start))
         return torch.cat(pieces, dim)
 
 

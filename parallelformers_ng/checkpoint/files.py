@@ -98,7 +98,15 @@ class CheckpointFile:
     def _name_elsewhere(self) -> str:
         name = self.path
         if not os.access(name, os.R_OK) and self._in_cache is not None:
-            name = _fetched(self._in_cache)
+            # The path within the cache is models--org--name/snapshots/commit/file.
+            repository, _, commit, file = self._in_cache.split(os.sep, 3)
+            try:
+                name = hf_hub_download(repository.removeprefix("models--").replace("--", "/"), file, revision=commit)
+            except (OSError, ValueError) as error:  # network or hub errors, offline mode
+                raise CheckpointError(
+                    f"{self._in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be"
+                    f" downloaded: {error}"
+                ) from error
         if os.access(name, os.R_OK) and _look(name) == self._look:
             return name
         raise CheckpointError(
@@ -138,20 +146,20 @@ class SafetensorsFile(CheckpointFile):
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
-            raise CheckpointError(
-                f"{self.path} is damaged, or has a data type that this version cannot read: {error}"
-            ) from error
+            raise CheckpointError(f"{self.path} is damaged, or has an unknown data type: {error}") from error
 
     def tensor(self, key: str) -> torch.Tensor:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        mapping = self._map()
+        if self._mapping is None:
+            with open(self.name_to_open(), "rb") as file:
+                self._mapping = map_file(file.fileno())
         if offset % dtype.itemsize:
-            data = bytearray(memoryview(mapping)[offset : offset + count * dtype.itemsize])
+            data = bytearray(memoryview(self._mapping)[offset : offset + count * dtype.itemsize])
             return torch.frombuffer(data, dtype=dtype).view(shape)
-        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def maps(self, key: str) -> bool:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
@@ -162,12 +170,6 @@ class SafetensorsFile(CheckpointFile):
         first = offset - offset % mmap.PAGESIZE
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             libc().madvise(ctypes.addressof(self._mapping) + first, length, mmap.MADV_DONTNEED)
-
-    def _map(self) -> Mapping:
-        if self._mapping is None:
-            with open(self.name_to_open(), "rb") as file:
-                self._mapping = map_file(file.fileno())
-        return self._mapping
 
 
 class PickleFile(CheckpointFile):
@@ -224,17 +226,6 @@ def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
 def mounts() -> tuple[str, str]:
     """Return boot id and mount namespace. Processes with equal results see the same files under the same paths."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
-
-
-def _fetched(in_cache: str) -> str:
-    """Download a file of the hub to this host's cache; `in_cache` is `models--org--name/snapshots/commit/file`."""
-    repository, _, commit, name = in_cache.split(os.sep, 3)
-    try:
-        return hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
-    except (OSError, ValueError) as error:  # network or hub errors, offline mode
-        raise CheckpointError(
-            f"{in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be downloaded: {error}"
-        ) from error
 
 
 def _look(path: str) -> tuple[int, int]:

@@ -44,9 +44,8 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, node: Node, stride: Sequence[int] | None = None) -> LazyTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, node.shape, strides=stride, dtype=node.dtype, device=torch.device("cpu")
-        )
+        cpu = torch.device("cpu")
+        tensor = torch.Tensor._make_wrapper_subclass(cls, node.shape, strides=stride, dtype=node.dtype, device=cpu)
         tensor.node = node
         return tensor
 
@@ -66,9 +65,7 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = str(func)
         if name == "aten.detach.default":  # by far the most frequent
@@ -104,9 +101,7 @@ class RemoteTensor(LazyTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         for tensor in written(func, args, kwargs) if func._schema.is_mutable else ():
             if isinstance(tensor, RemoteTensor):
@@ -120,9 +115,7 @@ class RemoteTensor(LazyTensor):
         return repr(values(self))
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
@@ -174,7 +167,8 @@ def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> P
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on the values of its lazy arguments, and unmap the pages that were read."""
-    result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
+    whole_args, whole_kwargs = tree_map_only(LazyTensor, lambda tensor: read(tensor.node, {}), (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
     for arg in args:
         if isinstance(arg, LazyTensor):
             release(arg.node)
@@ -189,10 +183,6 @@ def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.
         return source.node
     args, kwargs = tree_map_only(LazyTensor, operator.attrgetter("node"), (args, kwargs))
     return Operation(tuple(like.shape), like.dtype, name, args, kwargs, output)
-
-
-def _values(tensor: LazyTensor) -> torch.Tensor:
-    return read(tensor.node, {})
 
 
 def _on_meta(value: Any) -> Any:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes
@@ -31,6 +30,8 @@ from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
+
+State = dict[str, LazyTensor]  # name in the checkpoint → unread tensor
 
 
 class Checkpoint:
@@ -71,9 +72,8 @@ class Checkpoint:
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
         """Return a plan with only the tensors that ranks do not read from checkpoint files."""
-        return dataclasses.replace(
-            plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
-        )
+        tensors = {name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
+        return dataclasses.replace(plan, tensors=tensors)
 
     def is_read(self, tensor: TensorPlan) -> bool:
         return tensor.storage in self.nodes and tensor.storage not in self.copied
@@ -120,9 +120,9 @@ def open_source(
         return model.eval()  # like `from_pretrained`: otherwise dropout would change the outputs
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(on_meta, cls, config)
-    state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
+    state = _contents(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
     vars(config).pop("quantization_config", None)  # the unread weights are plain from here on
-    built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
+    built = model_of(cls, config, location, state, dtype="auto" if dtype is None else dtype, **source.options)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():
         download = {**location.download, "force_download": False, "proxies": None}
@@ -140,14 +140,11 @@ def load_skeleton(
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
-def fill_skeleton(
-    model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None, dequantize: bool = False
-) -> None:
+def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None, dequantize: bool) -> None:
     """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay."""
-    state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
+    state = _contents(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
-    built = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
-    tensors = all_tensors(built)
+    tensors = all_tensors(model_of(type(model), model.config, location, state, dtype=dtype or model.dtype))
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
@@ -159,25 +156,23 @@ def fill_skeleton(
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
-def _plain_state(
-    location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
-) -> dict[str, LazyTensor]:
+def _contents(location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool) -> State:
     """Return the unread tensors of a checkpoint. Names are those of the plain model, even for quantized weights."""
-    state, quantization = lazy_state(location), stored_quantization(location)
-    return (
-        state
-        if quantization is None
-        else unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
-    )
+    if is_sharded_directory(location.directory):
+        state = {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
+    else:
+        state = {
+            key: LazyTensor(FileLeaf(shape, dtype, file, key))
+            for file in open_weights(location)
+            for key, (shape, dtype) in file.entries.items()
+        }
+    if (quantization := stored_quantization(location)) is None:
+        return state
+    return unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
 
 
 def model_of(
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    location: object,
-    dtype: torch.dtype | str,
-    options: Mapping[str, Any],
-    state: dict[str, LazyTensor],
+    cls: type[PreTrainedModel], config: PretrainedConfig, location: object, state: State, **options: Any
 ) -> PreTrainedModel:
     """Build a model with unread weights. Other exceptions of transformers and of the model's code are passed on."""
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
@@ -191,56 +186,43 @@ def model_of(
         return True
 
     log.addFilter(named)
-    # `_refuse_wrong_shapes` raises an error with the name of the file.
+    # Below, another shape raises an error with the name of the file.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
-        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+        model, info = cls.from_pretrained(None, config=config, state_dict=state, **options)
     except RuntimeError as error:
         raise CheckpointError(f"{location} cannot be converted to {cls.__name__}: {error}") from error
     finally:
         log.removeFilter(named)
         if shows:
             logging.enable_progress_bar()
-    if not ignores_shapes:
-        _refuse_wrong_shapes(info["mismatched_keys"], state, location)
-    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state, location)
-    _refuse_codes(model, info["missing_keys"], info["unexpected_keys"], state, location)
-    return model
-
-
-def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
-    for name, actual, wanted in mismatched:
+    for name, actual, wanted in () if ignores_shapes else info["mismatched_keys"]:
         # A tensor that is converted from several stored tensors has no single file: the error names the directory.
         where = _path_of(state[name], location) if name in state else location
         raise CheckpointError(f"{where} has shape {list(actual)} for {name}, but the configuration has {list(wanted)}")
+    _refuse_flipped_names(info, state, location)
+    _refuse_codes(model, info, state, location)
+    return model
 
 
-def _refuse_flipped_names(
-    missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor], location: object
-) -> None:
+def _refuse_flipped_names(info: Mapping[str, Any], state: State, location: object) -> None:
     """Raise if a stored name differs from a missing name in one bit: the file is damaged."""
-    stored = set(unexpected)
-    for name in missing:
+    stored = state.keys() & info["unexpected_keys"]
+    for name in info["missing_keys"]:
         for index, letter in enumerate(name):
             for bit in range(8):
                 other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
-                if other in stored and other in state:
+                if other in stored:
                     raise CheckpointError(
                         f"{_path_of(state[other], location)} is damaged: the stored name {other!r} must be {name!r}"
                     )
 
 
-def _refuse_codes(
-    model: PreTrainedModel,
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    state: dict[str, LazyTensor],
-    location: object,
-) -> None:
+def _refuse_codes(model: PreTrainedModel, info: Mapping[str, Any], state: State, location: object) -> None:
     """Raise if weights are quantized, but the configuration does not describe their format."""
-    lacking = {name.rpartition(".")[0] for name in missing}
-    unexpected_names = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
-    stored = {name: [state[name].node] for name in unexpected_names}
+    lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
+    unexpected = [name for name in info["unexpected_keys"] if name in state and name.rpartition(".")[0] in lacking]
+    stored = {name: [state[name].node] for name in unexpected}
     for name, weight in model.named_parameters():
         if isinstance(weight, LazyTensor) and weight.is_floating_point():
             stored[name] = list(leaves(weight.node, computed=False))
@@ -255,18 +237,3 @@ def _refuse_codes(
 
 def _path_of(tensor: LazyTensor, location: object) -> object:
     return next((leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf)), location)
-
-
-def prepare_conversions() -> None:
-    """Create transformers' table of renamed parameters early, so that the first load does not wait for the table."""
-    get_checkpoint_conversion_mapping("")
-
-
-def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    if is_sharded_directory(location.directory):
-        return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
-    return {
-        key: LazyTensor(FileLeaf(shape, dtype, file, key))
-        for file in open_weights(location)
-        for key, (shape, dtype) in file.entries.items()
-    }

@@ -23,6 +23,7 @@ from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_me
 from parallelformers_ng.options import WorkerOptions
 
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_NONE_IF_ABSENT = {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_missing_entries": False}
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
 # Names of the arguments of `parallelize`.
 _ARGUMENTS = (
@@ -216,12 +217,6 @@ def open_weights(location: Location) -> list[CheckpointFile]:
 def _cached(location: Location, name: str) -> str | None:
     """Return the local path of a file, downloaded if need be; None if the checkpoint has no such file."""
     try:
-        return cached_file(
-            location.path,
-            name,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            **location.download,
-        )
+        return cached_file(location.path, name, **_NONE_IF_ABSENT, **location.download)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name} of {location} cannot be fetched: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from parallelformers_ng.checkpoint.location import Location
@@ -45,24 +45,16 @@ def class_of(
             f" {' or '.join(names) or f'for {type(config).__name__}, which names no class'}; pass model_class="
         )
     if location is not None:
-        log.warning(
-            "%s names no architectures; it is loaded as %s. Pass model_class= for another class",
-            where,
-            named_class.__name__,
-        )
+        text = "%s names no architectures; it is loaded as %s. Pass model_class= for another class"
+        log.warning(text, where, named_class.__name__)
     return named_class
 
 
 def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForMaskedLM,
-        AutoModel,
-    ):
-        if type(config) in auto._model_mapping:
-            cls = auto._model_mapping[type(config)]
+    for head in ("ForCausalLM", "ForSeq2SeqLM", "ForImageTextToText", "ForMaskedLM", ""):
+        mapping = getattr(transformers, f"AutoModel{head}")._model_mapping
+        if type(config) in mapping:
+            cls = mapping[type(config)]
             return cls[0] if isinstance(cls, (list, tuple)) else cls
     return None
 
@@ -80,10 +72,7 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
         config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     else:
         config = AutoConfig.from_pretrained(name, revision=revision)
-    cls = class_of(config)
-    with torch.device("meta"):
-        model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
-    return model.eval()
+    return on_meta(class_of(config), config).eval()
 
 
 def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

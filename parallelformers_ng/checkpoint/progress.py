@@ -22,9 +22,7 @@ def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]
     if show and (sys.stderr is None or not sys.stderr.isatty()):
         yield _Lines(what, total).update
         return
-    with tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=not show, leave=False
-    ) as bar:
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not show, leave=False) as bar:
         yield bar.update
 
 

@@ -52,7 +52,7 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
     header["tensor_names"] = json.dumps(list(header))
     stored = StoredTensors(state, quantization, where, dtype, lambda: bare, header, dequantize)
-    plain = model_of(type(model), config, where, dtype, {}, unpacked(stored))
+    plain = model_of(type(model), config, where, unpacked(stored), dtype=dtype)
     if bare is model:
         return plain
     adapted: Any = with_layers(model, {path: layer for path, layer in plain.named_modules() if _unpacked(layer)})
@@ -102,10 +102,8 @@ class ConvertedLayers:
 
 def _unpacked(layer: nn.Module) -> bool:
     """Return whether a layer of a plain model has a weight that is computed from quantized numbers and scales."""
-    return any(
-        isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
-        for tensor in layer._parameters.values()
-    )
+    tensors = layer._parameters.values()
+    return any(isinstance(each, LazyTensor) and not isinstance(each.node, FetchedLeaf) for each in tensors)
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

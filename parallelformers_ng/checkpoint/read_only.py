@@ -57,9 +57,8 @@ class _Refusing(TorchDispatchMode):
         self._addresses = addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.is_mutable and any(
-            tensor.untyped_storage().data_ptr() in self._addresses for tensor in written(func, args, kwargs or {})
-        ):
+        targets = written(func, args, kwargs or {}) if func._schema.is_mutable else ()
+        if any(tensor.untyped_storage().data_ptr() in self._addresses for tensor in targets):
             raise _refusal(f"{func._schema.name.partition('::')[2]}()")
         return func(*args, **kwargs or {})
 

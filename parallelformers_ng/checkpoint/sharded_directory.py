@@ -27,7 +27,7 @@ from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Node, ShardedNode
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
+from parallelformers_ng.checkpoint.writing import WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.encoding import SCALE, Encoding
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -41,13 +41,7 @@ Part = Callable[[TensorPlan], torch.Tensor]  # function that returns a rank's sh
 
 
 def write_rank(
-    directory: Path,
-    plan: ShardPlan,
-    names: Iterable[str],
-    rank: int,
-    limit: int,
-    part: Part,
-    progress: Progress | None = None,
+    directory: Path, plan: ShardPlan, names: Iterable[str], rank: int, limit: int, part: Part, progress: Progress
 ) -> list[WrittenFile]:
     """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
@@ -82,11 +76,9 @@ def write_index(
     for name in names:
         tensor = stored.tensors[name]
         parts = {}
-        for rank, shard in enumerate(tensor.shards):
-            file = by_rank[0 if tensor.is_replicated else rank].get(name)
-            if file is None or (tensor.is_replicated and rank):
-                continue
-            parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
+        for rank, shard in enumerate(tensor.shards[:1] if tensor.is_replicated else tensor.shards):
+            if file := by_rank[rank].get(name):
+                parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
         dim = next((shard.dim for shard in tensor.shards if shard.dim is not None), None)
         described = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
         tensors[name] = {**described, "names": aliases[name]}
@@ -97,8 +89,13 @@ def write_index(
         "policy": plan.policy,
         "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
         "tensors": tensors,
-        **({"quantized": _encodings(plan)} if plan.quantized else {}),
     }
+    if plan.quantized:
+        dtypes = {name: str(plan.tensors[name].dtype).removeprefix("torch.") for name in plan.quantized}
+        index["quantized"] = {
+            name: {"dtype": dtypes[name], "encoding": dataclasses.asdict(encoding)}
+            for name, encoding in plan.quantized.items()
+        }
     text = json.dumps({**index, "checksum": _index_checksum(index)}, indent=1)
     with open(directory / INDEX_NAME, "w") as out:
         out.write(text)
@@ -152,7 +149,10 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
         for rank, part in described["parts"].items():
             ranges = tuple((start, stop) for start, stop in part["ranges"])
             shard = Shard(described["dim"], ranges) if described["dim"] is not None else Shard()
-            parts[int(rank)] = shard, _leaf(files[part["file"]], name, (shard.shape(shape), dtype), part["checksum"])
+            file, entry = files[part["file"]], (shard.shape(shape), dtype)
+            if file.entries.get(name) != entry:
+                raise CheckpointError(f"{file.path} is damaged: {name} is {file.entries.get(name)} instead of {entry}")
+            parts[int(rank)] = shard, CheckedLeaf(*entry, file, name, part["checksum"])
         nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
     for name, described in index.get("quantized", {}).items():
         encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"])
@@ -160,13 +160,6 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
         shape = encoding.shape(numbers.shape)
         nodes[name] = Decoded(shape, dtype, encoding, (numbers, nodes.pop(name + SCALE)))
     return nodes
-
-
-def _encodings(plan: ShardPlan) -> dict[str, Any]:
-    return {
-        name: {"dtype": str(plan.tensors[name].dtype).removeprefix("torch."), "encoding": dataclasses.asdict(encoding)}
-        for name, encoding in plan.quantized.items()
-    }
 
 
 @dataclass(eq=False)
@@ -185,12 +178,6 @@ class CheckedLeaf(FileLeaf):
                 )
             self.checked = True
         return tensor
-
-
-def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> CheckedLeaf:
-    if file.entries.get(name) != entry:
-        raise CheckpointError(f"{file.path} is damaged: {name} is {file.entries.get(name)} instead of {entry}")
-    return CheckedLeaf(*entry, file, name, expected)
 
 
 def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:

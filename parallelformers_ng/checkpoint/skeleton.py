@@ -69,9 +69,8 @@ class Skeleton:
                 f"{type(model).__name__} cannot be sent to the workers: {error}. An attribute of the model (a lock,"
                 " an open file) cannot be copied; remove that attribute before parallelize"
             ) from error
-        return cls(
-            buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None))
-        )  # a separate pickle: the thousands of ranges of a plan contain no tensors to look for
+        # A separate pickle, because the thousands of ranges of a plan contain no tensors to look for.
+        return cls(buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None)))
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold.

@@ -21,7 +21,6 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
 from parallelformers_ng.checkpoint.identity import SharedMemory, become
-from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import Mapping, map_file
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
@@ -35,6 +34,55 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan, bytes_of
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wording import human_bytes
+
+_LINE = 64
+_OWN_PAGES = 16 * mmap.PAGESIZE  # a shard of this size or more starts on a page, so that its pages can be freed alone
+Read = Callable[[TensorPlan, bool], torch.Tensor]
+
+
+class Layout:
+    """Region and offset of every shard of a plan. Shards are 64-byte aligned; large shards have their own pages.
+
+    A layout depends only on the plan. Parent and workers each compute the layout, so the parent sends only file
+    descriptors. A shard is large from 16 pages on (64 KiB with pages of 4 KiB).
+
+    Regions 0 to `world_size - 1` are memory files, one for the shards of each rank. Region `world_size` is a memory
+    file with the replicated tensors that no rank offloads to disk. Regions `world_size + 1` to `2 * world_size` are
+    disk files, one for the offloaded shards of each rank.
+
+    Attributes:
+        sizes: size of each region in bytes; `2 * world_size + 1` numbers.
+        offsets: storage name → for each rank (region, offset in bytes).
+    """
+
+    def __init__(self, plan: ShardPlan) -> None:
+        ranks = range(plan.world_size)
+        self.sizes = [0] * (2 * plan.world_size + 1)
+        self.offsets: dict[str, list[tuple[int, int]]] = {}
+        for tensor in plan.stored():
+            tiers = [plan.tiers and plan.tiers.place(tensor.storage, rank) for rank in ranks]
+            regions = [disk_region(plan, rank) if tiers[rank] == "disk" else rank for rank in ranks]
+            if tensor.is_replicated and regions == list(ranks):
+                places = [self._place(plan.world_size, tensor.bytes_whole)] * plan.world_size
+            else:
+                places = [self._place(regions[rank], tensor.bytes_on(rank)) for rank in ranks]
+            self.offsets[tensor.name] = places
+
+    def _place(self, region: int, size: int) -> tuple[int, int]:
+        step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
+        start = -(-self.sizes[region] // step) * step
+        end = start + size
+        self.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
+        return region, start
+
+
+def disk_region(plan: ShardPlan, rank: int) -> int:
+    return plan.world_size + 1 + rank
+
+
+def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
+    """Return the regions that a rank maps: its memory file, the shared memory file, and its disk file."""
+    return rank, plan.world_size, disk_region(plan, rank)
 
 
 class ShardStore:
@@ -77,10 +125,9 @@ class ShardStore:
 
     def write(self, tensor: TensorPlan, node: Node) -> None:
         """Quantize and shard a tensor as the plan says, and write each rank's shard. Stored numbers are copied."""
-        for part, shard in zip(
-            self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
-        ):
-            self._write(part, read(shard, {}))
+        nodes = stored_nodes(self.plan, tensor.name, node).values()
+        for part, stored in zip(self.plan.parts(tensor.name), nodes, strict=True):
+            self._write(part, read(stored, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
         places = self.layout.offsets[tensor.storage]
@@ -153,11 +200,8 @@ def _file_in(folder: str, size: int) -> int:
 def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return a rank's shards in a worker: storage name → copy-on-write view of the parent's memory."""
     layout = Layout(plan)
-    mappings = {
-        region: map_file(fd, layout.sizes[region])
-        for region, fd in zip(regions_of(plan, rank), fds, strict=True)
-        if layout.sizes[region]
-    }
+    regions = zip(regions_of(plan, rank), fds, strict=True)
+    mappings = {region: map_file(fd, size) for region, fd in regions if (size := layout.sizes[region])}
     shards = {}
     for tensor in plan.stored():
         region, offset = layout.offsets[tensor.name][rank]
@@ -209,11 +253,7 @@ def hand_over(
 
 
 def take_back(
-    model: nn.Module,
-    plan: ShardPlan,
-    read: Callable[[TensorPlan, bool], torch.Tensor],
-    names: Iterable[str] | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, plan: ShardPlan, read: Read, names: Iterable[str] | None = None, progress: Progress | None = None
 ) -> None:
     """Gather tensors from ranks or from a store into the model, on CPU. Tied parameters are tied again.
 

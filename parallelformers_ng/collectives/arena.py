@@ -28,8 +28,6 @@ PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 LINE_BYTES = 1024
 REASON_OFFSET, REASON_BYTES = 512, 512
-DEFAULT_SLOT_BYTES = 256 * 1024
-DEFAULT_ONE_SHOT_BYTES = 32 * 1024
 
 # Positions of words in the header, in units of 8 bytes.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
@@ -40,10 +38,8 @@ COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 PARENT = -1  # author of an abort by the parent; a rank has a number from 0 on
 
 
-def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    places = 2 * world_size
-    end_of_lines = HEADER_BYTES + places * LINE_BYTES
-    return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
+PAGE_BYTES = 4096
+HEADER_BYTES = PAGE_BYTES
 
 
 class Arena:
@@ -72,11 +68,7 @@ class Arena:
 
     @classmethod
     def create(
-        cls,
-        world_size: int,
-        slot_bytes: int = DEFAULT_SLOT_BYTES,
-        one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
-        cpus: int | None = None,
+        cls, world_size: int, slot_bytes: int = 256 << 10, one_shot_bytes: int = 32 << 10, cpus: int | None = None
     ) -> Arena:
         """Reserve the memory of an arena: four slots and about 2 KiB of words for each rank.
 
@@ -89,7 +81,9 @@ class Arena:
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
-        nbytes, available = arena_bytes(world_size, slot_bytes), available_memory()
+        places, available = 2 * world_size, available_memory()
+        end_of_lines = HEADER_BYTES + places * LINE_BYTES
+        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin on a page
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +15,6 @@ from torch.compiler import is_compiling
 
 from parallelformers_ng.collectives.arena import CANCEL_WORD, Arena
 from parallelformers_ng.errors import CollectiveAbortedError
-
-YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
 
 
 class Communicator(ABC):
@@ -228,24 +224,13 @@ class SingleCommunicator(ArenaCommunicator):
         super().__init__(0, 1, arena)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return summable_in_place(tensor)
+        return summable(tensor)
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def give_way(waited: float) -> None:
-    """Wait once more in a loop that has waited for `waited` seconds so far.
-
-    In the first 2 ms the call yields the CPU. Later the call sleeps an eighth of `waited`, at most 0.5 ms.
-    """
-    if waited < YIELD_SECONDS:
-        os.sched_yield()
-    else:
-        time.sleep(min(waited / 8, LONGEST_SLEEP_SECONDS))
-
-
-def summable_in_place(tensor: Tensor) -> Tensor:
+def summable(tensor: Tensor) -> Tensor:
     """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
 
     The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.

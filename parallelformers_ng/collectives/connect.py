@@ -24,8 +24,9 @@ BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 def chosen_backend(backend: str, device_type: str) -> str:
     if backend != "auto":
         return backend
-    on_cpu = "shared_memory" if is_built() else "gloo"
-    return "nccl" if device_type == "cuda" else on_cpu
+    if device_type == "cuda":
+        return "nccl"
+    return "shared_memory" if is_built() else "gloo"
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
@@ -85,10 +86,8 @@ def connect(
     within = _connect_here(on_host, rank, torch.device("cpu"), arena, rendezvous, timeout)
     links = None
     if span["links"] is not None:
-        settings = {
-            other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
-        }
-        links = Links(span["number"], settings, arena, timeout)
+        peers = {host: (socket.socket(fileno=file.fd), Session(*keys)) for host, (file, *keys) in span["links"].items()}
+        links = Links(span["number"], peers, arena, timeout)
     between = TwoStageCommunicator(within, span["number"], span["counts"], links)
     if backend == "nccl":
         return SpanningNcclCommunicator(between, rank, arena, span["address"], timeout, device)

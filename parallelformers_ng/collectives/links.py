@@ -40,7 +40,7 @@ class _Link:
         self._head: tuple[int, int, int] | None = None  # head of the record whose body is being received
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
-        """Queue a record for sending. `body` must not change until the record is sent or `keep_unsent` is called."""
+        """Queue a record for sending. `body` must not change until it is sent or copied, see `Links.exchange`."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
         self.unsent += [memoryview(part) for part in parts]
@@ -56,10 +56,6 @@ class _Link:
                 count -= len(self.unsent.pop(0))
             if count:
                 self.unsent[0] = self.unsent[0][count:]
-
-    def keep_unsent(self) -> None:
-        """Copy the unsent bytes, so that the caller may free or change the tensor that holds the bytes."""
-        self.unsent = [memoryview(bytes(part)) for part in self.unsent]
 
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
         """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations."""
@@ -137,7 +133,8 @@ class Links:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error
         finally:
             for link in sending:
-                link.keep_unsent()
+                # The caller may free or change the tensor that holds the bytes.
+                link.unsent = [memoryview(bytes(part)) for part in link.unsent]
         return [part for part in received if part is not None]
 
     def reset(self) -> None:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import summable_in_place
+from parallelformers_ng.collectives.communicator import summable
 from parallelformers_ng.collectives.process_group import ProcessGroupCommunicator
 from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_sums
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
@@ -41,9 +40,7 @@ _NCCL_DEFAULTS = {
 
 def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to add for NCCL and torch; variables in `environment` keep their values."""
-    return {
-        names[0]: value for names, value in _NCCL_DEFAULTS.items() if not any(name in environment for name in names)
-    }
+    return {names[0]: value for names, value in _NCCL_DEFAULTS.items() if environment.keys().isdisjoint(names)}
 
 
 _REMEDY = (
@@ -69,23 +66,13 @@ class NcclCommunicator(ProcessGroupCommunicator):
     An error that all ranks raise after the same collectives needs no abort.
 
     The ranks connect and check one sum when the communicator is created and after each reset; also `SmallSums` begins
-    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process.
+    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process. The
+    arguments `membership` are those of ProcessGroupCommunicator.
     """
 
     capturable = True
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        timeout: float,
-        arena: Arena,
-        place: int | None = None,
-        *,
-        device: torch.device,
-        is_on_one_host: bool = True,
-    ) -> None:
+    def __init__(self, *membership: Any, device: torch.device, is_on_one_host: bool = True) -> None:
         self._device = device
         self._is_on_one_host = is_on_one_host
         self._small: SmallSums | None = None
@@ -96,18 +83,17 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._ended: Any = None  # the process group that was aborted last
         self._trace = 0  # hash of the collectives queued in this request
         os.environ.update(nccl_defaults(os.environ))
-        super().__init__(rank, world_size, store, timeout, arena, place)
+        super().__init__(*membership)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()
         self._try_small_sums()
 
     def _part(self, width: int) -> NcclCommunicator:
-        part = self._of_part(width)
-        return NcclCommunicator(*part, device=self._device, is_on_one_host=self._is_on_one_host)
+        return NcclCommunicator(*self._of_part(width), device=self._device, is_on_one_host=self._is_on_one_host)
 
     def sum(self, tensor: Tensor) -> Tensor:
         self._check_aborted()
-        out = summable_in_place(tensor)
+        out = summable(tensor)
         if out.numel():
             with self._queueing(out.nbytes):
                 if self._small is not None and self._small.can_sum(out):
@@ -136,8 +122,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self.note_end(sequence)
         while not self._arena.aborted and time.monotonic() - begun < SETTLE_SECONDS:
             ends = [self._arena.end(place) for place in range(self.world_size)]
-            traces = {trace for ended, trace in ends if ended == sequence}
-            if traces != {own}:
+            if {trace for ended, trace in ends if ended == sequence} != {own}:
                 return False
             if all(ended == sequence for ended, _ in ends):
                 return True

@@ -17,12 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import (
-    ArenaCommunicator,
-    give_way,
-    sum_in_rank_order,
-    summable_in_place,
-)
+from parallelformers_ng.collectives.communicator import ArenaCommunicator, sum_in_rank_order, summable
 from parallelformers_ng.errors import CollectiveAbortedError
 
 
@@ -127,7 +122,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def sum(self, tensor: Tensor) -> Tensor:
         # Gloo's own sum uses another order. Summing gathered parts in rank order gives the same bits as shared memory.
-        out = summable_in_place(tensor)
+        out = summable(tensor)
         return sum_in_rank_order(self._gather(out).unbind(), out=out)
 
     def _new_group(self, store: dist.Store) -> Any:
@@ -144,7 +139,10 @@ class GlooCommunicator(ProcessGroupCommunicator):
             waited = time.monotonic() - start
             if waited > self._timeout:
                 self._give_up(f"rank {self._place}: a gather over gloo did not end within {self._timeout:g} s")
-            give_way(waited)
+            if waited < 0.002:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 8, 0.0005))
         try:
             work.wait()
         except RuntimeError as error:  # the connection to another rank broke

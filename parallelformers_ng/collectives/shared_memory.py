@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import (
-    ArenaCommunicator,
-    Communicator,
-    sum_in_rank_order,
-    summable_in_place,
-)
+from parallelformers_ng.collectives.communicator import ArenaCommunicator, Communicator, sum_in_rank_order, summable
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 
 try:
@@ -72,11 +67,10 @@ class SharedMemoryCommunicator(ArenaCommunicator):
 
     def _sum_any(self, tensor: Tensor) -> Tensor:
         _check_cpu("all_reduce", tensor)
-        tensor = summable_in_place(tensor)
+        tensor = summable(tensor)
         if tensor.dtype in KINDS:
             return self.sum(tensor)
-        parts = self.all_gather(tensor.unsqueeze(0), dim=0)
-        return sum_in_rank_order(parts.unbind(0), out=tensor)
+        return sum_in_rank_order(self.all_gather(tensor.unsqueeze(0), dim=0).unbind(), out=tensor)
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         _check_cpu("all_gather", tensor)
@@ -135,7 +129,7 @@ class StagedCommunicator(Communicator):
         return StagedCommunicator(self._host.within(width))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        target = summable_in_place(tensor)
+        target = summable(tensor)
         return target.copy_(self._host.sum(target.cpu()))
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:

@@ -163,11 +163,7 @@ class SmallSums:
 
 
 def proven_small_sums(
-    communicator: Communicator,
-    store: dist.Store,
-    device: torch.device,
-    is_aborted: Callable[[], bool],
-    may_try: bool = True,
+    communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool], may_try: bool
 ) -> SmallSums | None:
     """Return sums that agreed with the sums of `communicator` in a trial; None if `communicator` must sum all tensors.
 
@@ -187,13 +183,12 @@ def proven_small_sums(
     def make() -> None:
         made.append(SmallSums(rank, world_size, store, device, is_aborted))
 
-    is_proven = False
+    reason = "the group was aborted"
     try:
-        reason = agree(lambda: _obstacle(device, places)) or agree(make)
-        reason = reason or agree(lambda: made[0].difference(communicator))
-        is_proven = not reason
-    finally:  # also if the group was aborted
-        if made and not is_proven:
+        refused = agree(lambda: _obstacle(device, places)) or agree(make)
+        reason = refused or agree(lambda: made[0].difference(communicator))
+    finally:
+        if made and reason:
             made[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"

@@ -15,12 +15,10 @@ import torch.distributed as dist
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 _SLOT_BYTES = 256  # NCCL's unique id has 128
 _SIOCGIFADDR = 0x8915
-_INTERFACES_6 = "/proc/net/if_inet6"
 
 
 class HandedOver(dist.Store):
@@ -66,21 +64,14 @@ class SpanningNcclCommunicator(NcclCommunicator):
     """
 
     def __init__(
-        self,
-        between: TwoStageCommunicator,
-        place: int,
-        arena: Arena,
-        address: str,
-        timeout: float,
-        device: torch.device,
+        self, between: Communicator, place: int, arena: Arena, address: str, timeout: float, device: torch.device
     ) -> None:
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
         os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # so that only one rank sets an id
-        store = HandedOver(between, 0)
-        size = between.world_size
-        super().__init__(between.rank, size, store, timeout, arena, place, device=device, is_on_one_host=False)
+        membership = between.rank, between.world_size, HandedOver(between, 0), timeout, arena, place
+        super().__init__(*membership, device=device, is_on_one_host=False)
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
         rank, _, _, timeout, arena, _ = super()._of_part(width)
@@ -130,5 +121,5 @@ def _find_4(address: str) -> str | None:
 
 def _find_6(address: str) -> str | None:
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    with open(_INTERFACES_6) as lines:
+    with open("/proc/net/if_inet6") as lines:
         return next((line.split()[-1] for line in lines if line.startswith(digits)), None)

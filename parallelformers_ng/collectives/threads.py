@@ -21,16 +21,7 @@ class _Meeting:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.left: list[Any] = [None] * world_size
-        self.ended = False
-        self._world_size, self._timeout = world_size, timeout
-        self._lock = threading.Lock()
-        self._stages: dict[int, list[_Meeting]] = {}
-
-    def stage(self, number: int, width: int) -> _Meeting:
-        with self._lock:
-            if width not in self._stages:
-                self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
-            return self._stages[width][number]
+        self.timeout, self.ended = timeout, False
 
     def end(self) -> None:
         """Record that a rank has ended. Ranks that wait for the ended rank raise CollectiveAbortedError."""
@@ -63,7 +54,9 @@ class ThreadCommunicator(Communicator):
         self._meeting = meeting
 
     def _part(self, width: int) -> ThreadCommunicator:
-        return ThreadCommunicator(self.rank % width, width, self._meeting.stage(self.rank // width, width))
+        meetings = self._meeting.exchange(self.rank, _Meeting(width, self._meeting.timeout))
+        first = self.rank - self.rank % width  # the meeting of the stage's first rank is for the whole stage
+        return ThreadCommunicator(self.rank - first, width, meetings[first])
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.rank, tensor.detach().clone())

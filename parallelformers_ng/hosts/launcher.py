@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from parallelformers_ng.wire.meeting import Listener
 
+Check = Callable[[], None]
+
 
 class Launcher:
     """Base class of an object that starts an agent on each host of one group.
@@ -18,9 +20,7 @@ class Launcher:
     key: bytes
     threads: int | None = None
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         """Start the agents. A thread of the group calls this method.
 
         Args:

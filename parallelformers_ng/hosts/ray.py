@@ -11,11 +11,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
-from parallelformers_ng.hosts.launcher import Launcher
+from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
@@ -98,9 +98,7 @@ class RayHosts(Launcher):
         self._serving: dict[Any, str] = {}  # future of an agent's `serve` → name of its host
         self._agents: list[Any] = []
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         bundles_on: dict[str, list[int]] = {}
         for index, node in self._place(world_size, device, deadline, check).items():
             bundles_on.setdefault(node, []).append(index)
@@ -116,7 +114,7 @@ class RayHosts(Launcher):
             self._serving[agent.serve.remote(self._listener.address, self.key, number, name, seconds, here)] = name
         return self._listener, [self._width * len(bundles) for bundles in bundles_on.values()]
 
-    def _place(self, world_size: int, device: str, deadline: float, check: Callable[[], None]) -> dict[int, str]:
+    def _place(self, world_size: int, device: str, deadline: float, check: Check) -> dict[int, str]:
         bundle = bundle_of(self._options, device, self._width)
         self._placed = self._ray.util.placement_group([bundle] * (world_size // self._width), strategy="PACK")
         while not self._placed.wait(_WAIT_SECONDS):
@@ -130,13 +128,11 @@ class RayHosts(Launcher):
                 )
         return self._ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
-    def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
+    def _devices(self, bundles: int, deadline: float, check: Check) -> dict[int, list[str]]:
         """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
         the bundle's devices; after the task has ended, the devices stay reserved."""
-        pending = {
-            bundle: self._ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
-            for bundle in range(bundles)
-        }
+        task = self._ray.remote(reserved_devices)
+        pending = {at: task.options(**self._in_bundle(at, self._width)).remote() for at in range(bundles)}
         while len(self._ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
             check()
             if time.monotonic() >= deadline:

@@ -31,5 +31,4 @@ class Agent:
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 
-        connection = call(address, key, b"host %d" % number, begin + seconds)
-        agent.serve(connection, address, key, number, name)
+        agent.serve(call(address, key, b"host %d" % number, begin + seconds), address, key, number, name)

@@ -76,25 +76,25 @@ class RemoteWorker(Worker):
     channel: Channel
     pid: int
     pidfd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-    _status: tuple[int | None, int | None] = (None, None)
+    _code: int | None = None
     unknown_end = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
 
     def __post_init__(self) -> None:
         self.host_name = self.host.name
 
-    def note_end(self, number: int | None = None, code: int | None = None) -> None:
-        """Record the signal or the exit code of the ended rank. If both are None, the host is lost."""
+    def note_end(self, code: int | None = None) -> None:
+        """Record the end of the rank; without a code, the host is lost."""
         if not self.has_ended():
-            self._status = number, code
+            self._code = code
             os.eventfd_write(self.pidfd, 1)
 
     def kill(self) -> None:
         """Kill all ranks on the host of this rank."""
         self.host.say("kill")
 
-    def reap(self) -> tuple[int | None, int | None]:
+    def reap(self) -> int | None:
         self.has_ended(REAP_SECONDS)
-        return self._status
+        return self._code
 
     def close(self) -> None:
         self.channel.close()

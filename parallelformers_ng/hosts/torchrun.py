@@ -16,14 +16,13 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
-from parallelformers_ng.hosts.launcher import Launcher
+from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 
@@ -134,9 +133,7 @@ class Torchrun(Launcher):
         with Torchrun._lock:
             self.key, self._listener = _open()
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         def serve_here() -> None:
             with contextlib.suppress(ChannelClosedError):
                 connection = call(self._listener.address, self.key, b"host 0", deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -44,13 +45,10 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 def numa_nodes(directory: Path) -> dict[int, int]:
     """Return CPU number → NUMA node, from a folder like /sys/devices/system/node; empty without listed nodes."""
     node_of: dict[int, int] = {}
-    try:
-        lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]
-    except OSError:
-        return node_of
-    for node, text in lists:
-        for part in text.strip().split(","):
-            first, _, last = part.partition("-")
-            if first:
-                node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
+    with contextlib.suppress(OSError):  # this process cannot open more files
+        for node in directory.glob("node[0-9]*"):
+            for part in (node / "cpulist").read_text().strip().split(","):
+                first, _, last = part.partition("-")
+                if first:
+                    node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
     return node_of

@@ -8,7 +8,6 @@ descriptor of an inherited socket, LIFELINE the descriptor of a pipe, PARENT the
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import errno
@@ -22,10 +21,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
+from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.runtime import titles, worker
+from parallelformers_ng.runtime.spawn import poll_of
 
 # Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code.
 NUMBER = struct.Struct("<i")
@@ -33,7 +33,6 @@ NUMBER = struct.Struct("<i")
 # Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
 # (`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c).
 _NEEDLESS_THREADS = {"jemalloc_bg_thd"}
-_OF_THE_DRIVER = "cuda"  # beginning of the names of threads of the CUDA driver
 # Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
 # (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html).
 _NOT_INITIALIZED = 3
@@ -66,8 +65,10 @@ def main() -> None:
 
 
 def _why_no_forks() -> str | None:
-    threads = [name for name in _other_threads() if name not in _NEEDLESS_THREADS]
-    if needed := [name for name in threads if not name.startswith(_OF_THE_DRIVER)]:
+    numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
+    names = sorted(kernel_text(f"/proc/self/task/{number}/comm") for number in numbers)
+    threads = [name for name in names if name not in _NEEDLESS_THREADS]
+    if needed := [name for name in threads if not name.startswith("cuda")]:  # threads of the driver
         return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
     pid = _fork_quietly()
     if pid == 0:
@@ -77,24 +78,16 @@ def _why_no_forks() -> str | None:
     return None
 
 
-def _other_threads() -> list[str]:
-    numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
-    return sorted(Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in numbers)
-
-
 def _cannot_use_devices(asks_driver: bool) -> bool:
     """Ask in a fork, because torch knows only of what torch has initialized; the driver knows more."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():
-        return True
-    return asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED
+    return torch.cuda._is_in_bad_fork() or (asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED)
 
 
 def _fork_quietly() -> int:
     """Fork without Python's warning about threads; `_why_no_forks` has judged the threads of this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return os.fork()
 
 
@@ -111,9 +104,7 @@ class _Server:
         self._lifeline = lifeline
         self._watched = watched
         self._ranks: dict[int, tuple[int, socket.socket]] = {}  # pidfd → (process id, socket for reports)
-        self._poll = select.poll()
-        for fd in (requests.fileno(), watched[0]):
-            self._poll.register(fd, select.POLLIN)
+        self._poll = poll_of([requests.fileno(), watched[0]])
 
     def serve(self) -> None:
         while True:
@@ -158,9 +149,8 @@ class _Server:
 
     @staticmethod
     def _send(report: socket.socket, number: int, descriptors: Sequence[int] = ()) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with contextlib.suppress(OSError):  # the caller has closed its end
-            report.sendmsg([NUMBER.pack(number)], ancillary, socket.MSG_NOSIGNAL)
+            socket.send_fds(report, [NUMBER.pack(number)], descriptors)
 
     def _become_rank(self, descriptors: Sequence[int], report: socket.socket) -> NoReturn:
         """Make this forked process equal to a fresh process, and run the worker in it."""
@@ -179,23 +169,19 @@ class _Server:
             for fd in (errors, output, folder):
                 os.close(fd)
             sys.argv = [worker.__file__, str(control), str(lifeline), sys.argv[3]]
-            _renew_state()
+            # Reset state of the server that a fresh process would not have. Python itself reseeds `random` in a fork.
+            import numpy as np
+            import torch
+
+            np.random.seed()
+            torch.default_generator.seed()
+            importlib.invalidate_caches()  # new files may exist since the server's imports
+            gc.enable()
             worker.run(control, lifeline, self._watched)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
-
-
-def _renew_state() -> None:
-    """Reset state of the server that a fresh process would not have. Python reseeds `random` in a fork by itself."""
-    import numpy as np
-    import torch
-
-    np.random.seed()
-    torch.default_generator.seed()
-    importlib.invalidate_caches()  # new files may exist since the server's imports
-    gc.enable()
 
 
 if __name__ == "__main__":

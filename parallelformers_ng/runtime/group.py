@@ -280,8 +280,7 @@ class WorkerGroup:
             raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {now - deadline:.3g} s ago")
         if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it after that request")
-        messages = [call_of(method, args, kwargs) for args, kwargs in arguments]
-        request = Request(method, messages, flags, deadline)
+        request = Request(method, [call_of(method, *each) for each in arguments], flags, deadline)
         try:
             self._loop.submit(request)
             values, error = read(self._answers(request, on_event, watch))

@@ -19,11 +19,7 @@ _say_once = functools.cache(log.warning)
 
 
 def placement(
-    num_gpus: int | None,
-    device: str,
-    device_ids: Sequence[int] | None,
-    replicas: int = 1,
-    devices_elsewhere: int | None = None,
+    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1, elsewhere: int | None = None
 ) -> tuple[int, str]:
     """Return the number of workers of each replica, and "cpu" or "cuda".
 
@@ -31,11 +27,11 @@ def placement(
 
     Args:
         device_ids: CUDA device of each rank of all replicas; None uses 0, 1, 2, ….
-        devices_elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
+        elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
             None if this process starts the ranks.
     """
-    is_here = devices_elsewhere is None
-    available = torch.cuda.device_count() if devices_elsewhere is None else devices_elsewhere
+    is_here = elsewhere is None
+    available = torch.cuda.device_count() if elsewhere is None else elsewhere
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
         where = "here" if is_here else "on the hosts of the ranks"

@@ -10,13 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng.errors import (
-    ChannelClosedError,
-    GroupClosedError,
-    GroupError,
-    RequestTimeoutError,
-    WrongProcessError,
-)
+from parallelformers_ng.errors import GroupClosedError, GroupError, WrongProcessError
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 
@@ -90,7 +84,7 @@ class Processes:
         try:
             for worker in self.workers:
                 worker.channel.send(FrameKind.GOODBYE, 0, None, time.monotonic() + patience)
-        except (ChannelClosedError, RequestTimeoutError, ValueError):
+        except (GroupError, ValueError):
             return
         self.end(patience)
 

@@ -109,21 +109,21 @@ class Spawned:
 
 def environment_of_worker(threads: int) -> dict[str, str]:
     """Return the environment of a worker: this process's environment, with variables that libraries read at import."""
-    environment = dict(os.environ)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment[name] = str(threads)
-    # With an equal hash seed, a set of strings has the same order on every rank.
-    environment.setdefault("PYTHONHASHSEED", "0")
-    # By default, threads of libgomp spin 300,000 times before they sleep, on cores that other threads need.
-    environment.setdefault("GOMP_SPINCOUNT", "10000")
-    # A pass over a long prompt allocates and frees the same few megabytes again and again. If malloc returned them to
-    # the system each time, the kernel would clear and map every page again. 32 MiB is the largest value of glibc.
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
-    # cuDNN's attention, torch's first choice on Hopper, makes a plan for each new length of a prompt: that takes 40 ms,
-    # longer than a prompt of 512 tokens, and the plans are never freed. Flash attention makes no plans.
-    environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    return environment
+    defaults = {
+        # With an equal hash seed, a set of strings has the same order on every rank.
+        "PYTHONHASHSEED": "0",
+        # By default, threads of libgomp spin 300,000 times before they sleep, on cores that other threads need.
+        "GOMP_SPINCOUNT": "10000",
+        # A pass over a long prompt allocates and frees the same few megabytes again and again. If malloc returned them
+        # to the system each time, the kernel would clear and map every page again. 32 MiB is glibc's largest value.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        # cuDNN's attention, torch's first choice on Hopper, makes a plan for each new length of a prompt: that takes
+        # 40 ms, longer than a prompt of 512 tokens, and the plans are never freed. Flash attention makes no plans.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    }
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return defaults | os.environ | counts
 
 
 def module_path() -> list[str]:

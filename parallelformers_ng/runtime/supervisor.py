@@ -49,7 +49,12 @@ class Supervisor:
         """
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
-        _stop_at_exit(self)
+        # No supervisor may replace a group that ends at interpreter exit. Groups also end in an exit handler. Handlers
+        # run in reverse order of registration, so register this one last.
+        if not _running:
+            atexit.unregister(_stop_all)
+            atexit.register(_stop_all)
+        _running.add(self)
         arguments = (weakref.ref(self), self.group.wait_until_over)
         name = "parallelformers_ng-supervisor"
         self._thread = threading.Thread(target=_supervise, args=arguments, name=name, daemon=True)
@@ -133,15 +138,6 @@ class Supervisor:
 
 
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
-
-
-def _stop_at_exit(supervisor: Supervisor) -> None:
-    """Stop all supervisors at interpreter exit, so that no supervisor replaces a group that ends at exit."""
-    if not _running:
-        # Groups also end in an exit handler. Handlers run in reverse order of registration, so register this one last.
-        atexit.unregister(_stop_all)
-        atexit.register(_stop_all)
-    _running.add(supervisor)
 
 
 def _stop_all() -> None:

@@ -43,40 +43,38 @@ class Worker:
     def kill(self) -> None:
         raise NotImplementedError
 
-    def reap(self) -> tuple[int | None, int | None]:
-        """Wait up to 5 s for the end of the process, and return (signal, exit code).
-
-        Either the signal or the exit code is None. Both are None if the process does not end in that time, if the exit
-        code is unknown, or if there is no process.
-        """
+    def reap(self) -> int | None:
+        """Wait up to 5 s for the end of the process. Return its exit code, or minus the signal that killed it; None if
+        the process does not end in that time, if the exit code is unknown, or if there is no process."""
         raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def exit_status(self) -> tuple[int | None, int | None]:
+    def exit_status(self) -> int | None:
         """Return the same as `reap`; kill a worker that does not end within 1 s."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         return self.reap()
 
-    def manner_of_end(self, number: int | None, code: int | None) -> str:
-        if number:
-            return f"signal {number}"
-        return self.unknown_end if code is None else f"exit code {code}"
+    def manner_of_end(self, code: int | None) -> str:
+        if code is None:
+            return self.unknown_end
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
         """Return a function that makes the error about this end. Kill a worker that does not end in 1 s."""
-        number, code = self.exit_status()
+        code = self.exit_status()
+        number = -code if code is not None and code < 0 else None
         where, device = "", device_name
         if self.host_name is not None:
             where, device = f" on host {self.host_name}", device_name.removesuffix(f" on {self.host_name}")
         hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
         text = (
             f"the worker of rank {self.rank} (pid {self.pid}, {device}){where} died:"
-            f" {self.manner_of_end(number, code)}{hint}; a group needs all its ranks, so the group has ended"
+            f" {self.manner_of_end(code)}{hint}; a group needs all its ranks, so the group has ended"
         )
-        return functools.partial(WorkerDiedError, text, self.rank, number, code, self.host_name)
+        return functools.partial(WorkerDiedError, text, self.rank, number, None if number else code, self.host_name)
 
 
 class WorkerProcess(Worker):
@@ -85,6 +83,8 @@ class WorkerProcess(Worker):
     Args:
         server: fork server that forks the worker. If `server` is None or has ended, the worker is a fresh process.
     """
+
+    phase = "importing torch"  # what the worker does before it is ready
 
     def __init__(self, rank: int, environment: dict[str, str], server: ForkServer | None) -> None:
         self.rank = rank
@@ -137,9 +137,8 @@ class WorkerProcess(Worker):
         elif self._server is not None and not self.pid:
             self._server.request_traceback()
 
-    def reap(self) -> tuple[int | None, int | None]:
-        code = self._process.exit_code(REAP_SECONDS) if self.pid else None
-        return (-code, None) if code is not None and code < 0 else (None, code)
+    def reap(self) -> int | None:
+        return self._process.exit_code(REAP_SECONDS) if self.pid else None
 
     def startup_log(self) -> str:
         return self.link.log_tail() if self._server is None or self.pid else self._server.link.log_tail()

@@ -4,7 +4,6 @@ the largest absolute weight of each block. A block may continue from one row to 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 
@@ -52,21 +51,19 @@ def _in_8_bits(stored: StoredTensors, path: str) -> Node:
 
 
 def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
-    description = _state(stored, f"{name}{_STATE}{kind}", name)
+    key, nested = f"{name}{_STATE}{kind}", None
+    text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
     try:
+        description = json.loads(text)
         shape, block = tuple(map(int, description["shape"])), int(description["blocksize"])
-        nested = (
-            (int(description["nested_blocksize"]), float(description["nested_offset"]))
-            if "nested_blocksize" in description
-            else None
-        )
+        if "nested_blocksize" in description:
+            nested = int(description["nested_blocksize"]), float(description["nested_offset"])
     except (KeyError, TypeError, ValueError) as error:
-        raise stored.damaged(f"{name}{_STATE}{kind} is {description}; it has no valid {error}") from error
+        raise stored.damaged(f"{key} is {text!r}, which has no valid {error}") from error
     if len(shape) != 2 or block < 1 or description.get("quant_type") != kind or (nested and nested[0] < 1):
-        raise stored.damaged(f"{name}{_STATE}{kind} is {description}, which is invalid")
+        raise stored.damaged(f"{key} is {text!r}, which is invalid")
     count = shape[0] * shape[1]
-    packed = stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1))
-    words = applied(packed, lambda tensor: tensor.flatten().view(torch.uint8))
+    words = applied(stored.take(name, key, _STORAGE, (None, 1)), lambda tensor: tensor.flatten().view(torch.uint8))
     if words.shape[0] != -(-count // 2):
         raise stored.damaged(f"{name} has {words.shape[0]} bytes; {list(shape)} in 4 bits needs {-(-count // 2)} bytes")
     blocks = -(-count // block)
@@ -83,17 +80,6 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
     stored.reasons[name] = f"it is stored as {kind} codes"
     weight = Flat(shape, stored.dtype, Scaled((count,), torch.float32, numbers, scales, (block,)))
     return turned(weight) if name in stored.transposed else weight
-
-
-def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
-    text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
-    try:
-        description = json.loads(text)
-    except ValueError as error:
-        raise stored.damaged(f"{key} cannot be read: {error}") from error
-    if not isinstance(description, dict):
-        raise stored.damaged(f"{key} is {description}, not a JSON object")
-    return description
 
 
 def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:

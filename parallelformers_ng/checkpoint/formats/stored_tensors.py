@@ -150,24 +150,21 @@ class StoredTensors:
         if zeros is not None and not bool(read(zeros, {}).float().any()):
             zeros = None
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
-        why = self._why_not(kind, values, scales, sizes, zeros, inputs)
+        size, block = shape[inputs], sizes[inputs]
+        why = self._why_not(kind, values, scales, zeros, size, block)
         if not why:
-            size, block = shape[inputs], sizes[inputs]
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._in_stored_format(name, values, scales, sizes, encoding)
+                return self._as_stored(name, values, scales, sizes, encoding)
         self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
-    def _why_not(
-        self, kind: str, values: Node, scales: Node, blocks: Sequence[Blocks], zeros: Node | None, inputs: int
-    ) -> str:
+    def _why_not(self, kind: str, values: Node, scales: Node, zeros: Node | None, size: int, block: Blocks) -> str:
         if zeros is not None:
             return "it has zero points"
         if values.dtype not in (torch.int8, torch.float8_e4m3fn):
             return f"it is {values.dtype}"
-        size, block = values.shape[inputs], blocks[inputs]
         if not isinstance(block, int):
             return "the inputs of a group are not contiguous"
         if size % block or (kind == "int4" and block % 2):
@@ -177,7 +174,7 @@ class StoredTensors:
             return f"its scales are {scales.dtype}, which {self.dtype} cannot represent; pass another dtype="
         return ""
 
-    def _in_stored_format(
+    def _as_stored(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
     ) -> Decoded:
         """Return the node of a quantized weight. Scales of larger blocks are repeated to one scale per line."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.formats.bitsandbytes import bitsandbytes
 from parallelformers_ng.checkpoint.formats.gptq import awq, gptq
-from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4
+from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4, torchao
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
-from parallelformers_ng.checkpoint.formats.torchao import torchao
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.errors import UnsupportedModelError
