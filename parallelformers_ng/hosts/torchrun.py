@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import secrets
 import socket
@@ -25,8 +24,6 @@ from parallelformers_ng.hosts import agent
 from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
-
-log = logging.getLogger("parallelformers_ng")
 
 KEY = "PARALLELFORMERS_NG_KEY"  # name of the environment variable with the secret key of a job
 

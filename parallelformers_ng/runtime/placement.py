@@ -1,4 +1,4 @@
-"""Chooses the number and devices of workers, and checks that this system can run workers."""
+"""Chooses the number and devices of workers, checks that this system can run workers, and selects a rank's device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.errors import PlacementError, UnsupportedPlatformError
+from parallelformers_ng.errors import PlacementError, StartupError, UnsupportedPlatformError
 
 log = logging.getLogger("parallelformers_ng")
 _say_once = functools.cache(log.warning)
+
+NCCL_PHASE = "connecting to its peers by NCCL"  # phase that a rank reports while it connects with NCCL, which may hang
+NCCL_REMEDY = (
+    " NCCL hangs on machines where copies between devices do not work, for example virtual machines or machines with an"
+    " IOMMU: NCCL_P2P_DISABLE=1 in the environment turns these copies off."
+)
 
 
 def placement(
@@ -99,3 +105,26 @@ def _patched_by_gevent() -> list[str]:
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]
+
+
+def take_device(device: torch.device) -> None:
+    """Select the CUDA device of a rank, with a helpful error if CUDA cannot use the device.
+
+    The caller counts devices with NVML, which needs no CUDA context. CUDA may have fewer devices: CUDA shows a process
+    only one slice of a device in MIG mode, and a driver may be too old for a listed device.
+    """
+    listed = torch.cuda.device_count()  # counted by NVML, the same as in the caller
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        if not torch.cuda.is_initialized():
+            raise StartupError(
+                f"CUDA cannot be used on {device}: {reason}. The driver lists {listed} devices; this torch was built"
+                f" for CUDA {torch.version.cuda}. Install a newer driver, or a torch built for an older CUDA"
+            ) from error
+        raise StartupError(
+            f"CUDA does not have {device}: {reason}. The driver lists {listed} devices and CUDA has"
+            f" {torch.cuda.device_count()}. CUDA shows a process only one slice of a device in MIG mode: name a slice"
+            " for each rank in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists slices as MIG-…), or set a smaller num_gpus="
+        ) from error

@@ -23,7 +23,7 @@ from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures, titles
-from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
+from parallelformers_ng.runtime.placement import NCCL_PHASE, take_device
 from parallelformers_ng.wire import by_value
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack

@@ -23,8 +23,8 @@ from parallelformers_ng.errors import (
     StartupError,
 )
 from parallelformers_ng.runtime import cores, failures, forks
-from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.forks import ForkServer
+from parallelformers_ng.runtime.placement import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import environment_of_worker, module_path, poll_of
 from parallelformers_ng.runtime.worker_process import WorkerProcess
