@@ -40,9 +40,6 @@ class Checkpoint:
     Args:
         nodes: name of a parameter or buffer → node that reads the tensor. Tensors without a node are in memory.
         copied: names in `nodes` of the tensors that the parent copies to memory and files that ranks map.
-
-    Attributes:
-        nodes, copied: the arguments of the same names, as a dictionary and a frozen set.
     """
 
     def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:

@@ -35,11 +35,7 @@ class Description:
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
-    """Return a worker's description of an exception.
-
-    Args:
-        is_consequence: whether a collective had been aborted before the exception.
-    """
+    """Return a worker's description of an exception."""
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
     text = "".join(traceback.format_exception(error))

@@ -35,11 +35,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that was requested from a fork server.
-
-    Attributes:
-        pid: process id; 0 before `await_start`.
-    """
+    """A rank that was requested from a fork server; `pid` is 0 before `await_start`."""
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
         self.pid, self.pidfd = 0, -1
@@ -98,14 +94,7 @@ class Fork:
 
 
 class ForkServer:
-    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server.
-
-    Args:
-        inheritance: state of this process that forks inherit.
-
-    Attributes:
-        inheritance: argument `inheritance`.
-    """
+    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server."""
 
     def __init__(self, inheritance: object, imports: str) -> None:
         self.inheritance = inheritance

@@ -59,14 +59,11 @@ def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
 
 
 class Cancellation:
-    """A switch with which one thread cancels the requests of another thread.
-
-    Attributes:
-        wake: function that `cancel` calls. A thread that is about to sleep sets `wake` first and then checks `asked`.
-    """
+    """A switch with which one thread cancels the requests of another thread."""
 
     def __init__(self) -> None:
         self.asked = False
+        # `cancel` calls `wake`. A thread that is about to sleep sets `wake` first and then checks `asked`.
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:

@@ -18,11 +18,8 @@ from parallelformers_ng.wire.frame import FrameKind
 class Processes:
     """The workers of a group and their shared arena, which are released together at the end of the group.
 
-    Args:
-        arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
-
     Attributes:
-        arena: argument `arena`.
+        arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
         quiet_cpus: CPUs on which no rank spins, for the group's thread; empty if there are none, or if the ranks may
             run on any CPU.
         why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only

@@ -28,8 +28,7 @@ class Request:
     """A method that every rank runs. The caller waits in `next`; the group's thread delivers answers with `put`.
 
     Attributes:
-        seconds: time between setting the deadline and the deadline, in seconds.
-        begun: whether the group's thread has started the request.
+        seconds: time between setting the deadline and the deadline.
         updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
@@ -54,11 +53,7 @@ class Request:
             self.discard()
 
     def next(self, pause: float = math.inf) -> Frame | Answers | GroupError | None:
-        """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait.
-
-        Args:
-            pause: longest wait in seconds after the request has begun, and before it has begun.
-        """
+        """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait."""
         if not self.begun:
             try:
                 rest = max(self.deadline - time.monotonic(), 0.0)

@@ -66,17 +66,13 @@ class Emitter:
 
 @dataclass
 class Service:
-    """Runs the parent's requests on the target, one after another.
-
-    Attributes:
-        spins: whether to poll actively for the next request before sleeping, which needs a spare CPU.
-    """
+    """Runs the parent's requests on the target, one after another."""
 
     channel: Channel
     target: Any
     communicator: Communicator
     emit: Emitter
-    spins: bool
+    spins: bool  # whether to poll actively for the next request before sleeping, which needs a spare CPU
     device: torch.device
 
     def serve(self) -> None:
@@ -158,16 +154,9 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
         channel.send(FrameKind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
         rendezvous = boot["rendezvous"]  # stays open, because ranks connect through it again after a reset
-        communicator = connect(
-            boot["backend"],
-            rank=boot["rank"],
-            world_size=boot["world_size"],
-            device=device,
-            arena_fd=boot["arena"].fd,
-            rendezvous=rendezvous and rendezvous_path(rendezvous.fd),
-            timeout=boot["timeout"],
-            span=span,
-        )
+        path = rendezvous and rendezvous_path(rendezvous.fd)
+        plain = {name: boot[name] for name in ("backend", "rank", "world_size", "timeout", "span")}
+        communicator = connect(**plain, device=device, arena_fd=boot["arena"].fd, rendezvous=path)
         boot["arena"].close()
 
         channel.send(FrameKind.EVENT, 0, f"building {name}")

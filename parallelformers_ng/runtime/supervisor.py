@@ -42,11 +42,7 @@ class Supervisor:
         return self.current[1]
 
     def supervise(self, revive: Callable[[], WorkerGroup], max_restarts: int, restart_window: float) -> None:
-        """Replace the group in the background after a worker has ended, from now on.
-
-        Args:
-            revive: function that starts a new group, ready for requests.
-        """
+        """Replace the group in the background after a worker has ended, from now on."""
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
         # No supervisor may replace a group that ends at interpreter exit. Groups also end in an exit handler. Handlers

@@ -31,11 +31,7 @@ def main() -> None:
 
 
 def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
-    """Serve until the parent ends the worker, or a watched process has ended; then exit this process.
-
-    Args:
-        lifeline: descriptor of the reading end of this worker's pipe, to which nobody writes.
-    """
+    """Serve until the parent ends the worker, or a watched process has ended; then exit this process."""
     code = 1
     try:
         end_with_lifeline(lifeline)

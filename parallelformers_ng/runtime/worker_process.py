@@ -78,11 +78,8 @@ class Worker:
 
 
 class WorkerProcess(Worker):
-    """One worker that this process has started. The worker has a process after `await_start`.
-
-    Args:
-        server: fork server that forks the worker. If `server` is None or has ended, the worker is a fresh process.
-    """
+    """One worker that this process has started: a fork, or a fresh process without a running fork server. The worker
+    has a process after `await_start`."""
 
     phase = "importing torch"  # what the worker does before it is ready
 
