@@ -140,7 +140,7 @@ class ShardStore:
     def _take_room(self, size: int) -> None:
         if size > self._room:
             available = available_memory()
-            if size > available:
+            if size > available:  # the system would kill processes
                 raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({human_bytes(available)} are left)")
             self._room = max(size, available // 2)  # half, because other processes may use memory before the next check
         self._room -= size
