@@ -76,11 +76,7 @@ def balanced_device_map(
 
 
 def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
-    """Return each unit → the first unit in its group of tied units, or the unit itself if it is not tied.
-
-    Args:
-        unit_tensors: unit → its tensors. Units with a common tensor are tied.
-    """
+    """Map each unit to the first unit of its group. Units with a common tensor are tied."""
     homes: dict[str, str] = {}
     owners: dict[Hashable, str] = {}
     for unit, tensors in unit_tensors.items():
@@ -92,7 +88,7 @@ def _tied_homes(unit_tensors: dict[str, Sizes]) -> dict[str, str]:
 
 
 def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, int]:
-    """Return the path of each attention module of the decoder → bytes of its keys and values."""
+    """Map the path of each attention module of the decoder to the bytes of its keys and values."""
     config = model.config.get_text_config(decoder=True)
     queries = getattr(config, "num_attention_heads", None)
     if not length or not model.can_generate() or not queries:
@@ -112,5 +108,5 @@ def _cache_bytes(model: PreTrainedModel, batch: int, length: int) -> dict[str, i
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Return whether a module with a `layer_idx` is an attention, not a decoder layer that contains an attention."""
+    """Distinguish an attention from the decoder layer that contains it, and that also has a `layer_idx`."""
     return not any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules() if part is not module)

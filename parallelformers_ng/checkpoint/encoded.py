@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.checkpoint.nodes import ByLines, Computed, Node, Operation, leaf_of
-from parallelformers_ng.checkpoint.operations import Cut
-from parallelformers_ng.checkpoint.reading import is_read_in_parts, read, read_copy
+from parallelformers_ng.checkpoint.reading import Cut, is_read_in_parts, read, read_copy
 from parallelformers_ng.sharding.encoding import Encoding
 from parallelformers_ng.sharding.partition import Range
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -25,12 +24,7 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan
 
 @dataclass(eq=False)
 class Decoded(Computed):
-    """A weight in high precision, dequantized from stored numbers and scales.
-
-    Attributes:
-        encoding: format of the stored numbers and scales.
-        parts: node of the numbers, and node of the scales.
-    """
+    """A weight in high precision, dequantized from the nodes of stored numbers and scales, `parts`."""
 
     encoding: Encoding
     parts: tuple[Node, Node]
@@ -47,20 +41,13 @@ class Decoded(Computed):
             first, last = _widened(start, stop, per_byte)
             stored = read(numbers, {**rest, dim: ((first // per_byte, last // per_byte),)}, rank)
             own = scale if scale.shape[dim] == 1 else scale.index_select(dim, torch.arange(first, last) // block)
-            piece = self.encoding.decode(stored, own, self.dtype)
-            pieces.append(piece.narrow(dim, start - first, stop - start))
+            pieces.append(self.encoding.decode(stored, own, self.dtype).narrow(dim, start - first, stop - start))
         return torch.cat(pieces, dim)
 
 
 @dataclass(eq=False)
 class EncodedPart(ByLines):
-    """The quantized numbers or the scales of a weight, computed from the weight in high precision.
-
-    Attributes:
-        encoding: format of the numbers and scales.
-        weight: node of the weight in high precision.
-        is_scales: whether the tensor is the scales, not the numbers.
-    """
+    """The quantized numbers or the scales of a weight, computed from the weight in high precision."""
 
     encoding: Encoding
     weight: Node
@@ -92,7 +79,6 @@ class EncodedPart(ByLines):
         return torch.cat(pieces, dim)
 
     def _of(self, weight: Tensor) -> Tensor:
-        """Return the numbers or the scales of a part of the weight with whole blocks."""
         scales = self.encoding.scales(weight)
         return scales if self.is_scales else self.encoding.numbers(weight, scales)
 
@@ -107,10 +93,6 @@ def stored_nodes(plan: ShardPlan, name: str, node: Node) -> dict[str, Node]:
 
     A tensor that the plan quantizes becomes two tensors: numbers and scales. Numbers and scales that are stored in the
     plan's format stay as they are.
-
-    Args:
-        name: name of the tensor in the model.
-        node: node of the tensor as the checkpoint or the model has it.
     """
     encoding = plan.quantized.get(name)
     if encoding is None:
@@ -179,6 +161,9 @@ def _stacked(node: Operation, size: int, dim: int) -> int:
     return dim + (along <= dim)
 
 
+# Operations that may run on numbers and scales instead of on the weight. The function of an operation takes the node,
+# the number of dimensions of an operand, and the operand's encoded dimension. The function returns the encoded
+# dimension of the result; None if the operation cannot run on numbers and scales.
 _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten._to_copy.default": lambda node, size, dim: dim,
     "aten.t.default": _swapped,
@@ -189,18 +174,10 @@ _PASSED: dict[str, Callable[[Operation, int, int], int | None]] = {
     "aten.split_with_sizes.default": _across,
     "aten.stack.default": _stacked,
 }
-"""Operations that may run on numbers and scales instead of on the weight. The function of an operation takes the node,
-the number of dimensions of an operand, and the operand's encoded dimension. The function returns the encoded dimension
-of the result; None if the operation cannot run on numbers and scales."""
 
 
 def whole_node(plan: ShardPlan, tensor: TensorPlan, node_of: Callable[[TensorPlan], Node]) -> Node:
-    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales.
-
-    Args:
-        tensor: plan of the tensor of the model.
-        node_of: function that returns the node of a stored tensor.
-    """
+    """Return the node of a whole tensor of the model, dequantized if ranks hold quantized numbers and scales."""
     parts = plan.parts(tensor.name)
     if len(parts) == 1:
         return node_of(parts[0])

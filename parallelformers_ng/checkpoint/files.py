@@ -36,8 +36,7 @@ _DTYPES = {
 DTYPE_NAMES = dict(zip(_DTYPES.values(), _DTYPES, strict=True))
 
 _END_BYTES = 1 << 16
-_OF_ONE_PROCESS = ("_close", "_mapping", "_state")
-"""Attributes of a `CheckpointFile` that are not pickled."""
+_OF_ONE_PROCESS = ("_close", "_mapping", "_state")  # attributes of a `CheckpointFile` that are not pickled
 
 
 class CheckpointFile:
@@ -47,16 +46,8 @@ class CheckpointFile:
     workers. So workers read the same file, even if a save has put a new file of the same name into the directory.
     Workers on other hosts open the file by its path, or from the hub's cache, if it looks like the first file.
 
-    Args:
-        path: path of the file.
-
     Attributes:
-        path: absolute path of the file.
         entries: name of each stored tensor → its shape and data type.
-        metadata: further text in the file, name → text.
-
-    Raises:
-        CheckpointError: the file cannot be opened or read.
     """
 
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -77,14 +68,9 @@ class CheckpointFile:
         self._in_cache = os.path.relpath(self.path, cache) if self.path.startswith(cache + os.sep) else None
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Return the stored tensor of name `key`, on CPU: a view of the mapped file if possible, else a copy.
+        """Return a stored tensor, on CPU: a view of the mapped file if possible, else a copy.
 
-        Shape and data type are those in `entries`. The first call in a process opens the file, see `name_to_open`.
-
-        Raises:
-            CheckpointError: the file cannot be opened, or a `.bin` file is damaged.
-            OSError: the system cannot map the file.
-            KeyError: the file has no such tensor.
+        The first call in a process opens the file, see `name_to_open`.
         """
         raise NotImplementedError
 
@@ -93,21 +79,15 @@ class CheckpointFile:
         return False
 
     def release(self, key: str) -> None:
-        """Unmap the pages of the tensor of name `key`, so that the pages no longer count as memory of this process.
+        """Unmap the pages of a tensor, so that they no longer count as memory of this process.
 
-        The pages stay in the page cache of the system. Values that were written to a view of the tensor are lost. Only
-        a `SafetensorsFile` unmaps pages; for a `.bin` file the method does nothing.
+        The pages stay in the page cache. Values that were written to a view of the tensor are lost. Only a
+        `SafetensorsFile` unmaps pages.
         """
 
     def name_to_open(self) -> str:
-        """Return a path at which this process can open the same file.
-
-        On another host, the method downloads a missing file of the hub to the hub's cache.
-
-        Raises:
-            CheckpointError: the file was changed or deleted after it was opened first, or this host has no copy of the
-                file.
-        """
+        """Return a path at which this process can open the same file. On another host, a missing file is downloaded
+        from the hub."""
         if self._seen_from != mounts():
             return self._name_elsewhere()
         for name in (self._descriptor_path, self.path):  # a container may forbid access to /proc/PID/fd
@@ -116,14 +96,17 @@ class CheckpointFile:
         raise CheckpointError(f"{self.path} has changed since the model was loaded from it; load the model again")
 
     def _name_elsewhere(self) -> str:
-        """Return a path of a copy of the file on this host, downloaded from the hub if need be.
-
-        Raises:
-            CheckpointError: this host has no copy of the file.
-        """
         name = self.path
         if not os.access(name, os.R_OK) and self._in_cache is not None:
-            name = _fetched(self._in_cache)
+            # The path within the cache is models--org--name/snapshots/commit/file.
+            repository, _, commit, file = self._in_cache.split(os.sep, 3)
+            try:
+                name = hf_hub_download(repository.removeprefix("models--").replace("--", "/"), file, revision=commit)
+            except (OSError, ValueError) as error:  # network or hub errors, offline mode
+                raise CheckpointError(
+                    f"{self._in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be"
+                    f" downloaded: {error}"
+                ) from error
         if os.access(name, os.R_OK) and _look(name) == self._look:
             return name
         raise CheckpointError(
@@ -139,11 +122,7 @@ class SafetensorsFile(CheckpointFile):
     """A safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, tensors.
 
     Attributes:
-        size: size of the file in bytes.
         header_checksum: CRC-32 of the 8 bytes of header length and of the header.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, or has a data type that this version cannot read.
     """
 
     _mapping: Mapping | None = None
@@ -167,20 +146,20 @@ class SafetensorsFile(CheckpointFile):
         except (safetensors.SafetensorError, OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{self.path} is damaged or incomplete: {error}") from error
         except KeyError as error:
-            raise CheckpointError(
-                f"{self.path} is damaged, or has a data type that this version cannot read: {error}"
-            ) from error
+            raise CheckpointError(f"{self.path} is damaged, or has an unknown data type: {error}") from error
 
     def tensor(self, key: str) -> torch.Tensor:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        mapping = self._map()
+        if self._mapping is None:
+            with open(self.name_to_open(), "rb") as file:
+                self._mapping = map_file(file.fileno())
         if offset % dtype.itemsize:
-            data = bytearray(memoryview(mapping)[offset : offset + count * dtype.itemsize])
+            data = bytearray(memoryview(self._mapping)[offset : offset + count * dtype.itemsize])
             return torch.frombuffer(data, dtype=dtype).view(shape)
-        return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset).view(shape)
 
     def maps(self, key: str) -> bool:
         (shape, dtype), offset = self.entries[key], self._offsets[key]
@@ -192,21 +171,11 @@ class SafetensorsFile(CheckpointFile):
         if self._mapping is not None and (length := offset + math.prod(shape) * dtype.itemsize - first):
             libc().madvise(ctypes.addressof(self._mapping) + first, length, mmap.MADV_DONTNEED)
 
-    def _map(self) -> Mapping:
-        if self._mapping is None:
-            with open(self.name_to_open(), "rb") as file:
-                self._mapping = map_file(file.fileno())
-        return self._mapping
-
 
 class PickleFile(CheckpointFile):
     """A `.bin` file, read by `torch.load(weights_only=True)`, which executes no code from the file.
 
     Objects in the file that are not tensors are left out.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, contains no dictionary, or contains a tensor of a
-            subclass.
     """
 
     _state: dict[str, torch.Tensor] | None = None
@@ -240,13 +209,6 @@ class PickleFile(CheckpointFile):
 
 @dataclass(eq=False)
 class FileLeaf(Leaf):
-    """A tensor in a file.
-
-    Attributes:
-        file: the file.
-        key: name of the tensor in the file.
-    """
-
     file: CheckpointFile = field(repr=False)
     key: str
 
@@ -258,38 +220,12 @@ class FileLeaf(Leaf):
 
 
 def open_file(path: str | os.PathLike[str]) -> CheckpointFile:
-    """Open a checkpoint file: as safetensors if the path ends with `.safetensors`, else as a `.bin` file.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, or has data that cannot be read; see the two classes.
-    """
     return SafetensorsFile(path) if os.fspath(path).endswith(".safetensors") else PickleFile(path)
 
 
 def mounts() -> tuple[str, str]:
-    """Return the boot id of the machine and the id of this process's mount namespace.
-
-    Two processes with equal results see the same files under the same paths.
-
-    Raises:
-        OSError: the system has no `/proc`, or forbids access to it.
-    """
+    """Return boot id and mount namespace. Processes with equal results see the same files under the same paths."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/mnt")
-
-
-def _fetched(in_cache: str) -> str:
-    """Return the path of a file in this host's cache of the hub, downloaded if need be.
-
-    Args:
-        in_cache: path of the file within a cache: `models--org--name/snapshots/commit/file`.
-    """
-    repository, _, commit, name = in_cache.split(os.sep, 3)
-    try:
-        return hf_hub_download(repository.removeprefix("models--").replace("--", "/"), name, revision=commit)
-    except (OSError, ValueError) as error:  # network or hub errors, offline mode
-        raise CheckpointError(
-            f"{in_cache} is not in the hub's cache on host {socket.gethostname()} and cannot be downloaded: {error}"
-        ) from error
 
 
 def _look(path: str) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# Attribute of a tensor whose values have left: an object that has the tensor's original content meanwhile.
 _ORIGINAL = "_parallelformers_ng_original"
-"""Attribute of a tensor whose values have left: an object that has the tensor's original content meanwhile."""
 _VERSION = "_parallelformers_ng_version"
 _OF_CONTENT = ("node", "_is_param")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -25,12 +25,7 @@ def become(tensor: Any, new: Any, keeps_values: bool = False) -> None:
     The original content comes back with the values, so an autograd graph from before stays valid.
 
     Args:
-        tensor: tensor of the model.
-        new: tensor with the new content; must not be used afterwards.
         keeps_values: whether the original values stay in memory, because the program has a tensor that shares them.
-
-    Raises:
-        RuntimeError: C++ code has weak references to a tensor.
     """
     with torch._C.DisableTorchFunctionSubclass():  # each access to a `RemoteTensor` would take longer
         _become(tensor, new, keeps_values)
@@ -68,8 +63,8 @@ def _become(tensor: Any, new: Any, keeps_values: bool) -> None:
 
 
 def _fill(original: torch.Tensor, values: torch.Tensor) -> None:
-    """Put values into an object with a tensor's original content. Values that stayed in memory and that the program
-    has changed meanwhile are newer."""
+    """Put values into an object with a tensor's original content. Values that stayed in memory and that the program has
+    changed meanwhile are newer."""
     if not original.nbytes or original.dtype != values.dtype:
         original.data = values
     elif not is_written(original) and not torch.equal(original, values):  # a write would invalidate autograd graphs
@@ -78,7 +73,6 @@ def _fill(original: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def original_of(tensor: torch.Tensor) -> Any:
-    """Return the object with the original content of a tensor whose values have left; None if there is none."""
     return vars(tensor).get(_ORIGINAL)
 
 
@@ -88,11 +82,7 @@ def is_written(original: torch.Tensor) -> bool:
 
 
 class SharedMemory:
-    """Tells which tensors of a model share their memory with other tensors of the program, such as a state dict.
-
-    Args:
-        tensors: tensors of the model.
-    """
+    """Tells which tensors of a model share their memory with other tensors of the program, such as a state dict."""
 
     def __init__(self, model: nn.Module) -> None:
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
@@ -109,5 +99,4 @@ class SharedMemory:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its values in this process."""
     return tensor.device.type != "meta" and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl

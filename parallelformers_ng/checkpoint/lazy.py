@@ -38,34 +38,25 @@ class LazyTensor(torch.Tensor):
     lazy tensors, and by a change of an ordinary tensor in place, for example `copy_`. Other uses of values, for example
     `item`, raise RuntimeError. A change of a lazy tensor in place raises UnsupportedModelError. Errors of a read are
     those of `reading.read`.
-
-    Args:
-        node: node that reads the values.
-        stride: strides that operations assume for the tensor; contiguous by default.
     """
 
     node: Node
 
     @staticmethod
     def __new__(cls, node: Node, stride: Sequence[int] | None = None) -> LazyTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, node.shape, strides=stride, dtype=node.dtype, device=torch.device("cpu")
-        )
+        cpu = torch.device("cpu")
+        tensor = torch.Tensor._make_wrapper_subclass(cls, node.shape, strides=stride, dtype=node.dtype, device=cpu)
         tensor.node = node
         return tensor
 
     @property
     def encoding(self) -> Encoding | None:
-        """Encoding of the stored numbers and scales, with `dim` as in this tensor.
-
-        None if the tensor is not stored quantized, or is made from stored tensors in a way that loses the scales.
-        """
+        """Encoding of the stored numbers and scales, with `dim` as in this tensor; None if there are none."""
         stored = stored_encoding(self.node)
         return None if stored is None else stored.encoding
 
     @property
     def is_quantized_within(self) -> bool:
-        """Whether the tensor is computed from at least one stored quantized tensor."""
         return any(isinstance(part, Decoded) for part in parts(self.node))
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -74,9 +65,7 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = str(func)
         if name == "aten.detach.default":  # by far the most frequent
@@ -97,12 +86,10 @@ class LazyTensor(torch.Tensor):
 
 
 def applied(node: Node, function: Callable[[Any], Any]) -> Node:
-    """Return the node of the tensor that torch operations compute from the tensor of a node."""
     return function(LazyTensor(node)).node
 
 
 def turned(node: Node) -> Node:
-    """Return the node of a tensor with its last two dimensions swapped."""
     return applied(node, lambda tensor: tensor.transpose(-2, -1))
 
 
@@ -114,9 +101,7 @@ class RemoteTensor(LazyTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         for tensor in written(func, args, kwargs) if func._schema.is_mutable else ():
             if isinstance(tensor, RemoteTensor):
@@ -130,9 +115,7 @@ class RemoteTensor(LazyTensor):
         return repr(values(self))
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise _refusal("setting .data", next(tensor for tensor in args if isinstance(tensor, RemoteTensor)))
@@ -153,8 +136,9 @@ class RemoteTensor(LazyTensor):
             return func(*args, **kwargs)
 
 
+# Methods whose results share the memory of a tensor.
 _SHARING = (torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.numpy)
-"""Methods whose results share the memory of a tensor."""
+# Methods that read the memory of a tensor without running a torch operator.
 _BEYOND_OPERATORS = (
     *_SHARING,
     torch.Tensor.__deepcopy__,
@@ -163,19 +147,10 @@ _BEYOND_OPERATORS = (
     torch.Tensor.tolist,
     torch.Tensor.untyped_storage,
 )
-"""Methods that read the memory of a tensor without running a torch operator."""
 
 
 def values(tensor: RemoteTensor) -> torch.Tensor:
-    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter.
-
-    Shape and data type are those of `tensor`.
-
-    Raises:
-        GroupError: only the ranks have the weight, and the ranks failed or have ended.
-        NotParallelizedError: the parallelization has ended, and its model is gone or is parallelized again.
-        CheckpointError, OSError: see `reading.read`.
-    """
+    """Return an ordinary CPU tensor with the values of a remote tensor; a parameter if `tensor` is a parameter."""
     with torch.no_grad():
         whole = read(tensor.node, {})
         if isinstance(tensor, torch.nn.Parameter):
@@ -192,7 +167,8 @@ def _refusal(what: str, tensor: RemoteTensor, why: str = "would change it") -> P
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator on the values of its lazy arguments, and unmap the pages that were read."""
-    result = func(*tree_map_only(LazyTensor, _values, args), **tree_map_only(LazyTensor, _values, kwargs))
+    whole_args, whole_kwargs = tree_map_only(LazyTensor, lambda tensor: read(tensor.node, {}), (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
     for arg in args:
         if isinstance(arg, LazyTensor):
             release(arg.node)
@@ -207,10 +183,6 @@ def _node(name: str, args: tuple, kwargs: dict, output: int | None, like: torch.
         return source.node
     args, kwargs = tree_map_only(LazyTensor, operator.attrgetter("node"), (args, kwargs))
     return Operation(tuple(like.shape), like.dtype, name, args, kwargs, output)
-
-
-def _values(tensor: LazyTensor) -> torch.Tensor:
-    return read(tensor.node, {})
 
 
 def _on_meta(value: Any) -> Any:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes
@@ -32,6 +31,8 @@ from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
 from parallelformers_ng.sharding.tensors import all_tensors, get_tensor, set_tensor
 
+State = dict[str, LazyTensor]  # name in the checkpoint → unread tensor
+
 
 class Checkpoint:
     """The unread tensors of a model: for each tensor, the node that reads its bytes from checkpoint files.
@@ -39,9 +40,6 @@ class Checkpoint:
     Args:
         nodes: name of a parameter or buffer → node that reads the tensor. Tensors without a node are in memory.
         copied: names in `nodes` of the tensors that the parent copies to memory and files that ranks map.
-
-    Attributes:
-        nodes, copied: the arguments of the same names, as a dictionary and a frozen set.
     """
 
     def __init__(self, nodes: Mapping[str, Node], copied: Collection[str] = ()) -> None:
@@ -50,12 +48,6 @@ class Checkpoint:
 
     @classmethod
     def take(cls, model: PreTrainedModel, plan: ShardPlan) -> Checkpoint:
-        """Take the unread tensors from a model, and replace these tensors by `meta` tensors.
-
-        Args:
-            model: result of `load_skeleton`, `open_source` or `fill_skeleton`; changed.
-            plan: plan of the model, which decides the tensors to copy.
-        """
         nodes: dict[str, Node] = {}
         for names in names_of_each(model, plan):
             of_model = get_tensor(model, names[0], plan.tensors[names[0]].is_buffer)
@@ -77,21 +69,13 @@ class Checkpoint:
 
     def in_memory(self, plan: ShardPlan) -> ShardPlan:
         """Return a plan with only the tensors that ranks do not read from checkpoint files."""
-        return dataclasses.replace(
-            plan, tensors={name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
-        )
+        tensors = {name: tensor for name, tensor in plan.tensors.items() if not self.is_read(tensor)}
+        return dataclasses.replace(plan, tensors=tensors)
 
     def is_read(self, tensor: TensorPlan) -> bool:
-        """Return whether ranks read a tensor from checkpoint files."""
         return tensor.storage in self.nodes and tensor.storage not in self.copied
 
     def copy(self, store: ShardStore) -> None:
-        """Write the copied tensors to the store, and unmap the pages of the checkpoint files that were read.
-
-        Raises:
-            OSError: not enough memory or disk space, or the system cannot map a file.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
         for name in self.copied:
             node = self.nodes[name]
             store.write(store.plan.tensors[name], node)
@@ -99,11 +83,8 @@ class Checkpoint:
 
 
 def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Node]) -> bool:
-    """Return whether the parent must copy a tensor for at least one rank.
-
-    The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk and
-    the checkpoint file does not contain the bytes of the shard in the same form.
-    """
+    """The parent copies a tensor if a rank on CPU offloads its shard to RAM, or if a rank offloads its shard to disk
+    and the checkpoint file does not contain the bytes of the shard in the same form."""
     if plan.tiers is None or tensor.name not in nodes:
         return False
     for rank, shard in enumerate(tensor.shards):
@@ -119,25 +100,16 @@ def _must_be_copied(tensor: TensorPlan, plan: ShardPlan, nodes: Mapping[str, Nod
 def open_source(
     source: Source, model: Any, dtype: torch.dtype | None = None, dequantize: bool = False
 ) -> PreTrainedModel:
-    """Return a model with unread weights, in evaluation mode: a new model, or `model`.
+    """Return a model with unread weights, in evaluation mode: a new model, or `model` if the source has no
+    configuration.
 
-    The result is `model` if the source has no configuration. The function removes `quantization_config` from the
-    configuration of the source or of `model`. Other exceptions of transformers and of a checkpoint's code are passed
-    on: for example, ImportError if `attn_implementation` needs a missing package.
+    `quantization_config` is removed from the configuration. Other exceptions of transformers and of a checkpoint's code
+    are passed on.
 
     Args:
-        source: source of the files, with the arguments of `from_pretrained`.
-        model: model on `meta` for the weights, if the source has no configuration; otherwise ignored.
         dtype: data type of the loaded weights; None for the default of `from_pretrained`, or for the data type of
             `model`.
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor does not fit the model; the message names the file.
-        UnsupportedModelError: the configuration names no class that can be loaded, the format of quantized weights
-            cannot be read, or a weight needs `dequantize`. Another cause: loading changes a weight in place.
-        OSError: the configuration of generation, or the code of the checkpoint, cannot be downloaded. Another cause:
-            the system cannot map a file.
     """
     location, config = source.location, source.config
     if config is None:
@@ -145,9 +117,9 @@ def open_source(
         return model.eval()  # like `from_pretrained`: otherwise dropout would change the outputs
     cls = source.model_class or class_of(config, location, source.trust_remote_code)
     plain = functools.partial(on_meta, cls, config)
-    state = _plain_state(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
+    state = _contents(location, dtype or config.dtype or torch.bfloat16, plain, dequantize)
     vars(config).pop("quantization_config", None)  # the unread weights are plain from here on
-    built = model_of(cls, config, location, "auto" if dtype is None else dtype, source.options, state)
+    built = model_of(cls, config, location, state, dtype="auto" if dtype is None else dtype, **source.options)
     built.config.name_or_path = built.name_or_path = location.path
     if built.can_generate():
         download = {**location.download, "force_download": False, "proxies": None}
@@ -162,39 +134,14 @@ def load_skeleton(
     dequantize: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model with unread weights from a path, with arguments of `from_pretrained`; see `open_source`.
-
-    Args:
-        options: further arguments of `from_pretrained`.
-
-    Raises:
-        ParallelError: an option is unknown or not supported.
-        CheckpointError, UnsupportedModelError, OSError: see `open_source`.
-    """
     return open_source(read_source(path, options, model_class), None, dtype, dequantize)
 
 
-def fill_skeleton(
-    model: PreTrainedModel, location: Location, dtype: torch.dtype | None = None, dequantize: bool = False
-) -> None:
-    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay.
-
-    Args:
-        model: model on `meta`; changed. Its configuration loses `quantization_config`.
-        location: location of the checkpoint.
-        dtype: data type of the loaded weights; None for the model's data type.
-        dequantize: same as in `open_source`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing in the checkpoint or has another shape.
-        UnsupportedModelError: the format of quantized weights cannot be read, or a weight needs `dequantize`. Another
-            cause: loading changes a weight in place.
-        OSError: the system cannot map a file.
-    """
-    state = _plain_state(location, dtype or model.dtype, lambda: model, dequantize)
+def fill_skeleton(model: PreTrainedModel, location: Location, dtype: torch.dtype | None, dequantize: bool) -> None:
+    """Replace the `meta` tensors of a model by unread weights of a checkpoint. Tensors in memory stay."""
+    state = _contents(location, dtype or model.dtype, lambda: model, dequantize)
     vars(model.config).pop("quantization_config", None)
-    built = model_of(type(model), model.config, location, dtype or model.dtype, {}, state)
-    tensors = all_tensors(built)
+    tensors = all_tensors(model_of(type(model), model.config, location, state, dtype=dtype or model.dtype))
     for name, tensor in all_tensors(model).items():
         if tensor.device.type != "meta":
             continue
@@ -206,40 +153,25 @@ def fill_skeleton(
         set_tensor(model, name, tensors[name], not isinstance(tensor, torch.nn.Parameter))
 
 
-def _plain_state(
-    location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool
-) -> dict[str, LazyTensor]:
+def _contents(location: Location, dtype: torch.dtype, plain: Callable[[], PreTrainedModel], dequantize: bool) -> State:
     """Return the unread tensors of a checkpoint. Names are those of the plain model, even for quantized weights."""
-    state, quantization = lazy_state(location), stored_quantization(location)
-    return (
-        state
-        if quantization is None
-        else unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
-    )
+    if is_sharded_directory(location.directory):
+        state = {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
+    else:
+        state = {
+            key: LazyTensor(FileLeaf(shape, dtype, file, key))
+            for file in open_weights(location)
+            for key, (shape, dtype) in file.entries.items()
+        }
+    if (quantization := stored_quantization(location)) is None:
+        return state
+    return unpacked(StoredTensors(state, quantization, location, dtype, plain, dequantize=dequantize))
 
 
 def model_of(
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    location: object,
-    dtype: torch.dtype | str,
-    options: Mapping[str, Any],
-    state: dict[str, LazyTensor],
+    cls: type[PreTrainedModel], config: PretrainedConfig, location: object, state: State, **options: Any
 ) -> PreTrainedModel:
-    """Return a model with unread weights. Other exceptions of transformers and of the model's code are passed on.
-
-    Args:
-        cls: class of the model.
-        config: configuration of the model.
-        location: origin of `state`, for error messages.
-        dtype: data type of the weights, as for `from_pretrained`.
-        options: other arguments of `from_pretrained`.
-        state: name of a tensor in the checkpoint → unread tensor.
-
-    Raises:
-        CheckpointError: `state` does not fit the class or the configuration.
-        UnsupportedModelError: transformers or the model's code changes a weight of `state` in place.
-    """
+    """Build a model with unread weights. Other exceptions of transformers and of the model's code are passed on."""
     ignores_shapes = options.get("ignore_mismatched_sizes", False)
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # the bar would count tensors that nobody reads yet
@@ -251,56 +183,43 @@ def model_of(
         return True
 
     log.addFilter(named)
-    # `_refuse_wrong_shapes` raises an error with the name of the file.
+    # Below, another shape raises an error with the name of the file.
     options = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     try:
-        model, info = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+        model, info = cls.from_pretrained(None, config=config, state_dict=state, **options)
     except RuntimeError as error:
         raise CheckpointError(f"{location} cannot be converted to {cls.__name__}: {error}") from error
     finally:
         log.removeFilter(named)
         if shows:
             logging.enable_progress_bar()
-    if not ignores_shapes:
-        _refuse_wrong_shapes(info["mismatched_keys"], state, location)
-    _refuse_flipped_names(info["missing_keys"], info["unexpected_keys"], state, location)
-    _refuse_codes(model, info["missing_keys"], info["unexpected_keys"], state, location)
-    return model
-
-
-def _refuse_wrong_shapes(mismatched: Iterable[tuple], state: dict[str, LazyTensor], location: object) -> None:
-    for name, actual, wanted in mismatched:
+    for name, actual, wanted in () if ignores_shapes else info["mismatched_keys"]:
         # A tensor that is converted from several stored tensors has no single file: the error names the directory.
         where = _path_of(state[name], location) if name in state else location
         raise CheckpointError(f"{where} has shape {list(actual)} for {name}, but the configuration has {list(wanted)}")
+    _refuse_flipped_names(info, state, location)
+    _refuse_codes(model, info, state, location)
+    return model
 
 
-def _refuse_flipped_names(
-    missing: Iterable[str], unexpected: Iterable[str], state: dict[str, LazyTensor], location: object
-) -> None:
+def _refuse_flipped_names(info: Mapping[str, Any], state: State, location: object) -> None:
     """Raise if a stored name differs from a missing name in one bit: the file is damaged."""
-    stored = set(unexpected)
-    for name in missing:
+    stored = state.keys() & info["unexpected_keys"]
+    for name in info["missing_keys"]:
         for index, letter in enumerate(name):
             for bit in range(8):
                 other = f"{name[:index]}{chr(ord(letter) ^ (1 << bit))}{name[index + 1 :]}"
-                if other in stored and other in state:
+                if other in stored:
                     raise CheckpointError(
                         f"{_path_of(state[other], location)} is damaged: the stored name {other!r} must be {name!r}"
                     )
 
 
-def _refuse_codes(
-    model: PreTrainedModel,
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    state: dict[str, LazyTensor],
-    location: object,
-) -> None:
+def _refuse_codes(model: PreTrainedModel, info: Mapping[str, Any], state: State, location: object) -> None:
     """Raise if weights are quantized, but the configuration does not describe their format."""
-    lacking = {name.rpartition(".")[0] for name in missing}
-    unexpected_names = [name for name in unexpected if name in state and name.rpartition(".")[0] in lacking]
-    stored = {name: [state[name].node] for name in unexpected_names}
+    lacking = {name.rpartition(".")[0] for name in info["missing_keys"]}
+    unexpected = [name for name in info["unexpected_keys"] if name in state and name.rpartition(".")[0] in lacking]
+    stored = {name: [state[name].node] for name in unexpected}
     for name, weight in model.named_parameters():
         if isinstance(weight, LazyTensor) and weight.is_floating_point():
             stored[name] = list(leaves(weight.node, computed=False))
@@ -315,23 +234,3 @@ def _refuse_codes(
 
 def _path_of(tensor: LazyTensor, location: object) -> object:
     return next((leaf.file.path for leaf in leaves(tensor.node) if isinstance(leaf, FileLeaf)), location)
-
-
-def prepare_conversions() -> None:
-    """Create transformers' table of renamed parameters early, so that the first load does not wait for the table."""
-    get_checkpoint_conversion_mapping("")
-
-
-def lazy_state(location: Location) -> dict[str, LazyTensor]:
-    """Return name in the checkpoint → unread tensor, for all stored tensors.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    if is_sharded_directory(location.directory):
-        return {name: LazyTensor(node) for name, node in open_sharded(location.directory).items()}
-    return {
-        key: LazyTensor(FileLeaf(shape, dtype, file, key))
-        for file in open_weights(location)
-        for key, (shape, dtype) in file.entries.items()
-    }

@@ -23,12 +23,13 @@ from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_me
 from parallelformers_ng.options import WorkerOptions
 
 _CANDIDATES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_NONE_IF_ABSENT = {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_missing_entries": False}
 _OF_THE_MODEL = ("attn_implementation", "experts_implementation", "key_mapping", "ignore_mismatched_sizes")
+# Names of the arguments of `parallelize`.
 _ARGUMENTS = (
     "num_gpus", "fp16", "weights", "model_class", "dtype", "custom_policies", "adapters", "workers", "decode", "seed",
     "prove", "verbose", "progress", "quantize",
 )  # fmt: skip
-"""Names of the arguments of `parallelize`."""
 _CUT_HERE = "parallelize divides the model over num_gpus ranks"
 _INSTEAD = {
     "device_map": _CUT_HERE,
@@ -60,7 +61,6 @@ class Location:
     """Location of a checkpoint. Attributes that are not listed are arguments of `from_pretrained` of the same name.
 
     Attributes:
-        path: a directory or a model id of the hub.
         variant: part of the file names, for example "fp16" for `model.fp16.safetensors`.
     """
 
@@ -74,10 +74,7 @@ class Location:
 
     @property
     def download(self) -> dict[str, Any]:
-        """Arguments for transformers' functions that find or download a file.
-
-        All attributes except `path` and `variant` are arguments; `revision` is "main" if the attribute is None.
-        """
+        """Arguments for transformers' functions that find or download a file."""
         options = dataclasses.asdict(self)
         del options["path"], options["variant"]
         return {**options, "revision": self.revision or "main"}
@@ -100,12 +97,8 @@ class Source:
     """A checkpoint whose configuration has been read, and whose weights have not been read.
 
     Attributes:
-        location: location of the checkpoint.
         config: configuration, with the attributes that the caller passed; None if the caller's model has a
             configuration.
-        trust_remote_code: whether code from the checkpoint may run in this process.
-        options: further arguments of `from_pretrained`.
-        model_class: class of the model; None for the class that the configuration names.
     """
 
     location: Location
@@ -116,13 +109,7 @@ class Source:
 
 
 def base_of_adapter(path: str | os.PathLike[str]) -> str | None:
-    """Return the path or hub id of the base model of the adapter in a directory; None if `path` has no adapter.
-
-    The format of `adapter_config.json` is that of peft (https://github.com/huggingface/peft).
-
-    Raises:
-        OSError, ValueError, KeyError: `adapter_config.json` cannot be read, is no JSON, or names no base model.
-    """
+    """Return the path or hub id of the base model of a peft adapter in a directory; None if `path` has no adapter."""
     file = Path(path) / "adapter_config.json"
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else None
 
@@ -131,7 +118,6 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
     """Raise ParallelError for the first of some options that no model can use; return if there are no options.
 
     Args:
-        options: name of each option → value.
         why: reason why no model is loaded, as a clause after "… is for loading, and".
     """
     for name in options:
@@ -151,15 +137,8 @@ def read_source(
     checkpoint may run, and its other exceptions are passed on, for example ImportError.
 
     Args:
-        path: a directory or a model id of the hub.
-        arguments: name → value. An argument that is an attribute of the configuration overrides that attribute.
-        model_class: class of the model; None for the class that the configuration names.
         of_its_own: whether the checkpoint provides the configuration. False if the caller's model on `meta` has a
             configuration; then only arguments about the location are accepted.
-
-    Raises:
-        ParallelError: an argument is unknown or not supported.
-        CheckpointError: the directory does not exist, or the configuration is missing, damaged or cannot be downloaded.
     """
     for name in arguments:
         _refuse_by_name(name)
@@ -196,10 +175,7 @@ def _refuse_by_name(name: str) -> None:
 
 
 def stored_quantization(location: Location) -> dict[str, Any] | None:
-    """Return the quantization configuration from the `config.json` of a checkpoint.
-
-    The result is None if `config.json` has no quantization configuration, or cannot be found or read.
-    """
+    """Return the quantization configuration of `config.json`; None if there is none, or if the file cannot be read."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(location.path, **location.download)
     except OSError:  # a directory with weights and without config.json
@@ -211,9 +187,6 @@ def open_weights(location: Location) -> list[CheckpointFile]:
     """Open the files with the weights: one file, or every file that the index names. No weights are read.
 
     Safetensors files are preferred to `.bin` files. Missing files of a model on the hub are downloaded.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a download failed.
     """
     names = [_add_variant(name, location.variant) for name in _CANDIDATES]
     file = next((path for name in names if (path := _cached(location, name)) is not None), None)
@@ -242,18 +215,8 @@ def open_weights(location: Location) -> list[CheckpointFile]:
 
 
 def _cached(location: Location, name: str) -> str | None:
-    """Return the local path of a file of a checkpoint, downloaded if need be; None if the checkpoint has no such file.
-
-    Raises:
-        CheckpointError: the download failed.
-    """
+    """Return the local path of a file, downloaded if need be; None if the checkpoint has no such file."""
     try:
-        return cached_file(
-            location.path,
-            name,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_missing_entries=False,
-            **location.download,
-        )
+        return cached_file(location.path, name, **_NONE_IF_ABSENT, **location.download)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name} of {location} cannot be fetched: {error}") from error

@@ -18,24 +18,15 @@ from typing import Any
 _MAP_NORESERVE = 0x4000
 _FLAGS, _ACCESS = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
-HUGE_PAGE = 2 << 20
-"""Size of a huge page in bytes."""
+HUGE_PAGE = 2 << 20  # size of a huge page in bytes
 _FAILED = ctypes.c_void_p(-1).value
 
+# The memory of a mapped file; torch.frombuffer makes tensors of it, and keeps it.
 Mapping = ctypes.Array[ctypes.c_char]
-"""The memory of a mapped file; torch.frombuffer makes tensors of it, and keeps it."""
 
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file that is mapped into memory from its beginning.
-
-    Attributes:
-        start: address of the first byte.
-        size: number of mapped bytes.
-        descriptor: file descriptor of the file, open as long as the mapping exists.
-    """
-
     start: int
     size: int
     descriptor: int
@@ -59,12 +50,7 @@ def map_file(descriptor: int, size: int = 0) -> Mapping:
     Changes of the memory do not reach the file. `file_at` finds the mapping as long as it exists.
 
     Args:
-        descriptor: file descriptor, open for reading.
         size: bytes to map from the beginning; 0 for the whole file.
-
-    Raises:
-        OSError: the system cannot map the file, or no file descriptor is left.
-        ValueError: the file is empty, or has fewer than `size` bytes.
     """
     present = os.fstat(descriptor).st_size
     size = size or present
@@ -90,11 +76,7 @@ def _unmap(start: int) -> None:
 
 
 def reserve(size: int, offset: int) -> int:
-    """Return the address of new memory, `offset` bytes after the start of a huge page.
-
-    Raises:
-        OSError: the system has no room for the memory.
-    """
+    """Return the address of new memory, `offset` bytes after the start of a huge page."""
     room = size + HUGE_PAGE
     start = checked(libc().mmap(None, room, _ACCESS, _FLAGS | mmap.MAP_ANONYMOUS, -1, 0))
     before = (offset - start) % HUGE_PAGE
@@ -105,20 +87,11 @@ def reserve(size: int, offset: int) -> int:
 
 
 def put(start: int, size: int, descriptor: int, offset: int = 0) -> None:
-    """Map a part of a file copy-on-write at an address, instead of the pages that are there.
-
-    Raises:
-        OSError: the system cannot map the file.
-    """
+    """Map a part of a file copy-on-write at an address, instead of the pages that are there."""
     checked(libc().mmap(start, size, _ACCESS, _FLAGS | _MAP_FIXED, descriptor, offset))
 
 
 def checked(address: int) -> int:
-    """Return an address that mmap or mremap returned.
-
-    Raises:
-        OSError: the call has failed.
-    """
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), f"memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
     return address
@@ -138,5 +111,4 @@ def libc() -> Any:
 
 
 def file_at(address: int) -> MappedFile | None:
-    """Return the file that `map_file` has mapped at an address; None if `map_file` has mapped no file there."""
     return next((file for file in list(_FILES.values()) if file.start <= address < file.start + file.size), None)

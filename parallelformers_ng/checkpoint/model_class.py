@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from parallelformers_ng.checkpoint.location import Location
@@ -23,17 +23,6 @@ def class_of(
     """Return the model class that a configuration names; without a name, the class of transformers' auto mappings.
 
     If a checkpoint's configuration names no class, a warning in the log names the class of the auto mapping.
-
-    Args:
-        config: the configuration.
-        location: location of the configuration's checkpoint; None for a configuration without a checkpoint.
-        trust_remote_code: whether code from the checkpoint may run in this process.
-
-    Raises:
-        UnsupportedModelError: the installed transformers has no such class, or the class is code of the checkpoint and
-            `trust_remote_code` is False.
-        OSError, ImportError: code of the checkpoint cannot be downloaded, or needs a missing package. Other exceptions
-            of this code are passed on.
     """
     names = list(config.architectures or ())
     where = location or type(config).__name__
@@ -56,24 +45,16 @@ def class_of(
             f" {' or '.join(names) or f'for {type(config).__name__}, which names no class'}; pass model_class="
         )
     if location is not None:
-        log.warning(
-            "%s names no architectures; it is loaded as %s. Pass model_class= for another class",
-            where,
-            named_class.__name__,
-        )
+        text = "%s names no architectures; it is loaded as %s. Pass model_class= for another class"
+        log.warning(text, where, named_class.__name__)
     return named_class
 
 
 def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    for auto in (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSeq2SeqLM,
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForMaskedLM,
-        AutoModel,
-    ):
-        if type(config) in auto._model_mapping:
-            cls = auto._model_mapping[type(config)]
+    for head in ("ForCausalLM", "ForSeq2SeqLM", "ForImageTextToText", "ForMaskedLM", ""):
+        mapping = getattr(transformers, f"AutoModel{head}")._model_mapping
+        if type(config) in mapping:
+            cls = mapping[type(config)]
             return cls[0] if isinstance(cls, (list, tuple)) else cls
     return None
 
@@ -81,17 +62,9 @@ def _of_auto_mappings(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
     """Build a model on `meta`, without weights, in evaluation mode. Only the configuration is read.
 
-    Other exceptions of a class that refuses the configuration are passed on.
-
     Args:
         name: a model folder, the path of a `config.json`, a name on the Hugging Face hub, or a model type. A model type
             ("llama") stands for its default configuration.
-        revision: branch, tag or commit on the hub.
-
-    Raises:
-        UnsupportedModelError: the installed transformers does not have the model's class.
-        OSError: the configuration cannot be found.
-        ValueError: transformers does not know the model type of the configuration.
     """
     if name.startswith(("/", "./", "../")) and not Path(name).exists():
         raise FileNotFoundError(f"no model folder or config.json at {name}")
@@ -99,18 +72,13 @@ def empty_model(name: str, revision: str | None = None) -> PreTrainedModel:
         config: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     else:
         config = AutoConfig.from_pretrained(name, revision=revision)
-    cls = class_of(config)
-    with torch.device("meta"):
-        model = cls._from_config(config, dtype=config.dtype) if config.dtype else cls._from_config(config)
-    return model.eval()
+    return on_meta(class_of(config), config).eval()
 
 
 def on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model on `meta`, without weights."""
     with torch.device("meta"):
         return cls._from_config(copy.deepcopy(config))
 
 
 def is_model_type(name: str) -> bool:
-    """Return whether `name` is a model type of transformers and no file or folder has that name."""
     return not Path(name).exists() and name in transformers.CONFIG_MAPPING

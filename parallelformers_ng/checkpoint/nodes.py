@@ -15,18 +15,12 @@ from torch.utils._pytree import tree_leaves
 from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
-_ELEMENTS = 1 << 21
-"""Largest number of elements of a weight that are in high precision at the same time."""
+_ELEMENTS = 1 << 21  # largest number of elements of a weight that are in high precision at the same time
 
 
 @dataclass(eq=False)
 class Node:
-    """A tensor that may not have been read yet.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        dtype: data type of the tensor.
-    """
+    """A tensor that may not have been read yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,12 +32,7 @@ class Leaf(Node, ABC):
 
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """Return the whole tensor, as a view of mapped memory if possible, of `shape` and `dtype`.
-
-        Raises:
-            CheckpointError, OSError: a checkpoint file is damaged or has changed, or the system cannot map the file.
-                Exceptions of `FetchedLeaf.fetch` are passed on, for example GroupError.
-        """
+        """Return the whole tensor, as a view of mapped memory if possible."""
 
     def release(self) -> None:
         """Unmap the pages of this tensor if it is in a mapped file. A later read maps the pages again."""
@@ -51,13 +40,8 @@ class Leaf(Node, ABC):
 
 @dataclass(eq=False)
 class FetchedLeaf(Leaf):
-    """A stored tensor that a function returns.
-
-    Attributes:
-        fetch: function without arguments that returns the whole tensor, of `shape` and `dtype`. Every read calls the
-            function, and passes on its exceptions.
-        name: name of the tensor, for messages; "" if no message needs the name.
-    """
+    """A stored tensor that `fetch` returns; every read calls the function and passes on its exceptions. `name` is for
+    messages."""
 
     fetch: Callable[[], torch.Tensor] = field(repr=False)
     name: str = ""
@@ -72,7 +56,6 @@ class Operation(Node):
 
     Attributes:
         name: name of the torch operation with its overload, for example "aten.cat.default".
-        args, kwargs: arguments of the operation, with nodes instead of tensors.
         output: index of this tensor in the results of the operation; None if the operation has a single result.
     """
 
@@ -99,7 +82,6 @@ class Computed(Node, ABC):
 
     @property
     def sources(self) -> list[Node]:
-        """Nodes that this tensor is computed from: all nodes among its attributes."""
         return [each for each in tree_leaves(list(vars(self).values())) if isinstance(each, Node)]
 
     @abstractmethod
@@ -107,12 +89,9 @@ class Computed(Node, ABC):
         """Compute a part of this tensor, in its data type.
 
         Args:
-            cut: dimension → wanted ranges along that dimension; the result joins the ranges. Dimensions that are not
-                in `cut` are wanted whole.
+            cut: dimension → wanted ranges along that dimension; the result joins the ranges. Dimensions that are not in
+                `cut` are wanted whole.
             rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
-
-        Raises:
-            CheckpointError, OSError: see `reading.read`.
         """
 
 
@@ -124,7 +103,7 @@ class ByLines(Computed):
 
     @property
     def across(self) -> int:
-        """Dimension whose indices are the lines."""
+        """The dimension whose indices are the lines."""
         return 0
 
     @property
@@ -134,15 +113,7 @@ class ByLines(Computed):
 
     @abstractmethod
     def lines(self, cut: dict[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
-        """Return a part with one range of lines, in any data type that is exact for its values.
-
-        Args:
-            cut: the part, see `part`; the dimension `across` is always in `cut`.
-            rank: rank whose shards are preferred if several ranks stored the same part.
-
-        Raises:
-            CheckpointError, OSError: see `reading.read`.
-        """
+        """Return a part with one range of lines (`across` is in `cut`), in any data type that is exact for it."""
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> torch.Tensor:
         dim = self.across
@@ -159,20 +130,13 @@ class ByLines(Computed):
 
 
 def leaf_of(tensor: torch.Tensor) -> FetchedLeaf:
-    """Return a node for a tensor in memory."""
     return FetchedLeaf(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
 def of_ranks(tensor: TensorPlan, part: Callable[[int], torch.Tensor]) -> ShardedNode:
-    """Return a node for a tensor whose shards are on the ranks.
+    """Return a node for a tensor whose shards are on the ranks; every read calls `part` with the number of a rank.
 
     A replicated tensor is read from rank 0. Shards that are all zeros are not read.
-
-    Args:
-        tensor: plan of the tensor.
-        part: function that returns the shard of a rank, given the rank's number. The shard has the shape
-            `tensor.shards[rank].shape(tensor.shape)` and the data type of the plan. Every read calls the function, and
-            passes on its exceptions.
     """
     ranks = [0] if tensor.is_replicated else [rank for rank, shard in enumerate(tensor.shards) if not shard.zero]
     parts: dict[int, tuple[Shard, Node]] = {}
@@ -214,6 +178,5 @@ def leaves(node: Node, computed: bool = True) -> Iterator[Leaf]:
 
 
 def release(node: Node) -> None:
-    """Unmap the pages that were mapped to read a tensor."""
     for leaf in leaves(node):
         leaf.release()

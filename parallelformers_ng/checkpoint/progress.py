@@ -10,32 +10,19 @@ from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
-Progress = Callable[[int], object]
-"""Function that is called with the number of bytes since the last call."""
+Progress = Callable[[int], object]  # function that is called with the number of bytes since the last call
 
 log = logging.getLogger("parallelformers_ng")
-_SECONDS = 5.0
-"""Seconds between two lines of the log, if standard error is no terminal."""
+_SECONDS = 5.0  # seconds between two lines of the log, if standard error is no terminal
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, show: bool = True) -> Iterator[Progress]:
-    """Show a progress bar if standard error is a terminal, else log a line at most every 5 seconds.
-
-    Args:
-        what: text before the numbers, for example "loading LlamaForCausalLM".
-        total: total bytes.
-        show: whether to show the bar or log the lines.
-
-    Yields:
-        Function to call with the number of bytes since the last call.
-    """
+    """Show a progress bar if standard error is a terminal, else log a line at most every 5 seconds."""
     if show and (sys.stderr is None or not sys.stderr.isatty()):
         yield _Lines(what, total).update
         return
-    with tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, disable=not show, leave=False
-    ) as bar:
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=not show, leave=False) as bar:
         yield bar.update
 
 

@@ -27,23 +27,12 @@ from parallelformers_ng.sharding.adapters import with_layers, without_adapters
 from parallelformers_ng.sharding.casting import holds_plain_weights
 from parallelformers_ng.sharding.tensors import dotted
 
+# Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move.
 _MARKS = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-"""Attributes by which transformers recognizes a quantized model, which transformers refuses to save or move."""
 
 
 def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequantize: bool) -> PreTrainedModel | None:
-    """Return a plain model with unread weights for a quantized model; None if the model is not quantized.
-
-    Args:
-        model: the quantized model, with loaded weights; not changed.
-        dtype: data type of weights in high precision; None for the model's data type.
-        dequantize: whether a weight may become high precision if no kernel can compute with its format.
-
-    Raises:
-        UnsupportedModelError: the format cannot be read, a weight needs `dequantize`, an adapter cannot be cut, or an
-            adapter has trained a copy of a quantized layer.
-        CheckpointError: the quantization configuration is invalid, or a tensor is missing or does not fit its weight.
-    """
+    """Return a plain model with unread weights for a quantized model; None if the model is not quantized."""
     bare: Any = without_adapters(model)
     described = {name: tensor for name, tensor in bare.named_parameters() if hasattr(tensor, "tensor_data_names")}
     if not described and (not getattr(model, "is_quantized", False) or holds_plain_weights(bare)):
@@ -63,7 +52,7 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
     header = {name: json.dumps(_description(tensor)) for name, tensor in described.items()}
     header["tensor_names"] = json.dumps(list(header))
     stored = StoredTensors(state, quantization, where, dtype, lambda: bare, header, dequantize)
-    plain = model_of(type(model), config, where, dtype, {}, unpacked(stored))
+    plain = model_of(type(model), config, where, unpacked(stored), dtype=dtype)
     if bare is model:
         return plain
     adapted: Any = with_layers(model, {path: layer for path, layer in plain.named_modules() if _unpacked(layer)})
@@ -75,12 +64,6 @@ def plain_counterpart(model: PreTrainedModel, dtype: torch.dtype | None, dequant
 
 class ConvertedLayers:
     """A quantized model whose quantized layers have been converted to plain layers, in place.
-
-    The constructor converts the layers. It also removes the model's marks of quantization, for example `hf_quantizer`.
-
-    Args:
-        model: the quantized model; changed until `restore` is called.
-        plain: result of `plain_counterpart` for `model`.
 
     Attributes:
         names: names of the parameters that the conversion added to the model.
@@ -107,7 +90,6 @@ class ConvertedLayers:
         vars(layer).update(parts)
 
     def restore(self) -> None:
-        """Convert the layers back to quantized layers, and restore the model's marks of quantization. Idempotent."""
         while self._layers:
             layer, cls, parts = self._layers.pop()
             vars(layer).clear()
@@ -120,10 +102,8 @@ class ConvertedLayers:
 
 def _unpacked(layer: nn.Module) -> bool:
     """Return whether a layer of a plain model has a weight that is computed from quantized numbers and scales."""
-    return any(
-        isinstance(tensor, LazyTensor) and not isinstance(tensor.node, FetchedLeaf)
-        for tensor in layer._parameters.values()
-    )
+    tensors = layer._parameters.values()
+    return any(isinstance(each, LazyTensor) and not isinstance(each.node, FetchedLeaf) for each in tensors)
 
 
 def _parts(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

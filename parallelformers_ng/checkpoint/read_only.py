@@ -52,16 +52,13 @@ class ReadOnlyTensor(torch.Tensor):
 
 
 class _Refusing(TorchDispatchMode):
-    """In this context, operators that write to memory at some addresses raise ParallelError."""
-
     def __init__(self, addresses: set[int]) -> None:
         super().__init__()
         self._addresses = addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.is_mutable and any(
-            tensor.untyped_storage().data_ptr() in self._addresses for tensor in written(func, args, kwargs or {})
-        ):
+        targets = written(func, args, kwargs or {}) if func._schema.is_mutable else ()
+        if any(tensor.untyped_storage().data_ptr() in self._addresses for tensor in targets):
             raise _refusal(f"{func._schema.name.partition('::')[2]}()")
         return func(*args, **kwargs or {})
 
@@ -75,7 +72,6 @@ def written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _like_source(tensor: torch.Tensor, addresses: set[int]) -> torch.Tensor:
-    """Return a result of an operation, read-only if it is a view of a read-only tensor."""
     if isinstance(tensor, ReadOnlyTensor) or tensor.untyped_storage().data_ptr() not in addresses:
         return tensor
     return tensor.as_subclass(ReadOnlyTensor)

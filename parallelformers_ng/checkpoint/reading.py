@@ -9,20 +9,127 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallelformers_ng.checkpoint.files import FileLeaf
 from parallelformers_ng.checkpoint.mapping import file_at
 from parallelformers_ng.checkpoint.nodes import Computed, Leaf, Node, Operation, ShardedNode, release
-from parallelformers_ng.checkpoint.operations import JOINS, TRANSPARENT, Cut, Piece, run, unchanged
-from parallelformers_ng.sharding.partition import width_of
+from parallelformers_ng.sharding.partition import Range, width_of
 from parallelformers_ng.sharding.tensor_plan import WHOLE, Shard
 
 # Strides may differ between recording and reading, so a recorded view may need a copy when it is read.
 _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+
+# A wanted part of a tensor: dimension → ranges along it, joined in order. A dimension without ranges is wanted whole.
+Cut = dict[int, tuple[Range, ...]]
+
+View = Callable[[torch.Tensor], torch.Tensor]  # function that returns another view of a tensor
+
+
+def run(node: Operation, operand: Callable[[Node], torch.Tensor]) -> torch.Tensor:
+    """Run an operation on whole operands, and return the whole result."""
+    args, kwargs = tree_map_only(Node, operand, (node.args, node.kwargs))
+    operation: Any = functools.reduce(getattr, node.name.split("."), torch.ops)
+    result = operation(*args, **kwargs)
+    return result if node.output is None else result[node.output]
+
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# An operand, a function on views, and the part of the operand to read. For an operation with one operand, the function
+# turns the part of the operand into the part of the result. For an operation that joins tensors, the function returns
+# the operand's place in the result.
+Piece = tuple[Node, View, Cut]
+
+# -- operations with one operand, for cuts with one range per dimension --------------------------------------------
+
+
+def _view(node: Operation, cut: Cut) -> Piece | None:
+    """Return the part of the operand of a view that selects, cuts or reorders dimensions; None for an empty part.
+
+    The operation runs on an operand without memory whose dimensions have unlike strides. So the strides and the offset
+    of the result say which dimensions of the operand the result shows, and from where on. None is also returned for a
+    view that leaves out indices at regular distances.
+    """
+    source = node.args[0]
+    widths = [width_of(cut.get(dim, ((0, size),))) for dim, size in enumerate(node.shape)]
+    if 0 in widths:
+        return None
+    strides = [math.prod(size + 1 for size in source.shape[dim + 1 :]) for dim in range(len(source.shape))]
+    result = run(node, lambda _: torch.empty_strided(source.shape, strides, device="meta"))
+    starts, offset = [], result.storage_offset()
+    for stride in strides:
+        starts.append(offset // stride)
+        offset %= stride
+    below: Cut = {dim: ((start, start + 1),) for dim, start in enumerate(starts)}
+    shown = []
+    for dim, size in enumerate(result.shape):
+        if size > 1:
+            if result.stride(dim) not in strides:
+                return None
+            of_source = strides.index(result.stride(dim))
+            ((first, last),) = cut.get(dim, ((0, size),))
+            below[of_source] = ((starts[of_source] + first, starts[of_source] + last),)
+            shown.append(of_source)
+    order = [*shown, *(dim for dim in below if dim not in shown)]
+    return source, lambda part: part.permute(order).reshape(widths), below
+
+
+# Name of an operation → function that returns the part of the operand to read for a cut of the result. The cut has one
+# range per dimension. The function returns None if the operation must run on the whole operand.
+_TRANSPARENT: dict[str, Callable[[Operation, Cut], Piece | None]] = {
+    "aten._to_copy.default": lambda node, cut: (node.args[0], lambda part: part.to(node.dtype), cut),
+    "aten.t.default": _view,
+    "aten.transpose.int": _view,
+    "aten.permute.default": _view,
+    "aten.slice.Tensor": _view,
+    "aten.split.Tensor": _view,
+    "aten.split_with_sizes.default": _view,
+    "aten.select.int": _view,
+    "aten.unbind.int": _view,
+    "aten.squeeze.dim": _view,
+    "aten.unsqueeze.default": _view,
+}
+
+# -- operations that join tensors: any cut of the result is divided over the operands ------------------------------
+
+
+def _cat(node: Operation, cut: Cut) -> Iterator[Piece]:
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
+    dim %= len(node.shape)
+    rest = {other: ranges for other, ranges in cut.items() if other != dim}
+    offset = 0
+    for start, stop in cut.get(dim, ((0, node.shape[dim]),)):
+        first = 0
+        for source in sources:
+            last = first + source.shape[dim]
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                view = functools.partial(torch.narrow, dim=dim, start=offset, length=high - low)
+                yield source, view, {**rest, dim: ((low - first, high - first),)}
+                offset += high - low
+            first = last
+
+
+def _stack(node: Operation, cut: Cut) -> Iterator[Piece]:
+    sources, dim = (*node.args, *(None, 0)[len(node.args) :])  # type: ignore[misc]
+    dim %= len(node.shape)
+    below = {other - (other > dim): ranges for other, ranges in cut.items() if other != dim}
+    wanted = [index for start, stop in cut.get(dim, ((0, len(sources)),)) for index in range(start, stop)]
+    for offset, index in enumerate(wanted):
+        yield sources[index], functools.partial(torch.select, dim=dim, index=offset), below
+
+
+_JOINS: dict[str, Callable[[Operation, Cut], Iterator[Piece]]] = {
+    "aten.cat.default": _cat,
+    "aten.stack.default": _stack,
+}
 
 
 def read_shard(
@@ -34,15 +141,10 @@ def read_shard(
     that the plan fills with zeros is a new tensor.
 
     Args:
-        shard: the part.
-        rank: rank whose shards are preferred if several ranks stored the same part.
         copy: whether a view that is not contiguous is copied. A caller that passes False copies the result itself, and
             then releases the node.
         rows_apart: whether a view of a matrix with contiguous rows may be returned, even if the matrix is not
             contiguous.
-
-    Raises:
-        CheckpointError, OSError: see `read`.
     """
     shape = shard.shape(node.shape)
     if shard.zero or 0 in shape:
@@ -69,19 +171,11 @@ def lies_in_file(node: Node, shard: Shard, rank: int) -> bool:
 
 
 def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return part of a tensor: a view of the stored tensor if possible, with any strides, else a copy.
-
-    The result is on CPU, in the data type of the node. Exceptions of `FetchedLeaf.fetch` are passed on: for example,
-    GroupError if the ranks have the tensor.
+    """Return part of a tensor, on CPU: a view of the stored tensor if possible, with any strides, else a copy.
 
     Args:
-        node: the tensor.
         cut: the part; an empty cut means the whole tensor.
         rank: rank whose shards are preferred if several ranks stored the same part; None for no preference.
-
-    Raises:
-        CheckpointError: a checkpoint file is damaged, or has changed.
-        OSError: the system cannot map a checkpoint file.
     """
     cut = _without_whole(cut, node.shape)
     if isinstance(node, Leaf):
@@ -96,31 +190,24 @@ def read(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
         return node.part(cut, rank)
     assert isinstance(node, Operation)
     is_single = all(len(ranges) == 1 for ranges in cut.values())
-    if node.name in TRANSPARENT and is_single and (piece := TRANSPARENT[node.name](node, cut)) is not None:
+    if node.name in _TRANSPARENT and is_single and (piece := _TRANSPARENT[node.name](node, cut)) is not None:
         source, view, source_cut = piece
         return view(read(source, source_cut, rank))
-    if node.name in JOINS:
+    if node.name in _JOINS:
         return read_copy(node, cut, rank)
     return _narrow(_run(node, rank), cut)
 
 
 def is_read_in_parts(node: Node) -> bool:
-    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part.
-
-    The result is False if an operation must run on whole operands. Only the names of operations are checked: a stored
-    tensor and a `Computed` node always give True.
-    """
+    """Return whether the cost of reading a part of a tensor is about proportional to the size of the part."""
     if isinstance(node, Operation):
         operands = [part for part in tree_leaves(node.args) if isinstance(part, Node)]
-        return (node.name in TRANSPARENT or node.name in JOINS) and all(map(is_read_in_parts, operands))
+        return (node.name in _TRANSPARENT or node.name in _JOINS) and all(map(is_read_in_parts, operands))
     return True
 
 
 def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
-    """Return a contiguous copy of part of a tensor, and unmap the pages that were read.
-
-    Arguments and errors are those of `read`.
-    """
+    """Return a contiguous copy of part of a tensor, and unmap the pages that were read."""
     widths = {dim: width_of(ranges) for dim, ranges in cut.items()}
     shape = [widths.get(dim, size) for dim, size in enumerate(node.shape)]
     out = torch.empty(shape, dtype=node.dtype, device="cpu")
@@ -129,24 +216,15 @@ def read_copy(node: Node, cut: Cut, rank: int | None = None) -> torch.Tensor:
 
 
 def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> None:
-    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece.
-
-    Args:
-        cut: the part, as in `read`.
-        out: CPU tensor of the part's shape; values are cast to its data type.
-        rank: rank whose shards are preferred if several ranks stored the same part.
-
-    Raises:
-        CheckpointError, OSError: see `read`.
-    """
+    """Write part of a tensor into `out`, one stored piece at a time, and unmap the pages of each piece."""
     cut = _without_whole(cut, node.shape)
-    if isinstance(node, ShardedNode) or (isinstance(node, Operation) and node.name in JOINS):
-        pieces = _pieces(node, cut, rank) if isinstance(node, ShardedNode) else JOINS[node.name](node, cut)
+    if isinstance(node, ShardedNode) or (isinstance(node, Operation) and node.name in _JOINS):
+        pieces = _pieces(node, cut, rank) if isinstance(node, ShardedNode) else _JOINS[node.name](node, cut)
         for source, view, source_cut in pieces:
             write(source, source_cut, view(out), rank)
         return
     several = next((dim for dim, ranges in cut.items() if len(ranges) > 1), None)
-    if several is not None and (isinstance(node, Leaf) or (isinstance(node, Operation) and node.name in TRANSPARENT)):
+    if several is not None and (isinstance(node, Leaf) or (isinstance(node, Operation) and node.name in _TRANSPARENT)):
         offset = 0
         for start, stop in cut[several]:
             write(node, {**cut, several: ((start, stop),)}, out.narrow(several, offset, stop - start), rank)
@@ -157,16 +235,13 @@ def write(node: Node, cut: Cut, out: torch.Tensor, rank: int | None = None) -> N
 
 
 def _run(node: Operation, rank: int | None) -> torch.Tensor:
-    """Run an operation on its whole operands, and return the whole result."""
     if node.name in _RESHAPES:
         return read(node.args[0], {}, rank).reshape(node.args[1])
     return run(node, lambda operand: read(operand, {}, rank))
 
 
 def _pieces(node: ShardedNode, cut: Cut, rank: int | None) -> list[Piece]:
-    """Return the parts of stored shards that a cut needs, in order."""
-    ranks = sorted(node.parts, key=lambda index: (index != rank, index))
-    parts = [node.parts[index] for index in ranks]
+    parts = [node.parts[index] for index in sorted(node.parts, key=lambda index: (index != rank, index))]
     if (whole := next((source for shard, source in parts if shard.dim is None), None)) is not None:
         return [(whole, unchanged, cut)]
     shard, source = parts[0]
@@ -199,12 +274,10 @@ def _find(parts: Sequence[tuple[Shard, Node]], start: int, stop: int) -> tuple[N
 
 
 def _without_whole(cut: Cut, shape: Sequence[int]) -> Cut:
-    """Return a cut of a tensor of `shape` without the dimensions that are wanted whole."""
     return {dim: ranges for dim, ranges in cut.items() if ranges != ((0, shape[dim]),)}
 
 
 def _narrow(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return part of a tensor in memory: a view if each dimension of the cut has one range, else a copy."""
     for dim, ranges in cut.items():
         tensor = Shard(dim, ranges).of(tensor)
     return tensor

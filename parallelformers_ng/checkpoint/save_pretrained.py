@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,18 +15,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from parallelformers_ng.checkpoint import sharded_directory
 from parallelformers_ng.checkpoint.lazy import LazyTensor, RemoteTensor
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of
 from parallelformers_ng.checkpoint.progress import progress_bar
 from parallelformers_ng.checkpoint.reading import read_copy
-from parallelformers_ng.checkpoint.sharded_directory import (
-    files_of,
-    saved_names,
-    write_configs,
-    write_index,
-    write_rank,
-)
 from parallelformers_ng.checkpoint.writing import replaced_directory, write_safetensors
 from parallelformers_ng.option_checks import parse_size
 from parallelformers_ng.sharding.plan import ShardPlan
@@ -48,28 +41,13 @@ def write_pretrained(
     Files get temporary names until all weights are written, so an error while writing weights does not damage an
     earlier checkpoint in `directory`. The index is written after the weights. Afterwards the weight files of an earlier
     save are deleted.
-
-    Args:
-        model: the model, with weights on `meta` or on workers. `write_configs` changes its configuration.
-        nodes: name of a parameter or buffer → node that reads it.
-        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
-        save_original_format: same as in `PreTrainedModel.save_pretrained`.
-        progress: whether to show progress, see `progress_bar`.
-
-    Raises:
-        CheckpointError: `max_shard_size` is invalid, or a checkpoint file that a node reads is damaged or has changed.
-        GroupError: a node reads weights from the ranks, and the ranks failed or have ended.
-        OSError: the disk is full, or the directory cannot be written to.
-        KeyError, ValueError: see `write_safetensors` and `write_configs`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: _shape_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     for ignored in model._keys_to_ignore_on_save or ():
         state.pop(ignored, None)
     state = remove_tied_weights_from_state_dict(state, model)
-    lazy: dict[str, Any] = {
-        name: LazyTensor(nodes[name]) if name in nodes else tensor for name, tensor in state.items()
-    }
+    lazy = {name: LazyTensor(nodes[name]) if name in nodes else tensor for name, tensor in state.items()}
     if save_original_format:
         lazy = revert_weight_conversion(model, lazy)
     stem = SAFE_WEIGHTS_NAME.removesuffix(".safetensors")
@@ -99,7 +77,7 @@ def write_pretrained(
         partial.replace(index_path)
     else:
         index_path.unlink(missing_ok=True)
-    write_configs(model, directory)
+    sharded_directory.write_configs(model, directory)
     for file in directory.glob(f"{stem}*.safetensors"):
         # Delete weight files of an earlier save: `from_pretrained` might read them instead of the new files.
         if file.name not in split.filename_to_tensors and re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?", file.stem):
@@ -116,29 +94,11 @@ def _shape_of(tensor: Any) -> Any:
 
 
 def shard_checkpoint(
-    model: PreTrainedModel,
-    plan: ShardPlan,
-    directory: str | os.PathLike[str],
-    max_shard_size: int | str,
-    progress: bool,
+    model: PreTrainedModel, plan: ShardPlan, directory: Path, max_shard_size: int | str, progress: bool
 ) -> None:
-    """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time.
-
-    Args:
-        model: result of `load_skeleton`; its unread tensors become `meta` tensors.
-        plan: plan of the model.
-        directory: the sharded directory; see `replaced_directory` if it exists.
-        max_shard_size: largest size of a file, in bytes or as a text like "5GB".
-        progress: whether to show progress, see `progress_bar`.
-
-    Raises:
-        CheckpointError: `max_shard_size` is invalid, `directory` exists and is not a sharded directory, or a checkpoint
-            file is damaged or has changed.
-        OSError: the disk is full, or the directory cannot be written to.
-        KeyError, ValueError: see `write_safetensors` and `write_configs`.
-    """
+    """Convert a checkpoint to a sharded directory in this process, with one tensor in memory at a time."""
     limit = parse_size(max_shard_size)
-    names = saved_names(model, plan)
+    names = sharded_directory.saved_names(model, plan)
     nodes = Checkpoint.take(model, plan).nodes
     for tensor in plan.stored():
         if tensor.name not in nodes:
@@ -146,7 +106,7 @@ def shard_checkpoint(
     nodes, stored = Checkpoint(nodes).as_stored(plan).nodes, plan.as_stored
     total = sum(stored.tensors[name].bytes_on(rank) for name in names for rank in range(plan.world_size))
     with (
-        replaced_directory(Path(directory), files_of) as partial,
+        replaced_directory(directory, sharded_directory.files_of) as partial,
         progress_bar(f"cutting {type(model).__name__}", total, progress) as advance,
     ):
         written = []
@@ -156,5 +116,5 @@ def shard_checkpoint(
                 shard = tensor.shards[rank]
                 return read_copy(nodes[tensor.name], {} if shard.dim is None else {shard.dim: shard.ranges})
 
-            written.append(write_rank(partial, stored, names, rank, limit, part, advance))
-        write_index(partial, model, plan, names, written)
+            written.append(sharded_directory.write_rank(partial, stored, names, rank, limit, part, advance))
+        sharded_directory.write_index(partial, model, plan, names, written)

@@ -27,46 +27,28 @@ from parallelformers_ng.checkpoint.encoded import Decoded
 from parallelformers_ng.checkpoint.files import FileLeaf, SafetensorsFile
 from parallelformers_ng.checkpoint.nodes import Node, ShardedNode
 from parallelformers_ng.checkpoint.progress import Progress
-from parallelformers_ng.checkpoint.writing import Entry, WrittenFile, checksum, write_safetensors
+from parallelformers_ng.checkpoint.writing import WrittenFile, checksum, write_safetensors
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.encoding import SCALE, Encoding
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import Shard, TensorPlan
 
 INDEX_NAME = "parallelformers_ng.index.json"
-_PLAIN, _QUANTIZED = 1, 2
-"""Versions of the index: version 2 also lists the quantized tensors."""
+_PLAIN, _QUANTIZED = 1, 2  # versions of the index: version 2 also lists the quantized tensors
 _OWN_FILE = re.compile(r"(rank-\d{5}-of-\d{5}|shared)(-\d{5}(-of-\d{5})?)?\.safetensors")
 
-Part = Callable[[TensorPlan], torch.Tensor]
-"""Function that returns a rank's shard of a tensor."""
+Part = Callable[[TensorPlan], torch.Tensor]  # function that returns a rank's shard of a tensor
 
 
 def write_rank(
-    directory: Path,
-    plan: ShardPlan,
-    names: Iterable[str],
-    rank: int,
-    limit: int,
-    part: Part,
-    progress: Progress | None = None,
+    directory: Path, plan: ShardPlan, names: Iterable[str], rank: int, limit: int, part: Part, progress: Progress
 ) -> list[WrittenFile]:
     """Write the files of one rank; rank 0 also writes the files with the replicated tensors.
 
     Tensors whose shard on the rank is all zeros are left out.
 
     Args:
-        directory: existing directory for the files.
-        plan: plan of the stored tensors (`ShardPlan.as_stored`).
-        names: storage names of the tensors to save.
-        rank: number of the rank.
         limit: largest number of tensor bytes in a file; a larger tensor gets its own file.
-        part: function that returns the rank's shard of a tensor, in the plan's shape. Its exceptions are passed on.
-        progress: function that is called with the number of bytes since its last call; None for no reports.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written to.
-        KeyError: see `write_safetensors`.
     """
     written = []
     for file, file_tensors in _files_of(plan, names, rank, limit).items():
@@ -85,18 +67,7 @@ def saved_names(model: PreTrainedModel, plan: ShardPlan) -> list[str]:
 def write_index(
     directory: Path, model: PreTrainedModel, plan: ShardPlan, names: Iterable[str], ranks: Iterable[list[WrittenFile]]
 ) -> None:
-    """Write the configuration files, and then the index. The index is flushed to the disk.
-
-    Args:
-        model: the model. `write_configs` changes its configuration.
-        plan: plan of the model.
-        names: storage names of the saved tensors.
-        ranks: result of `write_rank` for each rank.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written to.
-        ValueError: see `write_configs`.
-    """
+    """Write the configuration files, and then the index. The index is flushed to the disk."""
     write_configs(model, directory)
     by_rank = [{name: file for file in files for name in file.checksums} for files in ranks]
     stored = plan.as_stored
@@ -105,11 +76,9 @@ def write_index(
     for name in names:
         tensor = stored.tensors[name]
         parts = {}
-        for rank, shard in enumerate(tensor.shards):
-            file = by_rank[0 if tensor.is_replicated else rank].get(name)
-            if file is None or (tensor.is_replicated and rank):
-                continue
-            parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
+        for rank, shard in enumerate(tensor.shards[:1] if tensor.is_replicated else tensor.shards):
+            if file := by_rank[rank].get(name):
+                parts[str(rank)] = {"file": file.name, "checksum": file.checksums[name], "ranges": shard.ranges}
         dim = next((shard.dim for shard in tensor.shards if shard.dim is not None), None)
         described = {"shape": tensor.shape, "dtype": str(tensor.dtype), "dim": dim, "parts": parts}
         tensors[name] = {**described, "names": aliases[name]}
@@ -120,8 +89,13 @@ def write_index(
         "policy": plan.policy,
         "files": {f.name: {"size": f.size, "header": f.header} for files in by_rank for f in files.values()},
         "tensors": tensors,
-        **({"quantized": _encodings(plan)} if plan.quantized else {}),
     }
+    if plan.quantized:
+        dtypes = {name: str(plan.tensors[name].dtype).removeprefix("torch.") for name in plan.quantized}
+        index["quantized"] = {
+            name: {"dtype": dtypes[name], "encoding": dataclasses.asdict(encoding)}
+            for name, encoding in plan.quantized.items()
+        }
     text = json.dumps({**index, "checksum": _index_checksum(index)}, indent=1)
     with open(directory / INDEX_NAME, "w") as out:
         out.write(text)
@@ -133,10 +107,6 @@ def write_configs(model: PreTrainedModel, directory: Path) -> None:
     """Write the configuration, the generation configuration, and the code of a model with its own code.
 
     The function sets `dtype` and `architectures` in the model's configuration.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written to.
-        ValueError: transformers refuses to save the configuration, or the generation configuration is invalid.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -148,18 +118,11 @@ def write_configs(model: PreTrainedModel, directory: Path) -> None:
 
 
 def is_sharded_directory(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has the index of a sharded directory."""
     return (Path(path) / INDEX_NAME).is_file()
 
 
 def files_of(path: Path) -> set[str] | None:
-    """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory.
-
-    The names of the configuration files are always in the result, even if a file does not exist.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the names of the files that belong to a sharded directory; None if `path` is no sharded directory."""
     if not is_sharded_directory(path):
         return None
     config = {"config.json", "generation_config.json", INDEX_NAME}
@@ -171,10 +134,6 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
 
     A rank that later reads its own shard reads only its own file, and gets a view of the mapped file. The first read of
     a shard in a process checks its checksum.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, or differs from the saved file, or a newer version wrote the index;
-            the message names the file.
     """
     directory = Path(path)
     index = _read_index(directory / INDEX_NAME)
@@ -190,7 +149,10 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
         for rank, part in described["parts"].items():
             ranges = tuple((start, stop) for start, stop in part["ranges"])
             shard = Shard(described["dim"], ranges) if described["dim"] is not None else Shard()
-            parts[int(rank)] = shard, _leaf(files[part["file"]], name, (shard.shape(shape), dtype), part["checksum"])
+            file, entry = files[part["file"]], (shard.shape(shape), dtype)
+            if file.entries.get(name) != entry:
+                raise CheckpointError(f"{file.path} is damaged: {name} is {file.entries.get(name)} instead of {entry}")
+            parts[int(rank)] = shard, CheckedLeaf(*entry, file, name, part["checksum"])
         nodes.update(dict.fromkeys(described["names"], ShardedNode(shape, dtype, parts)))
     for name, described in index.get("quantized", {}).items():
         encoding, dtype = Encoding(**described["encoding"]), getattr(torch, described["dtype"])
@@ -200,23 +162,9 @@ def open_sharded(path: str | os.PathLike[str]) -> dict[str, Node]:
     return nodes
 
 
-def _encodings(plan: ShardPlan) -> dict[str, Any]:
-    return {
-        name: {"dtype": str(plan.tensors[name].dtype).removeprefix("torch."), "encoding": dataclasses.asdict(encoding)}
-        for name, encoding in plan.quantized.items()
-    }
-
-
 @dataclass(eq=False)
 class CheckedLeaf(FileLeaf):
-    """A tensor in a file; its first read in a process compares its bytes with a checksum.
-
-    If the checksum differs, the read raises CheckpointError. Other errors are those of `CheckpointFile.tensor`.
-
-    Attributes:
-        checksum: expected result of `writing.checksum`.
-        checked: whether this process has compared the checksum.
-    """
+    """A tensor in a file; its first read in a process compares its bytes with a checksum."""
 
     checksum: int
     checked: bool = False
@@ -232,14 +180,7 @@ class CheckedLeaf(FileLeaf):
         return tensor
 
 
-def _leaf(file: SafetensorsFile, name: str, entry: Entry, expected: int) -> CheckedLeaf:
-    if file.entries.get(name) != entry:
-        raise CheckpointError(f"{file.path} is damaged: {name} is {file.entries.get(name)} instead of {entry}")
-    return CheckedLeaf(*entry, file, name, expected)
-
-
 def _files_of(plan: ShardPlan, names: Iterable[str], rank: int, limit: int) -> dict[str, list[str]]:
-    """Return the name of each file that a rank writes → the storage names of the tensors in the file."""
     own = {name: plan.tensors[name] for name in names if not plan.tensors[name].shards[rank].zero}
     shared = {name: tensor for name, tensor in own.items() if tensor.is_replicated and rank == 0}
     cut = {name: tensor for name, tensor in own.items() if not tensor.is_replicated}

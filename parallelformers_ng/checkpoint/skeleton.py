@@ -35,32 +35,20 @@ class Skeleton:
     """The pickled modules and the pickled plan of a model, without weights.
 
     A Llama layer has about 2 KB of pickled modules, and 2 KB of pickled plan for 2 ranks or 4 KB for 8 ranks.
-
-    Args:
-        model: pickle of the modules with a name, a shape and a data type instead of each tensor.
-        plan: pickle of the `ShardPlan`, without its policies.
-
-    Attributes:
-        model, plan: the arguments of the same names.
     """
 
     def __init__(self, model: bytes, plan: bytes) -> None:
         self.model = model
         self.plan = plan
+        # Changes that each rank makes to its imported code before it builds the model; None for no changes.
         self.code: CodeChanges | None = None
-        """Changes that each rank makes to its imported code before it builds the model; None for no changes."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: ShardPlan, modules: Collection[str] = ()) -> Skeleton:
         """Make the skeleton of a model.
 
         Args:
-            model: the model, on any device.
             modules: names of the Python modules whose code is pickled by value.
-
-        Raises:
-            UnsupportedModelError: a part of the model cannot be pickled; the message has the pickler's error.
-            ParallelError: the model has a hook that cannot run on a sharded model.
         """
         check(model, plan)
         buffer = io.BytesIO()
@@ -81,19 +69,14 @@ class Skeleton:
                 f"{type(model).__name__} cannot be sent to the workers: {error}. An attribute of the model (a lock,"
                 " an open file) cannot be copied; remove that attribute before parallelize"
             ) from error
-        return cls(
-            buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None))
-        )  # a separate pickle: the thousands of ranges of a plan contain no tensors to look for
+        # A separate pickle, because the thousands of ranges of a plan contain no tensors to look for.
+        return cls(buffer.getvalue(), cloudpickle.dumps(replace(plan, selection=None)))
 
     def build(self) -> tuple[nn.Module, ShardPlan]:
         """Return the model for a rank, with every tensor on `meta`, and the plan of the tensors that ranks hold.
 
         The method unpickles, and so imports modules and runs code of the model. It also registers the model's recorders
         of hidden states and attentions in transformers.
-
-        Raises:
-            ImportError, AttributeError: this process has no module or class of a name in the pickle. Other exceptions
-                of the model's code are passed on.
         """
         tensors: dict[str, torch.Tensor] = {}
 

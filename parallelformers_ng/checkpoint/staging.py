@@ -17,12 +17,7 @@ class Staging:
     """Two buffers in host memory for copies of tensors from the CPU to a device.
 
     Args:
-        device: target of the copies.
-        buffer_bytes: size of each buffer in bytes; by default 64 MiB.
         pin: whether to lock the pages of the buffers. Needs CUDA. Only copies from locked pages are asynchronous.
-
-    Raises:
-        RuntimeError: the system has too little memory for the buffers, or `pin` is True without CUDA.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES, pin: bool = True) -> None:
@@ -34,14 +29,8 @@ class Staging:
     def to_device(self, source: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor on the device, in the tensor's shape and data type.
 
-        When this returns, the caller may change `source`. Work that is queued later on the device's current stream
-        sees the complete copy.
-
-        Args:
-            source: tensor on CPU.
-
-        Raises:
-            torch.OutOfMemoryError: the device has too little memory.
+        When this returns, the caller may change `source`. Work that is queued later on the device's current stream sees
+        the complete copy.
         """
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         for part, place in _pieces(source, target, self._buffers[0].numel()):
@@ -61,7 +50,6 @@ class Staging:
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split two tensors of the same shape into pieces of at most `limit` bytes; yield (source piece, target piece)."""
     if source.nbytes <= limit:
         if source.numel():
             yield source, target

@@ -21,7 +21,6 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.encoded import stored_nodes, whole_node
 from parallelformers_ng.checkpoint.identity import SharedMemory, become
-from parallelformers_ng.checkpoint.layout import Layout, regions_of
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.mapping import Mapping, map_file
 from parallelformers_ng.checkpoint.nodes import Node, leaf_of, of_ranks
@@ -36,6 +35,55 @@ from parallelformers_ng.sharding.tensor_plan import TensorPlan, bytes_of
 from parallelformers_ng.sharding.tensors import get_tensor, set_tensor
 from parallelformers_ng.sharding.wording import human_bytes
 
+_LINE = 64
+_OWN_PAGES = 16 * mmap.PAGESIZE  # a shard of this size or more starts on a page, so that its pages can be freed alone
+Read = Callable[[TensorPlan, bool], torch.Tensor]
+
+
+class Layout:
+    """Region and offset of every shard of a plan. Shards are 64-byte aligned; large shards have their own pages.
+
+    A layout depends only on the plan. Parent and workers each compute the layout, so the parent sends only file
+    descriptors. A shard is large from 16 pages on (64 KiB with pages of 4 KiB).
+
+    Regions 0 to `world_size - 1` are memory files, one for the shards of each rank. Region `world_size` is a memory
+    file with the replicated tensors that no rank offloads to disk. Regions `world_size + 1` to `2 * world_size` are
+    disk files, one for the offloaded shards of each rank.
+
+    Attributes:
+        sizes: size of each region in bytes; `2 * world_size + 1` numbers.
+        offsets: storage name → for each rank (region, offset in bytes).
+    """
+
+    def __init__(self, plan: ShardPlan) -> None:
+        ranks = range(plan.world_size)
+        self.sizes = [0] * (2 * plan.world_size + 1)
+        self.offsets: dict[str, list[tuple[int, int]]] = {}
+        for tensor in plan.stored():
+            tiers = [plan.tiers and plan.tiers.place(tensor.storage, rank) for rank in ranks]
+            regions = [disk_region(plan, rank) if tiers[rank] == "disk" else rank for rank in ranks]
+            if tensor.is_replicated and regions == list(ranks):
+                places = [self._place(plan.world_size, tensor.bytes_whole)] * plan.world_size
+            else:
+                places = [self._place(regions[rank], tensor.bytes_on(rank)) for rank in ranks]
+            self.offsets[tensor.name] = places
+
+    def _place(self, region: int, size: int) -> tuple[int, int]:
+        step = mmap.PAGESIZE if size >= _OWN_PAGES else _LINE
+        start = -(-self.sizes[region] // step) * step
+        end = start + size
+        self.sizes[region] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE if size >= _OWN_PAGES else end
+        return region, start
+
+
+def disk_region(plan: ShardPlan, rank: int) -> int:
+    return plan.world_size + 1 + rank
+
+
+def regions_of(plan: ShardPlan, rank: int) -> tuple[int, int, int]:
+    """Return the regions that a rank maps: its memory file, the shared memory file, and its disk file."""
+    return rank, plan.world_size, disk_region(plan, rank)
+
 
 class ShardStore:
     """The shards of all ranks, in memory files (memfd) and, for offloaded shards, in unnamed disk files.
@@ -43,17 +91,8 @@ class ShardStore:
     The system frees memory and disk space when no process has a file open or mapped. A store closes its files when it
     is garbage-collected.
 
-    Args:
-        plan: plan of the model.
-
     Attributes:
-        plan: plan of the model.
-        layout: region and offset of every shard.
         fds: file descriptor of each region of the layout; empty after `close`.
-
-    Raises:
-        OSError: not enough memory (ENOMEM), or a file would be too large (EFBIG); `write` also raises OSError.
-        ParallelError: the offload folder has not enough disk space.
     """
 
     def __init__(self, plan: ShardPlan) -> None:
@@ -76,41 +115,21 @@ class ShardStore:
             raise
 
     def fds_for(self, rank: int) -> list[int]:
-        """Return the file descriptors of the regions that a rank maps; see `map_shards`. The store keeps the
-        descriptors."""
         return [self.fds[region] for region in regions_of(self.plan, rank)]
 
     def settle(self) -> None:
-        """Flush the disk files to the disk, and drop their pages from the page cache.
-
-        Raises:
-            OSError: the disk is full or broken.
-        """
+        """Flush the disk files to the disk, and drop their pages from the page cache."""
         for fd in self.fds[self.plan.world_size + 1 :]:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, tensor: TensorPlan, node: Node) -> None:
-        """Quantize and shard a tensor as the plan says, and write each rank's shard. Stored numbers are copied.
-
-        Args:
-            tensor: plan of a tensor of the model.
-            node: node that reads the whole tensor.
-
-        Raises:
-            OSError: not enough memory or disk space.
-            CheckpointError: a checkpoint file that the node reads is damaged, or has changed.
-        """
-        for part, shard in zip(
-            self.plan.parts(tensor.name), stored_nodes(self.plan, tensor.name, node).values(), strict=True
-        ):
-            self._write(part, read(shard, {}))
+        """Quantize and shard a tensor as the plan says, and write each rank's shard. Stored numbers are copied."""
+        nodes = stored_nodes(self.plan, tensor.name, node).values()
+        for part, stored in zip(self.plan.parts(tensor.name), nodes, strict=True):
+            self._write(part, read(stored, {}))
 
     def _write(self, tensor: TensorPlan, whole: torch.Tensor) -> None:
-        """Write the shards of one stored tensor.
-
-        The free memory is checked first, because the system kills processes if a memory file exceeds the free memory.
-        """
         places = self.layout.offsets[tensor.storage]
         for (region, offset), shard in dict(zip(places, tensor.shards, strict=True)).items():
             if not shard.zero:  # fresh memory reads as zeros
@@ -121,7 +140,7 @@ class ShardStore:
     def _take_room(self, size: int) -> None:
         if size > self._room:
             available = available_memory()
-            if size > available:
+            if size > available:  # the system would kill processes
                 raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({human_bytes(available)} are left)")
             self._room = max(size, available // 2)  # half, because other processes may use memory before the next check
         self._room -= size
@@ -130,12 +149,8 @@ class ShardStore:
         """Return a whole tensor of the model, on CPU, dequantized.
 
         Args:
-            tensor: plan of a tensor of the model; the result has its shape and data type.
             release: whether to free the memory of its shards afterwards, so that gathering a model does not need memory
                 for two copies. Freed shards read as zeros; small shards and shards on disk are kept.
-
-        Raises:
-            OSError: the system cannot map the shards.
         """
         whole = read_copy(self.node(tensor), {})
         for part in self.plan.parts(tensor.name) if release else ():
@@ -147,17 +162,10 @@ class ShardStore:
         return whole
 
     def node(self, tensor: TensorPlan) -> Node:
-        """Return a node that reads parts of one tensor of the model. Errors of a read are those of `part`."""
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self.part, part)))
 
     def part(self, tensor: TensorPlan, rank: int) -> torch.Tensor:
-        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists.
-
-        The shard has the shape `tensor.shards[rank].shape(tensor.shape)` and the data type of the plan.
-
-        Raises:
-            OSError: the system cannot map the shard.
-        """
+        """Return one rank's shard of a stored tensor, mapped copy-on-write as long as the result exists."""
         region, offset = self.layout.offsets[tensor.storage][rank]
         skipped, size = offset % mmap.PAGESIZE, tensor.bytes_on(rank)
         if size == 0:
@@ -166,7 +174,7 @@ class ShardStore:
         return _part(tensor, rank, mapping, skipped)
 
     def close(self) -> None:
-        """Close the files. Mappings of the files stay valid. Idempotent."""
+        """Close the files. Mappings of the files stay valid."""
         _close_all(self.fds)
 
 
@@ -176,11 +184,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def _file_in(folder: str, size: int) -> int:
-    """Return the descriptor of a new unnamed file in a folder. The system deletes the file after its last use.
-
-    Raises:
-        ParallelError: the folder has not enough disk space.
-    """
+    """Return the descriptor of a new unnamed file in a folder. The system deletes the file after its last use."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -194,24 +198,10 @@ def _file_in(folder: str, size: int) -> int:
 
 
 def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return a rank's shards in a worker: storage name → copy-on-write view of the parent's memory.
-
-    The caller may close the descriptors afterwards. A mapping exists as long as a tensor uses it.
-
-    Args:
-        plan: plan of the stored tensors (`ShardPlan.as_stored`).
-        rank: number of the rank.
-        fds: descriptors of the rank's memory file, the shared memory file, and the rank's disk file.
-
-    Raises:
-        OSError, ValueError: see `map_file`.
-    """
+    """Return a rank's shards in a worker: storage name → copy-on-write view of the parent's memory."""
     layout = Layout(plan)
-    mappings = {
-        region: map_file(fd, layout.sizes[region])
-        for region, fd in zip(regions_of(plan, rank), fds, strict=True)
-        if layout.sizes[region]
-    }
+    regions = zip(regions_of(plan, rank), fds, strict=True)
+    mappings = {region: map_file(fd, size) for region, fd in regions if (size := layout.sizes[region])}
     shards = {}
     for tensor in plan.stored():
         region, offset = layout.offsets[tensor.name][rank]
@@ -220,7 +210,6 @@ def map_shards(plan: ShardPlan, rank: int, fds: Sequence[int]) -> dict[str, torc
 
 
 def _part(tensor: TensorPlan, rank: int, mapping: Mapping | mmap.mmap | None, offset: int) -> torch.Tensor:
-    """Return a rank's shard of a tensor as a view of a mapping, or an empty tensor if the shard has no bytes."""
     shape = tensor.shards[rank].shape(tensor.shape)
     if mapping is None or 0 in shape:
         return torch.empty(shape, dtype=tensor.dtype, device="cpu")
@@ -234,15 +223,6 @@ def hand_over(
 
     Afterwards the moved tensors of the model are on `meta`, with their whole shapes and the data types of the plan. If
     an error occurs, the model gets the moved tensors back, on CPU.
-
-    Args:
-        which: names of the tensors to move.
-        progress: function that is called with the number of bytes since its last call; None for no reports.
-        copy: whether the model keeps its tensors.
-
-    Raises:
-        OSError: not enough memory or disk space.
-        CheckpointError: a checkpoint file with a `LazyTensor` is damaged, or has changed.
     """
     moved_names: list[str] = []
     pending, shared = 0, SharedMemory(model)
@@ -273,20 +253,13 @@ def hand_over(
 
 
 def take_back(
-    model: nn.Module,
-    plan: ShardPlan,
-    read: Callable[[TensorPlan, bool], torch.Tensor],
-    names: Iterable[str] | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, plan: ShardPlan, read: Read, names: Iterable[str] | None = None, progress: Progress | None = None
 ) -> None:
     """Gather tensors from ranks or from a store into the model, on CPU. Tied parameters are tied again.
 
     Args:
-        model: the model, with tensors on `meta`.
         read: function that returns a whole tensor; its second argument says whether the source may free the tensor.
             Exceptions of the function are passed on.
-        names: names of the tensors; None for all tensors of the plan.
-        progress: function that is called with the number of bytes since its last call; None for no reports.
     """
     for group in names_of_each(model, plan, names):
         # Tied tensors may be sharded differently; each has all values, so only the first tensor is read.
@@ -297,11 +270,7 @@ def take_back(
 
 
 def names_of_each(model: nn.Module, plan: ShardPlan, names: Iterable[str] | None = None) -> list[list[str]]:
-    """Return the list of names of each tensor of a model; a tied tensor has several names.
-
-    Args:
-        names: names to look at; None for all names in the plan.
-    """
+    """Return the list of names of each tensor of a model; a tied tensor has several names."""
     wanted = set(plan.tensors if names is None else names)
     together: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():

@@ -22,8 +22,7 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.tensor_plan import bytes_of
 
-Entry = tuple[tuple[int, ...], torch.dtype]
-"""Shape and data type of a tensor."""
+Entry = tuple[tuple[int, ...], torch.dtype]  # shape and data type of a tensor
 
 _BLOCK = 1 << 20  # bytes of a tensor that are summed to one word of its checksum
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -34,10 +33,7 @@ class WrittenFile:
     """A safetensors file that was written.
 
     Attributes:
-        name: name of the file, without its directory.
-        size: size of the file in bytes.
         header: CRC-32 of the 8 bytes of header length and of the header.
-        checksums: name of each tensor in the file → `checksum` of the tensor.
     """
 
     name: str
@@ -53,15 +49,6 @@ def write_safetensors(
 
     Tensors with larger elements are written first; tensors with equal element sizes keep their order in `entries`. The
     format is that of https://huggingface.co/docs/safetensors.
-
-    Args:
-        entries: name of a tensor → shape and data type.
-        tensor: function that returns the tensor of a name, in the shape of its entry. Its exceptions are passed on.
-        progress: function that is called with the number of bytes since its last call; None for no reports.
-
-    Raises:
-        OSError: the disk is full, or the path cannot be written to.
-        KeyError: safetensors has no name for a data type.
     """
     order = sorted(entries, key=lambda name: -entries[name][1].itemsize)  # this order aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -112,10 +99,6 @@ def replaced_directory(target: Path, ours: Callable[[Path], set[str] | None]) ->
     Args:
         ours: function that returns the names of the replaceable files in an existing directory; None if the directory
             is not a sharded directory. Copies of all other files of the old directory get into the new directory.
-
-    Raises:
-        CheckpointError: `target` exists, and is neither an empty directory nor a sharded directory.
-        OSError: the disk is full, or the directory cannot be written to.
     """
     target = target.absolute()
     replaceable = ours(target) if target.is_dir() else None

@@ -204,12 +204,11 @@ static void Kernel_dealloc(Kernel *k)
     Py_TYPE(k)->tp_free((PyObject *)k);
 }
 
-#define METHOD(NAME, ARGUMENTS) \
-    {#NAME, (PyCFunction)(void (*)(void))Kernel_##NAME, METH_FASTCALL, #NAME "(" ARGUMENTS ")"}
+#define FAST(FUNCTION) (PyCFunction)(void (*)(void))FUNCTION, METH_FASTCALL
 
 static PyMethodDef kernel_methods[] = {
-    METHOD(all_reduce, "address, count, kind"),
-    METHOD(all_gather, "source, destination, outer, unit_bytes, *sizes"),
+    {"all_reduce", FAST(Kernel_all_reduce), "all_reduce(address, count, kind)"},
+    {"all_gather", FAST(Kernel_all_gather), "all_gather(source, destination, outer, unit_bytes, *sizes)"},
     {"close", (PyCFunction)Kernel_close, METH_NOARGS, "Releases the arena."},
     {NULL, NULL, 0, NULL},
 };

@@ -28,8 +28,6 @@ PAGE_BYTES = 4096
 HEADER_BYTES = PAGE_BYTES
 LINE_BYTES = 1024
 REASON_OFFSET, REASON_BYTES = 512, 512
-DEFAULT_SLOT_BYTES = 256 * 1024
-DEFAULT_ONE_SHOT_BYTES = 32 * 1024
 
 # Positions of words in the header, in units of 8 bytes.
 MAGIC_WORD, WORLD_SIZE_WORD, SLOT_BYTES_WORD, ONE_SHOT_BYTES_WORD, SPIN_WORD = range(5)
@@ -37,33 +35,23 @@ ABORT_WORD, CANCEL_WORD = 16, 32
 # Positions of words in a line, in units of 8 bytes.
 COUNTER_WORD, SIGNATURE_WORD, END_WORD = 0, 1, 8
 
-PARENT = -1
-"""Author of an abort by the parent; a rank has a number from 0 on."""
+PARENT = -1  # author of an abort by the parent; a rank has a number from 0 on
 
 
-def arena_bytes(world_size: int, slot_bytes: int) -> int:
-    """Return the size of an arena in bytes. The slots begin at a page boundary."""
-    places = 2 * world_size
-    end_of_lines = HEADER_BYTES + places * LINE_BYTES
-    return -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes
+PAGE_BYTES = 4096
+HEADER_BYTES = PAGE_BYTES
 
 
 class Arena:
     """An arena that is mapped into this process. The parent calls `Arena.create`; each worker maps the arena's `fd`.
 
-    The arena is anonymous memory without a name in the file system. The kernel frees the memory when the last process
-    has closed the arena. Each rank has two places, and each place has a line of words and two slots. Place r is for
-    collectives of all ranks, and place `world_size` + r for collectives of rank r's stage.
+    The memory has no name in the file system, and the kernel frees it when the last process has closed it.
 
     Args:
         fd: file descriptor of the arena. The caller may close the descriptor after the call.
-        world_size: number of ranks for which the arena was created.
 
     Attributes:
         fd: file descriptor in the process that created the arena, close-on-exec; -1 in other processes.
-        memory: the mapping.
-        words: the mapping as unsigned integers of 8 bytes.
-        slot_bytes: size of a slot in bytes.
         may_spin: whether a waiting rank may spin, because each rank can have a CPU.
     """
 
@@ -80,30 +68,22 @@ class Arena:
 
     @classmethod
     def create(
-        cls,
-        world_size: int,
-        slot_bytes: int = DEFAULT_SLOT_BYTES,
-        one_shot_bytes: int = DEFAULT_ONE_SHOT_BYTES,
-        cpus: int | None = None,
+        cls, world_size: int, slot_bytes: int = 256 << 10, one_shot_bytes: int = 32 << 10, cpus: int | None = None
     ) -> Arena:
         """Reserve the memory of an arena: four slots and about 2 KiB of words for each rank.
 
         Args:
-            world_size: number of ranks, 1 to 256.
             slot_bytes: size of a slot in bytes, a positive multiple of 64. A larger message needs several rounds.
             one_shot_bytes: with three ranks or more, most bytes of a tensor that every rank sums by itself, in one
                 round. A larger tensor is reduce-scattered and gathered, in two rounds with less traffic.
             cpus: number of CPUs of all ranks together, by default the CPUs of this process. With fewer CPUs than ranks,
                 a waiting rank yields its CPU at once, because spinning would delay a busy rank.
-
-        Raises:
-            ValueError: `world_size` is out of range.
-            OSError: too little memory is available (ENOSPC), or no file descriptor is left (EMFILE).
-            UnsupportedPlatformError: the system does not report the available memory.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"Arena: world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
-        nbytes, available = arena_bytes(world_size, slot_bytes), available_memory()
+        places, available = 2 * world_size, available_memory()
+        end_of_lines = HEADER_BYTES + places * LINE_BYTES
+        nbytes = -(-end_of_lines // PAGE_BYTES) * PAGE_BYTES + 2 * places * slot_bytes  # slots begin on a page
         if nbytes > available:
             message = f"Arena: {nbytes} bytes for {world_size} ranks exceed the available memory of {available} bytes"
             raise OSError(errno.ENOSPC, f"{message}; ask for a smaller slot_bytes")
@@ -124,29 +104,23 @@ class Arena:
             raise
 
     def line(self, place: int) -> int:
-        """Return the index in `words` of the first word of a place's line."""
         return (HEADER_BYTES + place * LINE_BYTES) // 8
 
     def counter(self, place: int) -> int:
-        """Return the number of the last step that a place has published."""
         return self.words[self.line(place) + COUNTER_WORD]
 
     @property
     def aborted(self) -> bool:
-        """Whether a rank or the parent has aborted since the last reset."""
         return self.words[ABORT_WORD] != 0
 
     @property
     def aborted_by_parent(self) -> bool:
-        """Whether the parent has aborted since the last reset."""
         return self.words[ABORT_WORD] == PARENT + 2
 
     def note_end(self, place: int, sequence: int, trace: int) -> None:
         """Record that a rank has ended a request.
 
         Args:
-            place: place of the rank.
-            sequence: sequence number of the request.
             trace: 32-bit hash of the rank's collectives in the request.
         """
         self.words[self.line(place) + END_WORD] = (sequence & 0xFFFFFFFF) << 32 | trace & 0xFFFFFFFF
@@ -156,7 +130,6 @@ class Arena:
         return divmod(self.words[self.line(place) + END_WORD], 1 << 32)
 
     def request_cancel(self, sequence: int) -> None:
-        """Request the cancellation of a request by its sequence number, unsigned 64 bits. The ranks poll this word."""
         self.words[CANCEL_WORD] = sequence
 
     def abort(self, reason: str = "the group is ending", author: int = PARENT) -> None:
@@ -164,7 +137,6 @@ class Arena:
 
         Args:
             reason: text of the error, at most 511 bytes in UTF-8; the remaining bytes are cut.
-            author: number of the aborting rank's place, or PARENT.
         """
         if self.aborted:
             return
@@ -195,7 +167,6 @@ class Arena:
         self.words[ABORT_WORD] = 0
 
     def close(self) -> None:
-        """Close this process's mapping and descriptor; other processes keep their mappings. Idempotent."""
         self.words.release()
         self.memory.close()
         if self.fd >= 0:
@@ -211,9 +182,6 @@ def available_memory() -> int:
 
     The kernel's tmpfs, which holds memfds, has no limit. A larger reservation would not fail, but the out-of-memory
     killer would end processes.
-
-    Raises:
-        UnsupportedPlatformError: /proc/meminfo cannot be read or has no MemAvailable.
     """
     with contextlib.suppress(FileNotFoundError, PermissionError), open("/proc/meminfo") as lines:
         for line in lines:

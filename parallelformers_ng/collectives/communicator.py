@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +16,6 @@ from torch.compiler import is_compiling
 from parallelformers_ng.collectives.arena import CANCEL_WORD, Arena
 from parallelformers_ng.errors import CollectiveAbortedError
 
-YIELD_SECONDS, LONGEST_SLEEP_SECONDS = 2e-3, 0.5e-3
-
 
 class Communicator(ABC):
     """One rank's connection to the other ranks of its group.
@@ -29,8 +25,6 @@ class Communicator(ABC):
     or the parent calls `Arena.abort`.
 
     Attributes:
-        rank: number of this rank, 0 to `world_size` - 1.
-        world_size: number of ranks.
         capturable: whether a CUDA graph can contain collectives of this communicator.
         cancel_sequence: function that returns the sequence number from the last call of `Arena.request_cancel`, or 0.
             Ranks may see a new number at different times.
@@ -55,10 +49,6 @@ class Communicator(ABC):
 
         Args:
             width: number of ranks of each stage; must divide the number of ranks of each host.
-
-        Raises:
-            ValueError: this communicator cannot be divided into stages of this width.
-            StartupError, RuntimeError: NCCL or gloo cannot connect the ranks of a stage, see `reset`.
         """
         if width == self.world_size:
             return self
@@ -71,9 +61,6 @@ class Communicator(ABC):
 
         Recordings with collectives must be destroyed before their connections. A `ProcessGroupCommunicator` calls the
         action in `clear_up`, `reset` and `close`. Other communicators never call the action.
-
-        Args:
-            action: function without arguments; must allow several calls.
         """
         self._before_reset.append(action)
 
@@ -88,12 +75,6 @@ class Communicator(ABC):
         Returns:
             `tensor` if it was summed in place; otherwise, and always inside a `torch.compile` trace, a new contiguous
                 tensor without gradient.
-
-        Raises:
-            CollectiveAbortedError: a rank or the parent aborted, or a rank did not call within the timeout.
-            DivergedError: another rank is in another collective, or in this collective with another size.
-            ValueError: the backend is shared memory, and the tensor is not a dense tensor on the CPU.
-            torch.distributed.DistBackendError: the backend is NCCL on one host, and NCCL reports an error.
         """
         if is_compiling():
             return torch.ops.parallelformers_ng.all_reduce(tensor, self._number)
@@ -103,17 +84,10 @@ class Communicator(ABC):
         """Concatenate the ranks' tensors along `dim`, in rank order. `torch.compile` can trace this call.
 
         Args:
-            tensor: tensor of the same dtype on all ranks, and of the same shape except along `dim`.
-            dim: dimension to concatenate along; a negative number counts from the end.
             sizes: size of each rank's tensor along `dim`, 0 allowed; None for equal sizes.
 
         Returns:
             A new contiguous tensor, the same on all ranks, without gradient.
-
-        Raises:
-            ValueError: `dim` is out of range, or `sizes` does not fit the world size or `tensor`. For a cause in shared
-                memory, see `all_reduce`.
-            CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `all_reduce`.
         """
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"all_gather: dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}")
@@ -130,19 +104,7 @@ class Communicator(ABC):
         return self.gather(tensor, dim, sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `tensor` with the values from rank `src`, by a gather in which only `src` has data.
-
-        Args:
-            tensor: tensor of the same shape and dtype on all ranks.
-            src: number of the rank whose values all ranks get.
-
-        Returns:
-            `tensor`.
-
-        Raises:
-            ValueError: no rank has the number `src`.
-            CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `all_reduce`.
-        """
+        """Overwrite `tensor` with the values from rank `src`, by a gather in which only `src` has data."""
         if not 0 <= src < self.world_size:
             raise ValueError(f"broadcast: src {src} is not between 0 and world_size - 1 = {self.world_size - 1}")
         sizes = [tensor.numel() if rank == src else 0 for rank in range(self.world_size)]
@@ -159,28 +121,16 @@ class Communicator(ABC):
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Guard the launch of recorded collectives, which runs in the `with` block.
-
-        Raises:
-            CollectiveAbortedError: the group was aborted, so the recordings' connections are closed or closing.
-        """
         yield
 
     def note_end(self, sequence: int) -> None:
-        """Record that this rank has ended a request, for `all_ended` of the other ranks.
-
-        Args:
-            sequence: number of the request.
-        """
+        """Record that this rank has ended a request, for `all_ended` of the other ranks."""
         return None
 
     def all_ended(self, sequence: int) -> bool:
         """Wait a short time until all ranks have ended a request that failed on this rank.
 
         Only NCCL's communicator waits, at most 0.1 s. Every other communicator returns False at once.
-
-        Args:
-            sequence: number of the request.
 
         Returns:
             Whether all ranks ended the request after the same collectives. Then no rank waits, and no abort is needed.
@@ -192,47 +142,24 @@ class Communicator(ABC):
         return None
 
     def _part(self, width: int) -> Communicator:
-        """Return a new communicator for `within`."""
         raise ValueError(f"{self.world_size} ranks cannot be divided into stages of {width} ranks")
 
     @abstractmethod
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor like `all_reduce`, with the same errors, outside a `torch.compile` trace."""
+    def sum(self, tensor: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
-        """Gather tensors like `all_gather`, outside a `torch.compile` trace.
-
-        Args:
-            tensor: see `all_gather`.
-            dim: dimension to concatenate along, not negative.
-            sizes: size of each rank's tensor along `dim`, correct for this tensor.
-
-        Raises:
-            CollectiveAbortedError, DivergedError, ValueError, torch.distributed.DistBackendError: see `all_reduce`.
-        """
+    def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor: ...
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this.
-
-        Args:
-            reason: text of the error.
-        """
+        """Make the other ranks' current and next collectives raise CollectiveAbortedError. Any thread may call this."""
 
     def reset(self) -> None:
-        """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`.
-
-        Raises:
-            ProtocolError: the backend is shared memory, and the parent has not called `Arena.reset`.
-            StartupError: the backend is NCCL, and NCCL cannot connect the ranks or returns a wrong sum.
-            RuntimeError: the backend is gloo, and gloo cannot connect the ranks within the timeout.
-        """
+        """Prepare for new collectives after an abort. Every rank must call this after the parent's `Arena.reset`."""
         for part in self._parts.values():
             part.reset()
 
     def close(self) -> None:
-        """Free memory and close connections; the communicator cannot be used afterwards. Idempotent."""
         for part in self._parts.values():
             part.close()
 
@@ -270,8 +197,6 @@ class ArenaCommunicator(Communicator):
     """A communicator of ranks that share an arena, which transports aborts and cancellations.
 
     Args:
-        rank, world_size: number of this rank, and number of ranks.
-        arena: memory that the ranks share. A communicator of all ranks closes the arena.
         place: number of this rank among all ranks of the arena; None if the communicator is for all ranks.
     """
 
@@ -293,35 +218,19 @@ class ArenaCommunicator(Communicator):
 
 
 class SingleCommunicator(ArenaCommunicator):
-    """A communicator of a single rank.
-
-    A sum returns its input, or a copy if the input must not change. A gather returns a copy.
-    """
-
     capturable = True
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(0, 1, arena)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return summable_in_place(tensor)
+        return summable(tensor)
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def give_way(waited: float) -> None:
-    """Wait once more in a loop that has waited for `waited` seconds so far.
-
-    In the first 2 ms the call yields the CPU. Later the call sleeps an eighth of `waited`, at most 0.5 ms.
-    """
-    if waited < YIELD_SECONDS:
-        os.sched_yield()
-    else:
-        time.sleep(min(waited / 8, LONGEST_SLEEP_SECONDS))
-
-
-def summable_in_place(tensor: Tensor) -> Tensor:
+def summable(tensor: Tensor) -> Tensor:
     """Return the tensor itself if the sum may overwrite it; otherwise a contiguous copy of the same shape and dtype.
 
     The backward pass may need the values of a tensor that requires a gradient, so such a tensor is copied.
@@ -332,12 +241,7 @@ def summable_in_place(tensor: Tensor) -> Tensor:
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`.
-
-    Args:
-        parts: tensors of one shape and dtype, at least one.
-        out: tensor of the same shape; also the dtype of the sum, except that 16-bit floats are summed in fp32.
-    """
+    """Write ((parts[0] + parts[1]) + parts[2]) + … to `out`, and return `out`."""
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

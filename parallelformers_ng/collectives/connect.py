@@ -22,21 +22,15 @@ BACKENDS = ("auto", "shared_memory", "gloo", "nccl")
 
 
 def chosen_backend(backend: str, device_type: str) -> str:
-    """Return the backend that "auto" stands for on a device type; return any other backend unchanged."""
     if backend != "auto":
         return backend
-    on_cpu = "shared_memory" if is_built() else "gloo"
-    return "nccl" if device_type == "cuda" else on_cpu
+    if device_type == "cuda":
+        return "nccl"
+    return "shared_memory" if is_built() else "gloo"
 
 
 def why_unserved(backend: str, device_type: str, device_ids: Sequence[int] | None) -> str:
-    """Return the reason why a backend cannot serve devices on this machine; "" if the backend can.
-
-    Args:
-        backend: one of BACKENDS.
-        device_type: "cpu" or "cuda".
-        device_ids: CUDA device number of each rank, or None.
-    """
+    """Return the reason why a backend cannot serve devices on this machine; "" if the backend can."""
     if backend not in BACKENDS:
         return f"backend is {backend!r}; it takes one of {', '.join(BACKENDS)}"
     backend = chosen_backend(backend, device_type)
@@ -78,24 +72,11 @@ def connect(
     With NCCL, the call sets environment variables of NCCL and torch; see `nccl_defaults`.
 
     Args:
-        backend: one of BACKENDS that can serve `device` (see `why_unserved`). "auto": NCCL on CUDA; on CPU shared
-            memory, or gloo if the C kernel was not built.
-        rank, world_size: number of this rank on its host, and number of ranks on this host.
-        device: device of the tensors.
         arena_fd: file descriptor of the parent's Arena, for shared memory, aborts and cancellations.
         rendezvous: path from `rendezvous_path`, to the same file for all ranks; needed by gloo and NCCL.
-        timeout: seconds to wait for another rank.
         span: description of several hosts; None for one host. `number`: number of this host. `counts`: ranks of each
             host. `address`: address of this host for other hosts. `links`: number of another host → socket and keys;
             None except on the first rank of a host. The communicator closes the sockets.
-
-    Returns:
-        The communicator of all ranks.
-
-    Raises:
-        StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no network interface has the address of
-            this host.
-        RuntimeError: gloo cannot connect the ranks within `timeout`.
     """
     arena = Arena(arena_fd, world_size)
     backend = chosen_backend(backend, device.type)
@@ -105,10 +86,8 @@ def connect(
     within = _connect_here(on_host, rank, torch.device("cpu"), arena, rendezvous, timeout)
     links = None
     if span["links"] is not None:
-        settings = {
-            other: (socket.socket(fileno=file.fd), Session(*keys)) for other, (file, *keys) in span["links"].items()
-        }
-        links = Links(span["number"], settings, arena, timeout)
+        peers = {host: (socket.socket(fileno=file.fd), Session(*keys)) for host, (file, *keys) in span["links"].items()}
+        links = Links(span["number"], peers, arena, timeout)
     between = TwoStageCommunicator(within, span["number"], span["counts"], links)
     if backend == "nccl":
         return SpanningNcclCommunicator(between, rank, arena, span["address"], timeout, device)

@@ -47,16 +47,13 @@ def own_groups() -> list[tuple[str, str]]:
 
     Controllers are a text with commas, "" for version 2. The result is empty if the file cannot be read.
     """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+    lines = kernel_text("/proc/self/cgroup").splitlines()
     return [(fields[1], fields[2]) for line in lines if len(fields := line.split(":", 2)) == 3]
 
 
 def _quota_of(directory: Path) -> float | None:
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        words = " ".join(_read(directory / name) for name in names).split()
+        words = " ".join(kernel_text(directory / name) for name in names).split()
         if len(words) == 2 and words[0] not in ("max", "-1"):
             return int(words[0]) / int(words[1])
     return None
@@ -67,18 +64,18 @@ def _left_in(directory: Path) -> int | None:
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit, usage = _read(directory / limit_name), _read(directory / usage_name)
+        limit, usage = kernel_text(directory / limit_name), kernel_text(directory / usage_name)
         if limit.isdigit() and usage.isdigit():
-            lines = (line.split() for line in _read(directory / "memory.stat").splitlines())
+            lines = (line.split() for line in kernel_text(directory / "memory.stat").splitlines())
             droppable = (f"{prefix}inactive_file", f"{prefix}active_file")
             free = sum(int(words[1]) for words in lines if words[0] in droppable)
             return max(0, int(limit) - int(usage) + free)
     return None
 
 
-def _read(file: Path) -> str:
-    """Return the text of a kernel file; "" if the file cannot be opened."""
+def kernel_text(file: str | Path) -> str:
+    """Return the text of a kernel file; "" if the file cannot be read."""
     try:
-        return file.read_text().strip()
+        return Path(file).read_text().strip()
     except OSError:
         return ""

@@ -40,7 +40,7 @@ class _Link:
         self._head: tuple[int, int, int] | None = None  # head of the record whose body is being received
 
     def put(self, generation: int, step: int, body: Buffer) -> None:
-        """Queue a record for sending. `body` must not change until the record is sent or `keep_unsent` is called."""
+        """Queue a record for sending. `body` must not change until it is sent or copied, see `Links.exchange`."""
         head = _HEAD.pack(generation, step, len(body))
         parts = (head, self._sending.sign(head), body, self._sending.sign(body))
         self.unsent += [memoryview(part) for part in parts]
@@ -57,21 +57,8 @@ class _Link:
             if count:
                 self.unsent[0] = self.unsent[0][count:]
 
-    def keep_unsent(self) -> None:
-        """Copy the unsent bytes, so that the caller may free or change the tensor that holds the bytes."""
-        self.unsent = [memoryview(bytes(part)) for part in self.unsent]
-
     def take(self, generation: int, step: int, size: int) -> memoryview | None:
-        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations.
-
-        Args:
-            generation, step: number of resets so far, and of exchanges since the last reset.
-            size: size of the body in bytes.
-
-        Raises:
-            DivergedError: another record arrived.
-            ProtocolError: a record has a wrong signature.
-        """
+        """Return the body of the expected record; None if the record is not complete yet. Drop earlier generations."""
         while self._fill():
             text = self._coming[:-SIGNATURE_BYTES]
             self._receiving.check(self._coming[-SIGNATURE_BYTES:], text)
@@ -93,7 +80,6 @@ class _Link:
         self._coming, self._have = memoryview(bytearray(size)), 0
 
     def _fill(self) -> bool:
-        """Receive the bytes that have arrived. Return whether all expected bytes are complete."""
         while self._have < len(self._coming):
             try:
                 count = self.connection.recv_into(self._coming[self._have :])
@@ -106,14 +92,7 @@ class _Link:
 
 
 class Links:
-    """The connections of a leader to the leaders of the other hosts.
-
-    Args:
-        host: number of this host.
-        connections: number of another host → the connection to its leader, and the keys of the connection.
-        arena: arena of this host, with the abort word.
-        timeout: seconds to wait for another leader.
-    """
+    """The connections of a leader to the leaders of the other hosts."""
 
     def __init__(
         self, host: int, connections: Mapping[int, tuple[socket.socket, Session]], arena: Arena, timeout: float
@@ -128,13 +107,7 @@ class Links:
         """Send this host's data to all other leaders, and return the data of all hosts in the order of the hosts.
 
         Args:
-            own: data of this host.
             sizes: size of each host's data in bytes. Data of size 0 is not sent.
-
-        Raises:
-            CollectiveAbortedError: a rank or the parent aborted, a connection broke, or a leader's data did not arrive
-                within the timeout.
-            DivergedError: a leader is in another collective.
         """
         self._step += 1
         received: list[Buffer | None] = [None if size else b"" for size in sizes]
@@ -160,7 +133,8 @@ class Links:
             raise CollectiveAbortedError(f"host {self._host}: the connection to host {other} broke: {error}") from error
         finally:
             for link in sending:
-                link.keep_unsent()
+                # The caller may free or change the tensor that holds the bytes.
+                link.unsent = [memoryview(bytes(part)) for part in link.unsent]
         return [part for part in received if part is not None]
 
     def reset(self) -> None:
@@ -169,7 +143,6 @@ class Links:
         self._step = 0
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
         for link in self._links.values():
             link.connection.close()
 

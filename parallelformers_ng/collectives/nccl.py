@@ -15,20 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import summable_in_place
+from parallelformers_ng.collectives.communicator import summable
 from parallelformers_ng.collectives.process_group import ProcessGroupCommunicator
 from parallelformers_ng.collectives.small_sums import SmallSums, proven_small_sums
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 WATCH_SECONDS = 0.02
+# Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank.
 ENTRY_SECONDS = 0.25
-"""Most seconds from a rank's read of the abort word to NCCL's locks. A longer NCCL call is waiting for another rank."""
-END_SECONDS = 2.0
-"""Most seconds that small sums of a closed group wait for another rank."""
-SETTLE_SECONDS = 0.1
-"""Most seconds between the failures of two ranks for the same reason."""
+END_SECONDS = 2.0  # most seconds that small sums of a closed group wait for another rank
+SETTLE_SECONDS = 0.1  # most seconds between the failures of two ranks for the same reason
 
+# Names of one variable, the current name first → its value if the user sets the variable under no name.
 _NCCL_DEFAULTS = {
     ("NCCL_SOCKET_IFNAME",): "=lo",  # all ranks are on this machine, so no other machine need reach NCCL
     ("NCCL_RAS_ENABLE",): "0",  # no status service of NCCL, which would open a port
@@ -38,14 +36,11 @@ _NCCL_DEFAULTS = {
     ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",): "0",
     ("TORCH_NCCL_ENABLE_MONITORING",): "0",  # torch's monitor would end the process if torch's watchdog seems stuck
 }
-"""Names of one variable, the current name first → its value if the user sets the variable under no name."""
 
 
 def nccl_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to add for NCCL and torch; variables in `environment` keep their values."""
-    return {
-        names[0]: value for names, value in _NCCL_DEFAULTS.items() if not any(name in environment for name in names)
-    }
+    return {names[0]: value for names, value in _NCCL_DEFAULTS.items() if environment.keys().isdisjoint(names)}
 
 
 _REMEDY = (
@@ -71,31 +66,13 @@ class NcclCommunicator(ProcessGroupCommunicator):
     An error that all ranks raise after the same collectives needs no abort.
 
     The ranks connect and check one sum when the communicator is created and after each reset; also `SmallSums` begins
-    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process.
-
-    Args:
-        rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.
-        device: CUDA device of this rank.
-        is_on_one_host: whether all ranks of the group are on one host.
-
-    Raises:
-        StartupError: NCCL cannot connect the ranks, or returns a wrong sum.
+    anew then, unless a trial has failed. The constructor adds `nccl_defaults` to the environment of the process. The
+    arguments `membership` are those of ProcessGroupCommunicator.
     """
 
     capturable = True
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        timeout: float,
-        arena: Arena,
-        place: int | None = None,
-        *,
-        device: torch.device,
-        is_on_one_host: bool = True,
-    ) -> None:
+    def __init__(self, *membership: Any, device: torch.device, is_on_one_host: bool = True) -> None:
         self._device = device
         self._is_on_one_host = is_on_one_host
         self._small: SmallSums | None = None
@@ -106,18 +83,17 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self._ended: Any = None  # the process group that was aborted last
         self._trace = 0  # hash of the collectives queued in this request
         os.environ.update(nccl_defaults(os.environ))
-        super().__init__(rank, world_size, store, timeout, arena, place)
+        super().__init__(*membership)
         self._watcher = threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True)
         self._watcher.start()
         self._try_small_sums()
 
     def _part(self, width: int) -> NcclCommunicator:
-        part = self._of_part(width)
-        return NcclCommunicator(*part, device=self._device, is_on_one_host=self._is_on_one_host)
+        return NcclCommunicator(*self._of_part(width), device=self._device, is_on_one_host=self._is_on_one_host)
 
     def sum(self, tensor: Tensor) -> Tensor:
         self._check_aborted()
-        out = summable_in_place(tensor)
+        out = summable(tensor)
         if out.numel():
             with self._queueing(out.nbytes):
                 if self._small is not None and self._small.can_sum(out):
@@ -146,8 +122,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
         self.note_end(sequence)
         while not self._arena.aborted and time.monotonic() - begun < SETTLE_SECONDS:
             ends = [self._arena.end(place) for place in range(self.world_size)]
-            traces = {trace for ended, trace in ends if ended == sequence}
-            if traces != {own}:
+            if {trace for ended, trace in ends if ended == sequence} != {own}:
                 return False
             if all(ended == sequence for ended, _ in ends):
                 return True
@@ -218,9 +193,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
         Args:
             kind: number that identifies the collective and its size, for the trace.
-
-        Raises:
-            CollectiveAbortedError: an abort may have begun.
         """
         while not self._entering.acquire(timeout=WATCH_SECONDS):
             self._check_aborted()
@@ -244,7 +216,6 @@ class NcclCommunicator(ProcessGroupCommunicator):
                 super()._abort_group()
 
     def _watch(self) -> None:
-        """Abort the process group if the abort word is set, until the communicator is closed."""
         while not self._closed.wait(WATCH_SECONDS):
             if self._arena.aborted and self._ended is not self._group:
                 # A thread that read the abort word too early has now either passed torch's lock or waits for a rank.

@@ -17,12 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import (
-    ArenaCommunicator,
-    give_way,
-    sum_in_rank_order,
-    summable_in_place,
-)
+from parallelformers_ng.collectives.communicator import ArenaCommunicator, sum_in_rank_order, summable
 from parallelformers_ng.errors import CollectiveAbortedError
 
 
@@ -31,9 +26,6 @@ def create_rendezvous() -> int:
 
     The file has no name, so other programs cannot find the file, and a crash leaves no file on disk. The caller must
     close the descriptor when the group ends.
-
-    Raises:
-        OSError: no file descriptor is left.
     """
     return os.memfd_create("parallelformers_ng-rendezvous", os.MFD_CLOEXEC)
 
@@ -44,21 +36,6 @@ def rendezvous_path(fd: int) -> str:
 
 
 class ProcessGroupCommunicator(ArenaCommunicator):
-    """A communicator over a c10d process group of torch.
-
-    The constructor waits until all ranks have connected.
-
-    Args:
-        rank, world_size: same as in ArenaCommunicator.
-        store: store through which the ranks meet.
-        timeout: seconds that a rank waits for another rank.
-        arena: memory with the abort and cancel words.
-        place: same as in ArenaCommunicator.
-
-    Raises:
-        RuntimeError: gloo cannot connect the ranks within the timeout. NCCL's communicator raises StartupError.
-    """
-
     def __init__(
         self, rank: int, world_size: int, store: dist.Store, timeout: float, arena: Arena, place: int | None = None
     ) -> None:
@@ -69,15 +46,13 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         self._group = self._new_group(self._new_store())
 
     @abstractmethod
-    def _new_group(self, store: dist.Store) -> Any:
-        """Return a new process group whose ranks meet through `store`."""
+    def _new_group(self, store: dist.Store) -> Any: ...
 
     @abstractmethod
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
         """Write every rank's bytes `own` to `whole`, in rank order. On CUDA the data may arrive after the call."""
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
-        """Return the constructor arguments of the communicator for this rank's stage of `width` ranks."""
         store = dist.PrefixStore(f"stage {self.rank // width} of {width}", self._store)
         return self.rank % width, width, store, self._timeout, self._arena, self.rank
 
@@ -85,7 +60,6 @@ class ProcessGroupCommunicator(ArenaCommunicator):
         self._group.abort()
 
     def _new_store(self) -> dist.Store:
-        """Return a store for the connections since the last reset."""
         return dist.PrefixStore(str(self._generation), self._store)
 
     def _gather(self, tensor: Tensor) -> Tensor:
@@ -141,9 +115,6 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     Between 2 ranks, a sum in shared memory was 122 times faster for 8 KiB and 15 times faster for 256 KiB
     (`benchmarks/results/decode.md`).
-
-    Args:
-        rank, world_size, store, timeout, arena, place: same as in ProcessGroupCommunicator.
     """
 
     def _part(self, width: int) -> GlooCommunicator:
@@ -151,7 +122,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def sum(self, tensor: Tensor) -> Tensor:
         # Gloo's own sum uses another order. Summing gathered parts in rank order gives the same bits as shared memory.
-        out = summable_in_place(tensor)
+        out = summable(tensor)
         return sum_in_rank_order(self._gather(out).unbind(), out=out)
 
     def _new_group(self, store: dist.Store) -> Any:
@@ -162,14 +133,16 @@ class GlooCommunicator(ProcessGroupCommunicator):
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
 
     def _gather_into(self, whole: Tensor, own: Tensor) -> None:
-        """Gather into `whole`, and wait until the gather ends, the group is aborted or the timeout passes."""
         work, start = self._group._allgather_base(whole, own), time.monotonic()
         while not work.is_completed():
             self._check_aborted()
             waited = time.monotonic() - start
             if waited > self._timeout:
                 self._give_up(f"rank {self._place}: a gather over gloo did not end within {self._timeout:g} s")
-            give_way(waited)
+            if waited < 0.002:
+                os.sched_yield()
+            else:
+                time.sleep(min(waited / 8, 0.0005))
         try:
             work.wait()
         except RuntimeError as error:  # the connection to another rank broke

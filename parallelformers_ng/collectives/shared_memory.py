@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.collectives.arena import Arena
-from parallelformers_ng.collectives.communicator import (
-    ArenaCommunicator,
-    Communicator,
-    sum_in_rank_order,
-    summable_in_place,
-)
+from parallelformers_ng.collectives.communicator import ArenaCommunicator, Communicator, sum_in_rank_order, summable
 from parallelformers_ng.errors import CollectiveAbortedError, DivergedError, ProtocolError
 
 try:
@@ -24,14 +19,13 @@ except ImportError as error:  # installed without a C compiler, or imported from
     _kernel = None  # type: ignore[assignment]
     logging.getLogger("parallelformers_ng").debug("collectives in shared memory are not available: %s", error)
 
+# Status that the kernel returns for a collective. Any other status means that the ranks have diverged.
 DONE, ABORTED, TIMED_OUT = 0, 1, 2
-"""Status that the kernel returns for a collective. Any other status means that the ranks have diverged."""
+# Dtype that the kernel can sum → the kernel's number for the dtype.
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Dtype that the kernel can sum → the kernel's number for the dtype."""
 
 
 def is_built() -> bool:
-    """Return whether the C kernel of the collectives was built when this library was installed."""
     return _kernel is not None
 
 
@@ -43,9 +37,6 @@ class SharedMemoryCommunicator(ArenaCommunicator):
     reduce-scattered and gathered; see `_kernel.c`.
 
     Args:
-        arena: shared memory of the ranks, mapped into this process. A communicator of all ranks closes the arena.
-        rank: number of this rank among all ranks of the arena.
-        timeout: seconds that a rank waits for another rank.
         width: number of adjacent ranks of a stage, for a communicator of one stage; None for all ranks.
 
     Attributes:
@@ -76,11 +67,10 @@ class SharedMemoryCommunicator(ArenaCommunicator):
 
     def _sum_any(self, tensor: Tensor) -> Tensor:
         _check_cpu("all_reduce", tensor)
-        tensor = summable_in_place(tensor)
+        tensor = summable(tensor)
         if tensor.dtype in KINDS:
             return self.sum(tensor)
-        parts = self.all_gather(tensor.unsqueeze(0), dim=0)
-        return sum_in_rank_order(parts.unbind(0), out=tensor)
+        return sum_in_rank_order(self.all_gather(tensor.unsqueeze(0), dim=0).unbind(), out=tensor)
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:
         _check_cpu("all_gather", tensor)
@@ -105,16 +95,7 @@ class SharedMemoryCommunicator(ArenaCommunicator):
         super().close()
 
     def check(self, status: int, operation: str) -> None:
-        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks.
-
-        Args:
-            status: status that the kernel returned.
-            operation: name of the collective, for the message.
-
-        Raises:
-            CollectiveAbortedError: a rank or the parent aborted, or a rank did not come within the timeout.
-            DivergedError: another rank is in another collective, or in this collective with another size or dtype.
-        """
+        """Raise an error unless the kernel's status is DONE. If no rank has aborted yet, abort the other ranks."""
         if status == DONE:
             return
         if status == ABORTED:
@@ -137,9 +118,6 @@ class StagedCommunicator(Communicator):
 
     NCCL refuses several ranks on one device; this class allows such ranks, for example to check the CUDA path with a
     single GPU. It also serves hosts between which NCCL cannot or must not connect. Unmeasured: never run on a GPU.
-
-    Args:
-        host: communicator for tensors in host memory.
     """
 
     def __init__(self, host: Communicator) -> None:
@@ -151,7 +129,7 @@ class StagedCommunicator(Communicator):
         return StagedCommunicator(self._host.within(width))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        target = summable_in_place(tensor)
+        target = summable(tensor)
         return target.copy_(self._host.sum(target.cpu()))
 
     def gather(self, tensor: Tensor, dim: int, sizes: list[int]) -> Tensor:

@@ -17,8 +17,8 @@ from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
 T = TypeVar("T")
 
+# Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits.
 FIRST_BYTES = 32 * 1024
-"""Bytes of the first exchange, before other ranks know the result's size. Usually a decode step's result fits."""
 _WORD, _LINE = 8, 64
 _TEXT_BYTES = 256
 
@@ -30,18 +30,8 @@ def share(communicator: Communicator, source: int, compute: Callable[[], T] | No
     must then abort the communicator, as for any collective.
 
     Args:
-        communicator: communicator of the ranks.
-        source: number of the rank that sends its result.
         compute: function that returns the result, which pickle must accept; None on a rank that receives the result. A
             rank other than `source` with a function keeps its own result.
-        device: device of the communicator's tensors.
-
-    Returns:
-        The rank's own result; on a rank without a function, a copy of the result of `source`, with its tensors on
-            `device`.
-
-    Raises:
-        CollectiveAbortedError, DivergedError: see `Communicator.all_reduce`.
     """
     result: Any = None if compute is None else compute()
     if communicator.world_size == 1:
@@ -56,20 +46,9 @@ def agreed(
 ) -> str:
     """Run a part of a trial on every rank, and return the first rank's reason against the trial, the same on all ranks.
 
-    All ranks must call this function together.
-
     Args:
-        communicator: communicator of the ranks.
-        device: device of the communicator's tensors.
         part: function that returns a reason, or None or "" for no reason. Its error is a reason, too. With several
             ranks, a reason is cut after 256 bytes in UTF-8.
-        of_first: whether only the reason of rank 0 counts.
-
-    Returns:
-        The reason, as text; "" if no rank has a reason.
-
-    Raises:
-        GroupError: a collective between the ranks has failed, in `part` or here.
     """
     try:
         reason = part() or ""
@@ -137,12 +116,7 @@ def _aligned(place: int) -> int:
 
 
 class _TensorPickler(pickle.Pickler):
-    """A pickler that writes the place, the shape and the data type of a tensor instead of the tensor.
-
-    Attributes:
-        tensors: (place in bytes, tensor) of each tensor.
-        end: place after the last tensor.
-    """
+    """A pickler that writes the place, the shape and the data type of a tensor instead of the tensor."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=5)

@@ -26,10 +26,8 @@ from torch.distributed.distributed_c10d import _register_process_group, _unregis
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.shared_result import agreed
 
-MOST_BYTES = 256 * 1024
-"""Tensors of this many bytes or more are summed by NCCL."""
-TRIAL_SECONDS = 5.0
-"""Most seconds of the trial, and of the exchange of memory handles."""
+MOST_BYTES = 256 * 1024  # tensors of this many bytes or more are summed by NCCL
+TRIAL_SECONDS = 5.0  # most seconds of the trial, and of the exchange of memory handles
 _TYPES = (torch.bfloat16, torch.float32)  # AT_DISPATCH_FLOAT_AND_BFLOAT16 of CUDASymmetricMemoryOps.cu
 _LOAD_BYTES = 16  # get_and_verify_alignment: the widest load of a thread
 _MOST_BLOCKS = 24  # one_shot_all_reduce_max_num_blocks
@@ -56,15 +54,6 @@ class SmallSums:
 
     The memory comes from `empty_strided_p2p`, which zeroes the signals (`CUDASymmetricMemoryAllocator::alloc`). The
     pool of `symm_mem.empty` could reuse memory with old signals.
-
-    Args:
-        rank, world_size: number of this rank, and number of ranks.
-        store: store of the ranks.
-        device: CUDA device of this rank.
-        is_aborted: function that returns whether the group was aborted. Any thread may call the function.
-
-    Raises:
-        RuntimeError: the ranks cannot share memory, or a rank did not come within `TRIAL_SECONDS`.
     """
 
     def __init__(
@@ -109,11 +98,7 @@ class SmallSums:
         return tensor.dtype in _TYPES and 0 < tensor.nbytes < MOST_BYTES and tensor.nbytes % _LOAD_BYTES == 0
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place, on the current stream.
-
-        Args:
-            tensor: tensor `[elements]`, contiguous, for which `can_sum` is true.
-        """
+        """Sum a tensor over all ranks, in place, on the current stream."""
         part = self._buffers[tensor.dtype][: tensor.numel()]
         part.copy_(tensor)
         offset = tensor.storage_offset() * tensor.element_size()
@@ -178,11 +163,7 @@ class SmallSums:
 
 
 def proven_small_sums(
-    communicator: Communicator,
-    store: dist.Store,
-    device: torch.device,
-    is_aborted: Callable[[], bool],
-    may_try: bool = True,
+    communicator: Communicator, store: dist.Store, device: torch.device, is_aborted: Callable[[], bool], may_try: bool
 ) -> SmallSums | None:
     """Return sums that agreed with the sums of `communicator` in a trial; None if `communicator` must sum all tensors.
 
@@ -190,12 +171,7 @@ def proven_small_sums(
     meanwhile. After a trial, rank 0 logs one line.
 
     Args:
-        communicator: communicator of the ranks over NCCL.
-        store, device, is_aborted: same as in SmallSums.
         may_try: False if an earlier trial failed. If this is False on any rank, there is no trial.
-
-    Raises:
-        GroupError: a collective of `communicator` failed.
     """
     rank, world_size = communicator.rank, communicator.world_size
     agree = partial(agreed, communicator, device)
@@ -207,13 +183,12 @@ def proven_small_sums(
     def make() -> None:
         made.append(SmallSums(rank, world_size, store, device, is_aborted))
 
-    is_proven = False
+    reason = "the group was aborted"
     try:
-        reason = agree(lambda: _obstacle(device, places)) or agree(make)
-        reason = reason or agree(lambda: made[0].difference(communicator))
-        is_proven = not reason
-    finally:  # also if the group was aborted
-        if made and not is_proven:
+        refused = agree(lambda: _obstacle(device, places)) or agree(make)
+        reason = refused or agree(lambda: made[0].difference(communicator))
+    finally:
+        if made and reason:
             made[0].close()
     if rank == 0:
         done = f"stay with NCCL: {reason}" if reason else "read the memory of the other devices"

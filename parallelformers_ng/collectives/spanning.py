@@ -15,12 +15,10 @@ import torch.distributed as dist
 from parallelformers_ng.collectives.arena import Arena
 from parallelformers_ng.collectives.communicator import Communicator
 from parallelformers_ng.collectives.nccl import NcclCommunicator
-from parallelformers_ng.collectives.two_stage import TwoStageCommunicator
 from parallelformers_ng.errors import CollectiveAbortedError, StartupError
 
 _SLOT_BYTES = 256  # NCCL's unique id has 128
 _SIOCGIFADDR = 0x8915
-_INTERFACES_6 = "/proc/net/if_inet6"
 
 
 class HandedOver(dist.Store):
@@ -29,10 +27,6 @@ class HandedOver(dist.Store):
     When NCCL connects a group, its first rank sets a unique id that the other ranks get; the store supports only this.
     A value has at most 255 bytes. The id is sent over signed connections. `set` and `get` raise the errors of
     `Communicator.all_gather`.
-
-    Args:
-        between: communicator of all ranks, over shared memory and links.
-        source: number of the rank that sets values.
     """
 
     def __init__(self, between: Communicator, source: int) -> None:
@@ -49,7 +43,6 @@ class HandedOver(dist.Store):
         return self._exchange(b"")
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return False, because this store transports no signals of torch's watchdogs."""
         return False
 
     def _exchange(self, own: bytes) -> bytes:
@@ -66,33 +59,19 @@ class SpanningNcclCommunicator(NcclCommunicator):
     `NCCL_SOCKET_IFNAME`.
 
     Args:
-        between: communicator of the same ranks without NCCL, for connecting NCCL; `close` closes `between`, too.
-        place: number of this rank on its host.
-        arena: arena of this host.
         address: address at which other hosts reach this host. NCCL uses only the interface with this address, unless
             the user has set `NCCL_SOCKET_IFNAME`.
-        timeout, device: same as in NcclCommunicator.
-
-    Raises:
-        StartupError: NCCL cannot connect the ranks or returns a wrong sum, or no interface has the address.
     """
 
     def __init__(
-        self,
-        between: TwoStageCommunicator,
-        place: int,
-        arena: Arena,
-        address: str,
-        timeout: float,
-        device: torch.device,
+        self, between: Communicator, place: int, arena: Arena, address: str, timeout: float, device: torch.device
     ) -> None:
         self._between = between
         if "NCCL_SOCKET_IFNAME" not in os.environ:
             os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
         os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(between.world_size)  # so that only one rank sets an id
-        store = HandedOver(between, 0)
-        size = between.world_size
-        super().__init__(between.rank, size, store, timeout, arena, place, device=device, is_on_one_host=False)
+        membership = between.rank, between.world_size, HandedOver(between, 0), timeout, arena, place
+        super().__init__(*membership, device=device, is_on_one_host=False)
 
     def _of_part(self, width: int) -> tuple[int, int, dist.Store, float, Arena, int]:
         rank, _, _, timeout, arena, _ = super()._of_part(width)
@@ -119,15 +98,6 @@ class SpanningNcclCommunicator(NcclCommunicator):
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface that has the given address.
-
-    Args:
-        address: IPv4 or IPv6 address as text.
-
-    Raises:
-        StartupError: no interface has the address.
-        OSError: `address` is not an IP address.
-    """
     interface = _find_6(address) if ":" in address else _find_4(address)
     if interface is None:
         raise StartupError(
@@ -151,5 +121,5 @@ def _find_4(address: str) -> str | None:
 
 def _find_6(address: str) -> str | None:
     digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    with open(_INTERFACES_6) as lines:
+    with open("/proc/net/if_inet6") as lines:
         return next((line.split()[-1] for line in lines if line.startswith(digits)), None)

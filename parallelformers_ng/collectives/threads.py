@@ -21,17 +21,7 @@ class _Meeting:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.left: list[Any] = [None] * world_size
-        self.ended = False
-        self._world_size, self._timeout = world_size, timeout
-        self._lock = threading.Lock()
-        self._stages: dict[int, list[_Meeting]] = {}
-
-    def stage(self, number: int, width: int) -> _Meeting:
-        """Return the meeting point of stage `number`, with `width` ranks in each stage."""
-        with self._lock:
-            if width not in self._stages:
-                self._stages[width] = [_Meeting(width, self._timeout) for _ in range(self._world_size // width)]
-            return self._stages[width][number]
+        self.timeout, self.ended = timeout, False
 
     def end(self) -> None:
         """Record that a rank has ended. Ranks that wait for the ended rank raise CollectiveAbortedError."""
@@ -57,10 +47,6 @@ class ThreadCommunicator(Communicator):
     """A communicator between threads. Sums are computed in rank order, as on every CPU backend.
 
     A sum is a new tensor; the input does not change.
-
-    Args:
-        rank, world_size: number of this rank, and number of ranks.
-        meeting: meeting point of the ranks; the same object for all ranks.
     """
 
     def __init__(self, rank: int, world_size: int, meeting: _Meeting) -> None:
@@ -68,7 +54,9 @@ class ThreadCommunicator(Communicator):
         self._meeting = meeting
 
     def _part(self, width: int) -> ThreadCommunicator:
-        return ThreadCommunicator(self.rank % width, width, self._meeting.stage(self.rank // width, width))
+        meetings = self._meeting.exchange(self.rank, _Meeting(width, self._meeting.timeout))
+        first = self.rank - self.rank % width  # the meeting of the stage's first rank is for the whole stage
+        return ThreadCommunicator(self.rank - first, width, meetings[first])
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.exchange(self.rank, tensor.detach().clone())
@@ -88,17 +76,7 @@ class ThreadCommunicator(Communicator):
 
 
 def run_ranks(world_size: int, body: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
-    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order.
-
-    Args:
-        world_size: number of ranks.
-        body: function that each rank runs with its communicator.
-        timeout: seconds that a rank waits in a collective for the other ranks.
-
-    Raises:
-        Exception: the first rank's exception that is not a consequence of another rank's exception.
-        CollectiveAbortedError: a rank waited in a collective longer than `timeout`, or another rank ended too early.
-    """
+    """Run `body(communicator)` in one thread for each of `world_size` ranks; return the results in rank order."""
     meeting = _Meeting(world_size, timeout)
 
     def run(rank: int) -> T:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable_in_place
+from parallelformers_ng.collectives.communicator import Communicator, sum_in_rank_order, summable
 from parallelformers_ng.collectives.links import Links
 
 
@@ -19,12 +19,6 @@ class TwoStageCommunicator(Communicator):
 
     Each host sums its own ranks, and the leaders sum these sums in the order of the hosts. So every rank gets the same
     bits. A sum of 16-bit floats is rounded to 16 bits on each host, and again over the hosts.
-
-    Args:
-        host: communicator of this host's ranks.
-        number: number of this host.
-        counts: number of ranks of each host. Ranks are numbered host after host.
-        links: connections of the leader to other leaders; None on other ranks.
     """
 
     def __init__(self, host: Communicator, number: int, counts: Sequence[int], links: Links | None) -> None:
@@ -41,7 +35,7 @@ class TwoStageCommunicator(Communicator):
         return self._within.within(width)  # the host's communicator resets and closes this stage
 
     def sum(self, tensor: Tensor) -> Tensor:
-        out = self._within.sum(summable_in_place(tensor))
+        out = self._within.sum(summable(tensor))
         if not out.numel():
             return out
         if self._links is not None:
@@ -80,24 +74,13 @@ class TwoStageCommunicator(Communicator):
         self._within.close()
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Return the leader's tensor on all ranks of this host."""
         return tensor if self._within.world_size == 1 else self._within.broadcast(tensor)
 
     def _exchanged(self, links: Links, own: Tensor, counts: list[int]) -> list[Tensor]:
-        """Return the tensors of all leaders, each of shape `[count]` for its host's count."""
-        size = own.element_size()
+        flat: Any = own.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         try:
-            parts = links.exchange(_bytes(own), [count * size for count in counts])
+            parts = links.exchange(memoryview(flat), [count * own.element_size() for count in counts])
         except Exception as error:
             self.abort(str(error))
             raise
-        return [_tensor(part, own.dtype) for part in parts]
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _tensor(data: Any, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+        return [torch.frombuffer(part, dtype=own.dtype) if len(part) else own.new_empty(0) for part in parts]

@@ -12,14 +12,15 @@ import contextlib
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError
+from parallelformers_ng.errors import ChannelClosedError, ParallelError, ProtocolError, RequestTimeoutError
 from parallelformers_ng.runtime import startup
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import poll_of
@@ -28,11 +29,14 @@ from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.wire.signed import Session, SignedChannel
 from parallelformers_ng.worker.preload import warm_up
 
+CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
 _WATCH_SECONDS = 0.05  # interval of checking whether a rank has aborted
 _GOODBYE_SECONDS = 2.0  # time that ranks get to exit after the group has ended normally
 
+# Versions that must be equal on all hosts, because a model's modules are sent pickled.
 VERSIONS = {"Python": platform.python_version()} | {name: metadata.version(name) for name in ("torch", "transformers")}
-"""Versions that must be equal on all hosts, because a model's modules are sent pickled."""
+
+Connection = tuple[socket.socket, Session]
 
 
 def machine() -> str:
@@ -41,31 +45,40 @@ def machine() -> str:
 
 
 def purpose(what: str, number: int, token: bytes) -> bytes:
-    """Return the purpose of a connection, as text: kind, number and the group's token.
-
-    Args:
-        what: kind of the connection: "rank" or "leader".
-        number: number of the rank or of the host.
-        token: random bytes of the group.
-    """
+    """Name a connection by its kind ("rank" or "leader"), the number of the rank or host, and the group."""
     return f"{what} {number} {token.hex()}".encode()
 
 
-def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, number: int, name: str = "") -> None:
-    """Serve one group until the group or its caller has ended.
-
-    The function starts the group's ranks on this host as new processes, and ends these processes. If the ranks cannot
-    be started, the caller gets the error.
+def accept_each(
+    listener: Listener, due: Mapping[bytes, int], deadline: float, check: Callable[[], object] = bool
+) -> dict[int, Connection]:
+    """Accept the expected connections, and return number → connection.
 
     Args:
-        link: connection to the caller; its purpose is `host NUMBER`. The function closes the connection.
-        address: address at which the caller listens.
-        key: secret key of the group.
-        number: number of this host in the group.
-        name: name of this host in error messages; by default its host name.
+        due: purpose of each expected connection → its number.
+        check: function that raises if missing connections can no longer come.
+    """
+    connections: dict[int, Connection] = {}
+    while len(connections) < len(due):
+        try:
+            caller, connection = listener.accept(min(deadline, time.monotonic() + CHECK_SECONDS))
+        except RequestTimeoutError:
+            if time.monotonic() >= deadline:
+                missing = [" ".join(name.decode().split()[:2]) for name in due if due[name] not in connections]
+                raise RequestTimeoutError(f"{', '.join(missing)} did not connect in time") from None
+            check()
+            continue
+        if caller in due and due[caller] not in connections:
+            connections[due[caller]] = connection
+        else:
+            connection[0].close()
+    return connections
 
-    Raises:
-        OSError: this process cannot open more files or connections.
+
+def serve(link: Connection, address: Address, key: bytes, number: int, name: str = "") -> None:
+    """Serve one group until the group or its caller has ended, and close the connection to the caller.
+
+    The ranks are new processes. If they cannot be started, the caller gets the error.
     """
     connection, session = link
     control = SignedChannel(connection, session)
@@ -89,41 +102,27 @@ def serve(link: tuple[socket.socket, Session], address: Address, key: bytes, num
             agent.run()
 
 
+@dataclass(eq=False)
 class _Agent:
-    """The ranks of one group on this host.
+    """The ranks of one group on this host."""
 
-    Args:
-        address: same as in `serve`.
-        key: same as in `serve`.
-        number: same as in `serve`.
-        control: channel to the caller.
-        listener: listener for agents of other hosts.
-        order: the caller's settings for the start of the ranks.
-    """
+    _address: Address
+    _key: bytes
+    _number: int
+    _control: SignedChannel
+    _listener: Listener
+    _order: dict[str, Any]
+    _ended: int = 0
+    _resets: int = 0
+    _abort_reported: bool = False
+    _processes: Processes | None = None
 
-    def __init__(
-        self,
-        address: Address,
-        key: bytes,
-        number: int,
-        control: SignedChannel,
-        listener: Listener,
-        order: dict[str, Any],
-    ) -> None:
-        self._address, self._key, self._number = address, key, number
-        self._control = control
-        self._listener, self._here = listener, listener.address[0]
-        self._order = order
-        self._token: bytes = order["token"]
-        self._counts: list[int] = order["counts"]
-        self._count = self._counts[number]
-        self._ended: set[int] = set()
-        self._resets = 0
-        self._abort_reported = False
-        self._processes: Processes | None = None
+    def __post_init__(self) -> None:
+        self._here, self._token = self._listener.address[0], self._order["token"]
+        self._counts: list[int] = self._order["counts"]
+        self._count = self._counts[self._number]
 
     def run(self) -> None:
-        """Start the ranks, then carry out the caller's commands until the caller closes the connection."""
         try:
             processes = self._start()
         except (ParallelError, OSError) as error:
@@ -133,9 +132,8 @@ class _Agent:
         self._watch(processes)
 
     def close(self) -> None:
-        """End the ranks of this host."""
         if self._processes is not None:
-            self._processes.end(_GOODBYE_SECONDS if len(self._ended) == self._count else 0.0)
+            self._processes.end(_GOODBYE_SECONDS if self._ended == self._count else 0.0)
 
     def _start(self) -> Processes:
         settings, device = self._order["settings"], self._order["device"]
@@ -164,17 +162,19 @@ class _Agent:
         for other, address in enumerate(self._order["listeners"][: self._number]):
             links[other] = _for_rank(call(tuple(address), self._key, own_purpose, deadline), opened)
         due = {purpose("leader", other, self._token): other for other in range(self._number + 1, len(self._counts))}
-        while due:
-            caller, connection = self._listener.accept(deadline)
-            if caller in due:
-                links[due.pop(caller)] = _for_rank(connection, opened)
-            else:
-                connection[0].close()
+        for other, connection in accept_each(self._listener, due, deadline).items():
+            links[other] = _for_rank(connection, opened)
         self._listener.close()
         return links
 
     def _watch(self, processes: Processes) -> None:
         """Carry out the caller's commands; report to the caller each rank that ends or aborts."""
+        commands: dict[str, Callable[..., object]] = {
+            "abort": self._arena.abort,
+            "cancel": self._arena.request_cancel,
+            "kill": processes.kill,
+            "reset": self._reset,
+        }
         running = {worker.pidfd: worker for worker in processes.workers}
         poll = poll_of([self._control.fileno(), *running])
         while True:
@@ -182,8 +182,8 @@ class _Agent:
             for worker in [running.pop(fd) for fd in ready if fd in running]:
                 poll.unregister(worker.pidfd)
                 self._arena.abort(f"rank {worker.rank} ended")
-                self._ended.add(worker.rank)
-                self._control.send(FrameKind.EVENT, 0, ["ended", worker.rank, *worker.exit_status()])
+                self._ended += 1
+                self._control.send(FrameKind.EVENT, 0, ["ended", worker.rank, worker.exit_status()])
             if self._arena.aborted and not self._abort_reported:
                 self._abort_reported = True
                 if not self._arena.aborted_by_parent:
@@ -191,18 +191,9 @@ class _Agent:
             while self._control.fileno() in ready or self._control.has_more:
                 _, _, (word, *values) = self._control.recv()
                 ready = []
-                self._obey(processes, word, values)
-
-    def _obey(self, processes: Processes, word: str, values: list[Any]) -> None:
-        commands: dict[str, Callable[..., object]] = {
-            "abort": self._arena.abort,
-            "cancel": self._arena.request_cancel,
-            "kill": processes.kill,
-            "reset": self._reset,
-        }
-        if word not in commands:
-            raise ProtocolError(f"the caller sent the unknown command {word!r}")
-        commands[word](*values)
+                if word not in commands:
+                    raise ProtocolError(f"the caller sent the unknown command {word!r}")
+                commands[word](*values)
 
     def _reset(self) -> None:
         self._arena.reset()
@@ -210,7 +201,7 @@ class _Agent:
         self._control.send(FrameKind.EVENT, 0, ["reset"])
 
 
-def _for_rank(link: tuple[socket.socket, Session], opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
+def _for_rank(link: Connection, opened: contextlib.ExitStack) -> tuple[FileDescriptor, bytes, bytes]:
     """Return a connection in the form in which a rank receives it; `opened` closes this process's copy."""
     connection, session = link
     connection.setblocking(True)

@@ -5,39 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from parallelformers_ng.errors import ChannelClosedError, GroupError, ParallelError, RequestTimeoutError, StartupError
-from parallelformers_ng.hosts.agent import machine, purpose
+from parallelformers_ng.hosts.agent import CHECK_SECONDS, accept_each, machine, purpose
 from parallelformers_ng.hosts.launcher import Launcher
 from parallelformers_ng.hosts.remote import STEER_SECONDS, Host, RemoteWorker
 from parallelformers_ng.runtime.processes import Processes
 from parallelformers_ng.runtime.spawn import is_readable, poll_of
 from parallelformers_ng.runtime.startup import StartSettings
 from parallelformers_ng.wire.frame import FrameKind
-from parallelformers_ng.wire.meeting import Listener
-from parallelformers_ng.wire.signed import Session, SignedChannel
-
-_CHECK_SECONDS = 0.2  # interval of checking whether missing hosts can still connect
+from parallelformers_ng.wire.signed import SignedChannel
 
 
 class Hosts:
-    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own.
-
-    Args:
-        launcher: launcher of the agents.
-
-    Attributes:
-        owner: id of the process that created the object.
-        names: names of the hosts, available after the hosts are ready.
-        counts: number of ranks of each host, available after the hosts are ready.
-    """
+    """The hosts of one group. It has the methods of an `Arena`; each host has an arena of its own."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -68,7 +55,6 @@ class Hosts:
 
     @property
     def are_here(self) -> bool:
-        """Whether all ranks are on this machine."""
         return [host.machine for host in self._hosts] == [machine()]
 
     def launch(
@@ -80,11 +66,8 @@ class Hosts:
         function raises StartupError if the ranks cannot be started in time.
 
         Args:
-            processes: the group's processes, to which the waiting function adds the ranks.
-            settings: settings of the ranks.
             device_names: device of each rank; the waiting function replaces names of CUDA devices in place, by names
                 with the hosts.
-            among: ignored.
         """
         settings = replace(settings, threads=settings.threads or self._launcher.threads)
         order = {"settings": settings, "device": device_names[0].partition(":")[0]}
@@ -96,26 +79,16 @@ class Hosts:
             self._started.result()
             processes.workers = self._workers
             if order["device"] == "cuda":
-                several = len(self._hosts) > 1
-                device_names[:] = [
-                    f"cuda:{index} on {host.name}" if several else f"cuda:{index}"
-                    for host in self._hosts
-                    for index in range(len(host.pids))
-                ]
+                places = [(f"cuda:{index}", host.name) for host in self._hosts for index in range(len(host.pids))]
+                device_names[:] = [f"{device} on {name}" if len(self._hosts) > 1 else device for device, name in places]
 
         return wait
 
     def abort(self, reason: str = "the group is ending") -> None:
-        """Abort the collectives of all ranks.
-
-        Args:
-            reason: text of the error that the collectives raise.
-        """
         for host in self._hosts:
             host.say("abort", reason)
 
     def request_cancel(self, sequence: int) -> None:
-        """Ask all ranks to cancel the request with this number."""
         for host in self._hosts:
             host.say("cancel", sequence)
 
@@ -150,14 +123,10 @@ class Hosts:
     def _run(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         try:
             self._start(world_size, order, deadline)
-        except RequestTimeoutError as error:
-            self._started.set_exception(
-                StartupError(f"{error}; start_timeout is {order['settings'].start_timeout:g} s")
-            )
-        except StartupError as error:
-            self._started.set_exception(error)
         except (ParallelError, OSError) as error:
-            self._started.set_exception(StartupError(str(error)))
+            hint = f"; start_timeout is {order['settings'].start_timeout:g} s"
+            text = f"{error}{hint if isinstance(error, RequestTimeoutError) else ''}"
+            self._started.set_exception(error if isinstance(error, StartupError) else StartupError(text))
         except BaseException as error:
             self._started.set_exception(StartupError(f"{type(error).__name__}: {error}"))
             raise
@@ -167,7 +136,7 @@ class Hosts:
 
     def _start(self, world_size: int, order: dict[str, Any], deadline: float) -> None:
         listener, counts = self._launcher.start(world_size, order["device"], deadline, self._check)
-        connections = self._accept(listener, {b"host %d" % number: number for number in range(len(counts))}, deadline)
+        connections = accept_each(listener, {b"host %d" % at: at for at in range(len(counts))}, deadline, self._check)
         with contextlib.ExitStack() as unmet:  # on an error, close the connections, so that the agents end
             for connection, _ in connections.values():
                 unmet.callback(connection.close)
@@ -178,9 +147,8 @@ class Hosts:
         order |= {"counts": counts, "token": self._token, "listeners": [host.listens for host in self._hosts]}
         for host in self._hosts:
             host.control.send(FrameKind.REQUEST, 0, order, deadline)
-        ranks = self._accept(
-            listener, {purpose("rank", rank, self._token): rank for rank in range(world_size)}, deadline
-        )
+        due = {purpose("rank", rank, self._token): rank for rank in range(world_size)}
+        ranks = accept_each(listener, due, deadline, self._check)
         for host in self._hosts:
             while not self._is_ready(host, deadline):
                 self._check()
@@ -188,34 +156,7 @@ class Hosts:
                 rank = len(self._workers)
                 self._workers.append(RemoteWorker(rank, host, SignedChannel(*ranks[rank]), pid))
 
-    def _accept(
-        self, listener: Listener, due: Mapping[bytes, int], deadline: float
-    ) -> dict[int, tuple[socket.socket, Session]]:
-        """Accept the expected connections, and return number → connection.
-
-        Args:
-            listener: listener to which agents and ranks connect.
-            due: purpose of each expected connection → its number.
-            deadline: latest time of the connections, in seconds of `time.monotonic`.
-        """
-        connections: dict[int, tuple[socket.socket, Session]] = {}
-        while len(connections) < len(due):
-            try:
-                caller, connection = listener.accept(min(deadline, time.monotonic() + _CHECK_SECONDS))
-            except RequestTimeoutError:
-                if time.monotonic() >= deadline:
-                    missing = [" ".join(name.decode().split()[:2]) for name in due if due[name] not in connections]
-                    raise RequestTimeoutError(f"{', '.join(missing)} did not connect in time") from None
-                self._check()
-                continue
-            if caller in due and due[caller] not in connections:
-                connections[due[caller]] = connection
-            else:
-                connection[0].close()
-        return connections
-
     def _check(self) -> None:
-        """Raise StartupError if the hosts cannot become ready any more."""
         if self._closed:
             raise StartupError("the group was closed while it started")
         self._launcher.check()
@@ -224,8 +165,7 @@ class Hosts:
                 self._is_ready(host, time.monotonic() + STEER_SECONDS)
 
     def _is_ready(self, host: Host, deadline: float) -> bool:
-        """Wait up to 0.2 s, and return whether the ranks of a host are ready."""
-        if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), _CHECK_SECONDS)):
+        if host.pids or not (host.control.has_more or is_readable(host.control.fileno(), CHECK_SECONDS)):
             if time.monotonic() >= deadline:
                 raise RequestTimeoutError(f"the ranks of host {host.name} were not ready in time")
             return bool(host.pids)
@@ -239,7 +179,6 @@ class Hosts:
         return True
 
     def _watch(self) -> None:
-        """Receive reports from the agents until the group is closed."""
         hosts = {host.control.fileno(): host for host in self._hosts}
         poll = poll_of([self._wakeup, *hosts])
         ready: list[int] = []
@@ -256,8 +195,8 @@ class Hosts:
         while True:
             _, _, (word, *values) = host.control.recv(time.monotonic() + STEER_SECONDS)
             if word == "ended":
-                rank, number, code = values
-                self._workers[rank].note_end(number, code)
+                rank, code = values
+                self._workers[rank].note_end(code)
             elif word == "aborted":
                 self._abort_others(host, *values)
             elif word == "reset":

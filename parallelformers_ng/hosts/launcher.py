@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from parallelformers_ng.wire.meeting import Listener
 
+Check = Callable[[], None]
+
 
 class Launcher:
     """Base class of an object that starts an agent on each host of one group.
@@ -18,24 +20,16 @@ class Launcher:
     key: bytes
     threads: int | None = None
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         """Start the agents. A thread of the group calls this method.
 
         Args:
-            world_size: number of ranks of the group.
             device: "cpu" or "cuda", the type of the ranks' devices. With "cuda", the first devices that an agent sees
                 must be the devices of its ranks.
-            deadline: latest time of the start, in seconds of `time.monotonic`.
             check: function that raises if waiting is useless; the method must call `check` a few times each second.
 
         Returns:
             (listener to which the agents connect, number of ranks of each host).
-
-        Raises:
-            StartupError: the agents cannot be started, or were not started before the deadline.
-            OSError: this process cannot listen for the agents. The group then raises StartupError.
         """
         raise NotImplementedError
 

@@ -22,7 +22,6 @@ class Elsewhere:
 
     Attributes:
         make: function from the number of adjacent ranks that must share a host to the `Hosts` of one group.
-        count: number of ranks; None if the caller did not set the number.
         devices: number of CUDA devices, used to choose between CUDA and CPU; 0 if the number is unknown.
         each: function from the number of ranks and "cpu" or "cuda" to the number of ranks of each host; used for
             stages, which do not span hosts.
@@ -38,18 +37,6 @@ def elsewhere(num_gpus: int | None, options: WorkerOptions, fit: FitOptions) -> 
     """Return how a launcher starts the ranks of a group; None if this process starts the ranks.
 
     In a torchrun job the function returns only in the process of rank 0; see `serve_unless_caller`.
-
-    Args:
-        num_gpus: number of ranks of each replica, or None.
-        options: options of the workers, with the launcher.
-        fit: fit options, with the stages; all ranks of a stage are on one host.
-
-    Raises:
-        PlacementError: the launcher cannot start this number of ranks or replicas.
-        ParallelError: Ray is not installed, this process is connected to another Ray cluster, or `options.ray` has a
-            wrong field.
-        StartupError: the Ray cluster cannot be reached; or see `serve_unless_caller`.
-        SystemExit: this process of a torchrun job does not have rank 0.
     """
     if options.launcher == "torchrun" or (options.launcher == "auto" and torchrun.is_running()):
         count = torchrun.world_size(num_gpus)

@@ -11,11 +11,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallelformers_ng.errors import ParallelError, StartupError
-from parallelformers_ng.hosts.launcher import Launcher
+from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.hosts.ray_actor import Agent, reserved_devices
 from parallelformers_ng.options import RayOptions
 from parallelformers_ng.wire.meeting import Listener
@@ -40,13 +40,6 @@ class Connection:
 
     A connection that exists already is used. A connection that this class has opened is closed with its last user,
     after `close` or after the object is garbage-collected.
-
-    Args:
-        options: options of the cluster.
-
-    Raises:
-        ParallelError: Ray is not installed, or this process is connected to another cluster.
-        StartupError: no cluster can be reached at the address.
     """
 
     _lock = threading.Lock()
@@ -74,13 +67,7 @@ class Connection:
 
     @staticmethod
     def nodes() -> list[dict[str, float]]:
-        """Return resource name → total amount, for each running node of the cluster.
-
-        An amount is a number of bytes for `memory` and `object_store_memory`, and a count for `CPU` and `GPU`.
-
-        Raises:
-            ParallelError: Ray is not installed.
-        """
+        """Resources of each running node: bytes for `memory` and `object_store_memory`, counts for `CPU` and `GPU`."""
         return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
     @staticmethod
@@ -96,13 +83,7 @@ class RayHosts(Launcher):
     """A `Launcher` that uses a placement group of a Ray cluster, with one agent on each host.
 
     Args:
-        options: options of the cluster.
-        connection: connection to the cluster; `RayHosts.close` closes it.
         width: number of ranks of each bundle; must divide the number of ranks.
-
-    Attributes:
-        key: secret key of the group.
-        threads: CPU threads of each rank.
     """
 
     def __init__(self, options: RayOptions, connection: Connection, width: int = 1) -> None:
@@ -117,9 +98,7 @@ class RayHosts(Launcher):
         self._serving: dict[Any, str] = {}  # future of an agent's `serve` → name of its host
         self._agents: list[Any] = []
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         bundles_on: dict[str, list[int]] = {}
         for index, node in self._place(world_size, device, deadline, check).items():
             bundles_on.setdefault(node, []).append(index)
@@ -135,8 +114,7 @@ class RayHosts(Launcher):
             self._serving[agent.serve.remote(self._listener.address, self.key, number, name, seconds, here)] = name
         return self._listener, [self._width * len(bundles) for bundles in bundles_on.values()]
 
-    def _place(self, world_size: int, device: str, deadline: float, check: Callable[[], None]) -> dict[int, str]:
-        """Reserve the resources of the ranks, and return bundle index → node id."""
+    def _place(self, world_size: int, device: str, deadline: float, check: Check) -> dict[int, str]:
         bundle = bundle_of(self._options, device, self._width)
         self._placed = self._ray.util.placement_group([bundle] * (world_size // self._width), strategy="PACK")
         while not self._placed.wait(_WAIT_SECONDS):
@@ -150,13 +128,11 @@ class RayHosts(Launcher):
                 )
         return self._ray.util.placement_group_table(self._placed)["bundles_to_node_id"]
 
-    def _devices(self, bundles: int, deadline: float, check: Callable[[], None]) -> dict[int, list[str]]:
+    def _devices(self, bundles: int, deadline: float, check: Check) -> dict[int, list[str]]:
         """Return bundle index → devices that Ray has reserved in the bundle. Only a task that runs in a bundle can read
         the bundle's devices; after the task has ended, the devices stay reserved."""
-        pending = {
-            bundle: self._ray.remote(reserved_devices).options(**self._in_bundle(bundle, self._width)).remote()
-            for bundle in range(bundles)
-        }
+        task = self._ray.remote(reserved_devices)
+        pending = {at: task.options(**self._in_bundle(at, self._width)).remote() for at in range(bundles)}
         while len(self._ray.wait(list(pending.values()), num_returns=bundles, timeout=_WAIT_SECONDS)[0]) < bundles:
             check()
             if time.monotonic() >= deadline:
@@ -164,7 +140,6 @@ class RayHosts(Launcher):
         return {bundle: self._ray.get(answer) for bundle, answer in pending.items()}
 
     def _in_bundle(self, bundle: int, devices: int = 0) -> dict[str, Any]:
-        """Return the options of a task or actor that runs in a bundle and uses `devices` GPUs of the bundle."""
         place = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._placed, bundle)
         return {
             "num_cpus": self._options.cpus,
@@ -198,8 +173,6 @@ def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
     """Return the resources of one bundle, resource name → amount, in the units of `Connection.nodes`.
 
     Args:
-        options: options of the cluster, with the resources of one rank.
-        device: "cpu" or "cuda".
         width: number of ranks of the bundle: the ranks of a stage, or 1 without stages.
     """
     each = {"CPU": options.cpus, **({"GPU": 1} if device == "cuda" else {}), **options.resources}
@@ -207,13 +180,7 @@ def bundle_of(options: RayOptions, device: str, width: int) -> dict[str, Any]:
 
 
 def ranks_of_each(world_size: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return the largest equal number of ranks per host for which the cluster has room; 1 without enough room.
-
-    Args:
-        world_size: number of ranks.
-        bundle: resource name → amount, of one rank.
-        nodes: resource name → amount, for each node.
-    """
+    """Return the largest equal number of ranks per host for which the cluster has room; 1 without enough room."""
     rooms = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
     widths = [width for width in range(1, world_size + 1) if world_size % width == 0]
     return max([1, *(width for width in widths if sum(room // width for room in rooms) >= world_size // width)])

@@ -17,26 +17,12 @@ def reserved_devices() -> list[str]:
 
 
 class Agent:
-    """A Ray actor that is the agent of its host for one group."""
-
     def serve(
         self, address: tuple[str, int], key: bytes, number: int, name: str, seconds: float, devices: Sequence[str]
     ) -> None:
         """Connect to the caller, then serve the group as `agent.serve` does.
 
         With `devices`, the method sets CUDA_VISIBLE_DEVICES in this process.
-
-        Args:
-            address: address at which the caller listens.
-            key: secret key of the group.
-            number: number of this host in the group.
-            name: name of this host in error messages.
-            seconds: maximum time in seconds until the connection to the caller.
-            devices: GPUs of the ranks, for CUDA_VISIBLE_DEVICES; empty on CPU.
-
-        Raises:
-            ChannelClosedError, ProtocolError, RequestTimeoutError: the connection failed, see `meeting.call`.
-            OSError: see `agent.serve`.
         """
         begin = time.monotonic()
         if devices:  # Ray has set CUDA_VISIBLE_DEVICES for this actor, which has no GPU
@@ -45,5 +31,4 @@ class Agent:
         from parallelformers_ng.hosts import agent
         from parallelformers_ng.wire.meeting import call
 
-        connection = call(address, key, b"host %d" % number, begin + seconds)
-        agent.serve(connection, address, key, number, name)
+        agent.serve(call(address, key, b"host %d" % number, begin + seconds), address, key, number, name)

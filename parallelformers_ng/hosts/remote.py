@@ -27,13 +27,8 @@ class Host:
     """A host of a group.
 
     Attributes:
-        name: name of the host in error messages.
-        control: channel to the host's agent.
-        machine: id of the machine.
-        listens: address at which the agent listens.
         pids: process ids of the host's ranks; empty until the ranks are ready.
         is_lost: whether the agent closed the connection or cannot be reached.
-        sending: lock for sending on `control`.
     """
 
     name: str
@@ -46,17 +41,6 @@ class Host:
 
     @classmethod
     def of(cls, connection: socket.socket, session: Session, devices: int, deadline: float) -> Host:
-        """Return the host of an agent that has connected.
-
-        Args:
-            connection, session: connection to the agent.
-            devices: number of CUDA devices that the ranks of the host need.
-            deadline: latest time of the agent's first message, in seconds of `time.monotonic`.
-
-        Raises:
-            StartupError: the host and this process have different versions of a library, or the host has fewer CUDA
-                devices than its ranks need.
-        """
         control = SignedChannel(connection, session)
         _, _, hello = control.recv(deadline)
         for library, version in VERSIONS.items():
@@ -73,11 +57,7 @@ class Host:
         return cls(hello["name"], control, hello["machine"], hello["listens"])
 
     def say(self, *words: Any) -> None:
-        """Send a command to the agent, for up to 10 s; do nothing if the agent cannot be reached.
-
-        Args:
-            words: name of the command ("abort", "cancel", "reset" or "kill"), and its arguments.
-        """
+        """Send a command of the agent and its arguments, for up to 10 s; do nothing if the agent cannot be reached."""
         with self.sending, contextlib.suppress(ChannelClosedError, RequestTimeoutError):
             if not self.is_lost:
                 self.control.send(FrameKind.REQUEST, 0, list(words), time.monotonic() + STEER_SECONDS)
@@ -88,10 +68,6 @@ class RemoteWorker(Worker):
     """A rank that an agent has started.
 
     Attributes:
-        rank: the rank.
-        host: host of the rank.
-        channel: channel for messages to the rank.
-        pid: process id of the rank on its host.
         pidfd: descriptor that becomes readable when the rank has ended or its host is lost.
     """
 
@@ -100,30 +76,25 @@ class RemoteWorker(Worker):
     channel: Channel
     pid: int
     pidfd: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-    _status: tuple[int | None, int | None] = (None, None)
+    _code: int | None = None
     unknown_end = f"the host or its agent has ended, or sent nothing for {LOST_SECONDS} s"
 
     def __post_init__(self) -> None:
         self.host_name = self.host.name
 
-    def note_end(self, number: int | None = None, code: int | None = None) -> None:
-        """Record that the rank has ended.
-
-        Args:
-            number: signal that ended the rank, or None.
-            code: exit code of the rank, or None. If `number` and `code` are None, the host is lost.
-        """
+    def note_end(self, code: int | None = None) -> None:
+        """Record the end of the rank; without a code, the host is lost."""
         if not self.has_ended():
-            self._status = number, code
+            self._code = code
             os.eventfd_write(self.pidfd, 1)
 
     def kill(self) -> None:
         """Kill all ranks on the host of this rank."""
         self.host.say("kill")
 
-    def reap(self) -> tuple[int | None, int | None]:
+    def reap(self) -> int | None:
         self.has_ended(REAP_SECONDS)
-        return self._status
+        return self._code
 
     def close(self) -> None:
         self.channel.close()

@@ -10,30 +10,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from parallelformers_ng.errors import ChannelClosedError, PlacementError, ProtocolError, StartupError
 from parallelformers_ng.hosts import agent
-from parallelformers_ng.hosts.launcher import Launcher
+from parallelformers_ng.hosts.launcher import Check, Launcher
 from parallelformers_ng.wire.meeting import Address, Listener, call
 from parallelformers_ng.worker.preload import warm_up
 
-log = logging.getLogger("parallelformers_ng")
+KEY = "PARALLELFORMERS_NG_KEY"  # name of the environment variable with the secret key of a job
 
-KEY = "PARALLELFORMERS_NG_KEY"
-"""Name of the environment variable with the secret key of a job."""
-
+# Name of the environment variable with the address of the caller's node; by default MASTER_ADDR is used.
 INTERFACE = "PARALLELFORMERS_NG_ADDRESS"
-"""Name of the environment variable with the address of the caller's node; by default MASTER_ADDR is used."""
 
 _KEY_LENGTH = 32
 _POLL_SECONDS = 60.0
@@ -41,20 +36,11 @@ _WHERE = "parallelformers_ng/address"
 
 
 def is_running() -> bool:
-    """Return whether torchrun has started this process.
-
-    A child of such a process counts, too, if it has the same environment variables.
-    """
+    """Detect torchrun. A child of its processes counts, too, if the child has the same environment variables."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "GROUP_WORLD_SIZE" in os.environ
 
 
 def world_size(num_gpus: int | None) -> int:
-    """Return the number of ranks: one rank per process that torchrun has started.
-
-    Raises:
-        PlacementError: `num_gpus` is another number, torchrun has not started this process, or the nodes have different
-            numbers of processes.
-    """
     if not is_running():
         raise PlacementError("launcher is 'torchrun', but torchrun has not started this process")
     nodes, each, processes = (_number(name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -74,12 +60,6 @@ def serve_unless_caller() -> None:
     """Return at once in the process of rank 0; end every other process of the torchrun job by SystemExit.
 
     On each node without rank 0, the process of local rank 0 first serves until the caller has ended.
-
-    Raises:
-        SystemExit: this process does not have rank 0.
-        StartupError: torchrun shares no store with its processes. Or the key in `KEY` has fewer than 32 characters, or
-            is not the same on all nodes.
-        torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
     if _number("RANK") == 0:
         return
@@ -103,7 +83,6 @@ def serve_unless_caller() -> None:
 
 
 def _caller_address() -> Address:
-    """Wait until the caller has published the address at which it listens, and return the address."""
     store = _store()
     while True:
         with contextlib.suppress(dist.DistStoreError):  # the address is not published yet
@@ -143,14 +122,6 @@ class Torchrun(Launcher):
 
     The agents end with this process, and if an agent dies, torchrun ends the job. The first object of a job with
     several nodes publishes the address of this process in torchrun's store.
-
-    Attributes:
-        key: secret key of the job.
-
-    Raises:
-        StartupError: torchrun shares no store with its processes, or the key in `KEY` is too short. Or this machine
-            does not have the address in `INTERFACE` or MASTER_ADDR, or the address stands for every interface.
-        torch.distributed.DistNetworkError: torchrun's store cannot be reached.
     """
 
     _lock = threading.Lock()
@@ -159,9 +130,7 @@ class Torchrun(Launcher):
         with Torchrun._lock:
             self.key, self._listener = _open()
 
-    def start(
-        self, world_size: int, device: str, deadline: float, check: Callable[[], None]
-    ) -> tuple[Listener, list[int]]:
+    def start(self, world_size: int, device: str, deadline: float, check: Check) -> tuple[Listener, list[int]]:
         def serve_here() -> None:
             with contextlib.suppress(ChannelClosedError):
                 connection = call(self._listener.address, self.key, b"host 0", deadline)
@@ -174,7 +143,6 @@ class Torchrun(Launcher):
 
 @functools.cache
 def _open() -> tuple[bytes, Listener]:
-    """Return the key and the listener of this process, for all its groups."""
     key = _key()
     if _number("GROUP_WORLD_SIZE") == 1:
         return key, Listener("127.0.0.1", key)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parallelformers_ng.checkpoint.loading import Checkpoint, prepare_conversions
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore
@@ -186,7 +188,7 @@ def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:
     try:
         # While the workers import torch, this process imports the policies and the weight conversions.
         written_policies()
-        prepare_conversions()
+        get_checkpoint_conversion_mapping("")
         group.wait_until_ready()
     except BaseException:
         group.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,7 +23,6 @@ def usable_cpus() -> int:
 
 
 def threads_of_rank(ranks: int) -> int:
-    """Return the number of threads of a rank if this machine's `ranks` ranks divide the CPUs of this process."""
     return max(1, usable_cpus() // ranks)
 
 
@@ -32,10 +32,6 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
     Ranks are pinned only if each rank has as many threads as its equal share of this process's CPUs, rounded down.
     Ranks are not pinned if a control group's quota allows fewer CPUs. With spare CPUs, the scheduler places ranks well.
     Ranks that are adjacent in the list share a NUMA node if the numbers of CPUs allow it.
-
-    Args:
-        world_size: number of ranks.
-        threads: number of threads of each rank.
     """
     cpus = sorted(os.sched_getaffinity(0))
     each = len(cpus) // world_size
@@ -47,21 +43,12 @@ def cpus_of_ranks(world_size: int, threads: int) -> list[set[int]] | None:
 
 
 def numa_nodes(directory: Path) -> dict[int, int]:
-    """Return CPU number → NUMA node number.
-
-    The result is empty if the system lists no nodes, or if this process cannot open more files.
-
-    Args:
-        directory: folder with one subfolder `nodeN` per NUMA node, in the form of /sys/devices/system/node.
-    """
+    """Return CPU number → NUMA node, from a folder like /sys/devices/system/node; empty without listed nodes."""
     node_of: dict[int, int] = {}
-    try:
-        lists = [(node, (node / "cpulist").read_text()) for node in directory.glob("node[0-9]*")]
-    except OSError:
-        return node_of
-    for node, text in lists:
-        for part in text.strip().split(","):
-            first, _, last = part.partition("-")
-            if first:
-                node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
+    with contextlib.suppress(OSError):  # this process cannot open more files
+        for node in directory.glob("node[0-9]*"):
+            for part in (node / "cpulist").read_text().strip().split(","):
+                first, _, last = part.partition("-")
+                if first:
+                    node_of.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(node.name[4:])))
     return node_of

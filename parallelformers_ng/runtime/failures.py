@@ -19,14 +19,9 @@ class Description:
     """A description of an exception.
 
     Attributes:
-        module: module of the exception's class.
-        qualname: qualified name of the class.
         args: arguments of the exception; None if any is not a plain value.
-        message: text of the exception.
-        traceback: formatted traceback.
         aborted: whether the exception follows from an aborted collective, usually because another rank raised.
         attributes: attributes of the exception that are plain values, also its notes.
-        parts: descriptions of the exceptions of an exception group.
     """
 
     module: str
@@ -40,12 +35,7 @@ class Description:
 
 
 def describe(error: BaseException, is_consequence: bool = False) -> Description:
-    """Return a worker's description of an exception.
-
-    Args:
-        error: the exception, with its traceback.
-        is_consequence: whether a collective had been aborted before the exception.
-    """
+    """Return a worker's description of an exception."""
     cls = type(error)
     plain = all(type(argument) in _ARGUMENT_TYPES for argument in error.args)
     text = "".join(traceback.format_exception(error))
@@ -63,15 +53,7 @@ def describe(error: BaseException, is_consequence: bool = False) -> Description:
 
 
 def rebuild(rank: int, description: Any) -> WorkerError:
-    """Return the exception to raise in the caller: a WorkerError that is, if possible, also of the original type.
-
-    Args:
-        rank: rank that raised the exception.
-        description: result of `describe`.
-
-    Raises:
-        ProtocolError: `description` is not a `Description`.
-    """
+    """Return the exception to raise in the caller: a WorkerError that is, if possible, also of the original type."""
     if not isinstance(description, Description):
         raise ProtocolError(f"rank {rank} sent an exception in an unknown format")
     name, message = f"{description.module}.{description.qualname}", description.message

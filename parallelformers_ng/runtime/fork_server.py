@@ -8,7 +8,6 @@ descriptor of an inherited socket, LIFELINE the descriptor of a pipe, PARENT the
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import errno
@@ -22,32 +21,30 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
+from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.runtime import titles, worker
+from parallelformers_ng.runtime.spawn import poll_of
 
+# Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code.
 NUMBER = struct.Struct("<i")
-"""Format of a report about a rank (int32). First report: process id, or negative errno. Second report: exit code."""
 
+# Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
+# (`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c).
 _NEEDLESS_THREADS = {"jemalloc_bg_thd"}
-"""Names of threads that a fork does not need. jemalloc, which pyarrow starts, does without its thread in a fork
-(`background_thread_postfork_child` in https://github.com/jemalloc/jemalloc/blob/dev/src/background_thread.c)."""
-_OF_THE_DRIVER = "cuda"
-"""Beginning of the names of threads of the CUDA driver."""
+# Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
+# (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html).
 _NOT_INITIALIZED = 3
-"""Result of the driver's `cuInit` in a fork of a process that has initialized the driver: "not initialized"
-(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html)."""
 
 _DESCRIPTORS = 6  # per request: socket, lifeline, standard error, standard output, folder, socket for reports
 
 
 def main() -> None:
-    """Import the module that ranks need, then fork ranks on request until the caller has ended or closed its socket.
+    """Fork ranks on request until the caller has ended or closed its socket.
 
-    The process exits with code 1 if the import fails, has started threads or has initialized CUDA. A fork would lack
-    the threads, and could not use CUDA devices. The exit code is `worker.PARENT_GONE` if the caller has ended before
-    the import.
+    The process exits with code 1 if the import fails, has started threads, which a fork would lack, or has initialized
+    CUDA, which a fork could not use.
     """
     *numbers, imports = sys.argv[1:]
     control, lifeline, caller = map(int, numbers)
@@ -68,8 +65,10 @@ def main() -> None:
 
 
 def _why_no_forks() -> str | None:
-    threads = [name for name in _other_threads() if name not in _NEEDLESS_THREADS]
-    if needed := [name for name in threads if not name.startswith(_OF_THE_DRIVER)]:
+    numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
+    names = sorted(kernel_text(f"/proc/self/task/{number}/comm") for number in numbers)
+    threads = [name for name in names if name not in _NEEDLESS_THREADS]
+    if needed := [name for name in threads if not name.startswith("cuda")]:  # threads of the driver
         return f"an import has started {len(needed)} threads ({', '.join(needed)}), which a fork would lack"
     pid = _fork_quietly()
     if pid == 0:
@@ -79,29 +78,16 @@ def _why_no_forks() -> str | None:
     return None
 
 
-def _other_threads() -> list[str]:
-    """Return the names of all threads of this process except the main thread."""
-    numbers = [number for number in os.listdir("/proc/self/task") if int(number) != os.getpid()]
-    return sorted(Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in numbers)
-
-
 def _cannot_use_devices(asks_driver: bool) -> bool:
-    """Return whether this forked process cannot use CUDA because the forking process has initialized CUDA.
-
-    Args:
-        asks_driver: whether to ask the driver also; torch knows only of what torch has initialized.
-    """
+    """Ask in a fork, because torch knows only of what torch has initialized; the driver knows more."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():
-        return True
-    return asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED
+    return torch.cuda._is_in_bad_fork() or (asks_driver and ctypes.CDLL("libcuda.so.1").cuInit(0) == _NOT_INITIALIZED)
 
 
 def _fork_quietly() -> int:
     """Fork without Python's warning about threads; `_why_no_forks` has judged the threads of this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return os.fork()
 
 
@@ -109,7 +95,6 @@ class _Server:
     """The loop of the server.
 
     Args:
-        requests: socket on which the caller requests ranks.
         lifeline: reading end of the pipe whose closing makes the kernel kill this process.
         watched: pidfds of the caller and of this process; a rank ends if either process ends.
     """
@@ -119,12 +104,9 @@ class _Server:
         self._lifeline = lifeline
         self._watched = watched
         self._ranks: dict[int, tuple[int, socket.socket]] = {}  # pidfd → (process id, socket for reports)
-        self._poll = select.poll()
-        for fd in (requests.fileno(), watched[0]):
-            self._poll.register(fd, select.POLLIN)
+        self._poll = poll_of([requests.fileno(), watched[0]])
 
     def serve(self) -> None:
-        """Fork ranks and report their ends until the caller has ended or closed its socket."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._watched[0]:
@@ -135,7 +117,6 @@ class _Server:
                     return
 
     def _answer(self) -> bool:
-        """Receive a request and fork a rank; return False if the caller has closed the socket."""
         message, descriptors, *_ = socket.recv_fds(self._requests, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if message and len(descriptors) == _DESCRIPTORS:
             *rank, report_fd = descriptors
@@ -168,9 +149,8 @@ class _Server:
 
     @staticmethod
     def _send(report: socket.socket, number: int, descriptors: Sequence[int] = ()) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with contextlib.suppress(OSError):  # the caller has closed its end
-            report.sendmsg([NUMBER.pack(number)], ancillary, socket.MSG_NOSIGNAL)
+            socket.send_fds(report, [NUMBER.pack(number)], descriptors)
 
     def _become_rank(self, descriptors: Sequence[int], report: socket.socket) -> NoReturn:
         """Make this forked process equal to a fresh process, and run the worker in it."""
@@ -189,23 +169,19 @@ class _Server:
             for fd in (errors, output, folder):
                 os.close(fd)
             sys.argv = [worker.__file__, str(control), str(lifeline), sys.argv[3]]
-            _renew_state()
+            # Reset state of the server that a fresh process would not have. Python itself reseeds `random` in a fork.
+            import numpy as np
+            import torch
+
+            np.random.seed()
+            torch.default_generator.seed()
+            importlib.invalidate_caches()  # new files may exist since the server's imports
+            gc.enable()
             worker.run(control, lifeline, self._watched)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
-
-
-def _renew_state() -> None:
-    """Reset state of the server that a fresh process would not have. Python reseeds `random` in a fork by itself."""
-    import numpy as np
-    import torch
-
-    np.random.seed()
-    torch.default_generator.seed()
-    importlib.invalidate_caches()  # new files may exist since the server's imports
-    gc.enable()
 
 
 if __name__ == "__main__":

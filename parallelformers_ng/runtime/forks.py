@@ -17,26 +17,14 @@ import threading
 import time
 import weakref
 
+from parallelformers_ng.collectives.control_groups import kernel_text
 from parallelformers_ng.errors import RequestTimeoutError
-from parallelformers_ng.runtime import fork_server
-from parallelformers_ng.runtime.spawn import (
-    REAP_SECONDS,
-    ChildLink,
-    Spawned,
-    current_folder,
-    environment_of_worker,
-    is_readable,
-    module_path,
-    send_signal,
-)
+from parallelformers_ng.runtime import fork_server, spawn
+from parallelformers_ng.runtime.spawn import ChildLink, Spawned, is_readable
 
 log = logging.getLogger("parallelformers_ng")
 
-SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"
-"""Environment variable; if it is 0, every rank is started as a fresh process."""
-
-_LEAST = "torch"
-"""Module that a server imports by default."""
+SWITCH = "PARALLELFORMERS_NG_FORK_SERVER"  # environment variable; if it is 0, every rank is started as a fresh process
 
 # Prefixes of variables that Python or a library reads at start or import; a fork keeps the values of that time.
 _READ_AT_START = (
@@ -47,19 +35,7 @@ _INHERITED = ("Uid", "Gid", "Groups", "Umask", "Cap", "NoNewPrivs", "Seccomp", "
 
 
 class Fork:
-    """A rank that was requested from a fork server.
-
-    Args:
-        server: the fork server.
-        link: link between this process and the rank.
-
-    Attributes:
-        pid: process id; 0 before `await_start`.
-        pidfd: descriptor that refers to the process; -1 before `await_start`.
-
-    Raises:
-        OSError: this process cannot open more files.
-    """
+    """A rank that was requested from a fork server; `pid` is 0 before `await_start`."""
 
     def __init__(self, server: ForkServer, link: ChildLink) -> None:
         self.pid, self.pidfd = 0, -1
@@ -69,11 +45,10 @@ class Fork:
             self._report, their_report = socket.socketpair()
             ours.enter_context(self._report)
             theirs.enter_context(their_report)
-            folder = os.open(current_folder(), os.O_PATH | os.O_DIRECTORY)
+            folder = os.open(spawn.current_folder(), os.O_PATH | os.O_DIRECTORY)
             theirs.callback(os.close, folder)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            theirs.callback(os.close, nowhere)
-            output = 1 if os.path.exists("/proc/self/fd/1") else nowhere
+            nowhere = theirs.enter_context(open(os.devnull, "w"))
+            output = 1 if os.path.exists("/proc/self/fd/1") else nowhere.fileno()
             descriptors = [*link.theirs, link.log, output, folder, their_report.fileno()]
             with contextlib.suppress(BrokenPipeError):  # the server has ended; `await_start` will notice
                 socket.send_fds(server.link.connection, [b"f"], descriptors, socket.MSG_NOSIGNAL)
@@ -81,15 +56,7 @@ class Fork:
         server.forks.add(self)
 
     def await_start(self, deadline: float) -> bool:
-        """Wait until the server has forked the rank, and return True; return False if the server has ended.
-
-        Args:
-            deadline: latest time of the answer, in seconds of `time.monotonic`.
-
-        Raises:
-            RequestTimeoutError: the server has not answered before the deadline.
-            OSError: the system cannot start more processes, or this process cannot open more files.
-        """
+        """Wait until the server has forked the rank, and return True; return False if the server has ended."""
         if self.pid or self._server is None:
             return bool(self.pid)
         if not is_readable(self._report.fileno(), deadline - time.monotonic()):
@@ -127,23 +94,7 @@ class Fork:
 
 
 class ForkServer:
-    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server.
-
-    Args:
-        inheritance: state of this process that forks inherit.
-        imports: name of the module that the server imports before it forks.
-
-    Attributes:
-        inheritance: argument `inheritance`.
-        imports: argument `imports`.
-        link: link to the server; its socket carries requests for ranks.
-        pid: process id of the server.
-        forks: requested ranks that are not closed yet.
-
-    Raises:
-        OSError: the system cannot start more processes or open more files.
-        StartupError: the path of the Python interpreter is unknown.
-    """
+    """The caller's side of a fork server. The server ends after no rank and no code of this process uses the server."""
 
     def __init__(self, inheritance: object, imports: str) -> None:
         self.inheritance = inheritance
@@ -151,7 +102,7 @@ class ForkServer:
         self.link = ChildLink("fork-server")
         try:
             # If an import asks for devices, NVML must answer: after a CUDA initialization, forks could not use devices.
-            environment = environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            environment = spawn.environment_of_worker(threads=1) | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             self._process = Spawned(fork_server.__name__, self.link, environment, imports)
         except BaseException:
             self.link.close()
@@ -169,8 +120,7 @@ class ForkServer:
         return self._process.exit_code(0.0)
 
     def request_traceback(self) -> None:
-        """Make the server write its traceback to its log."""
-        send_signal(self._process.pidfd, signal.SIGUSR1)
+        spawn.send_signal(self._process.pidfd, signal.SIGUSR1)
 
     def new_log(self) -> str:
         """Return the text that the server has written to its log since the last call, at most the last 8 KiB."""
@@ -195,9 +145,6 @@ def running(imports: str | None = None) -> ForkServer | None:
     A running server is used only if its forks would inherit the same state as a fresh process of this thread. The
     result is None if the environment variable `PARALLELFORMERS_NG_FORK_SERVER` is 0, or if a server cannot start or
     must not fork.
-
-    Args:
-        imports: name of the module that the server imports; with None, any running server is used.
     """
     global _newest
     if os.environ.get(SWITCH) == "0":
@@ -211,7 +158,7 @@ def running(imports: str | None = None) -> ForkServer | None:
             if code is not None and code > 0:  # a new server would fail in the same way
                 return None
         try:
-            _newest = ForkServer(inheritance, imports or _LEAST)
+            _newest = ForkServer(inheritance, imports or "torch")
         except Exception as error:
             log.debug("the fork server could not be started: %s", error)
             return None
@@ -227,7 +174,7 @@ def _end(process: Spawned, link: ChildLink, forks: weakref.WeakSet[Fork]) -> Non
     if forks:
         return
     link.close()
-    process.exit_code(REAP_SECONDS)
+    process.exit_code(spawn.REAP_SECONDS)
     process.close()
 
 
@@ -244,21 +191,13 @@ os.register_at_fork(after_in_child=_forget_in_forked_child)
 
 def _inheritance() -> tuple[object, ...]:
     """Return the state that a process inherits from this thread, except for values that every request contains."""
-    status = _proc("status").splitlines()
+    status = kernel_text("/proc/thread-self/status").splitlines()
     return (
         [line for line in status if line.startswith(_INHERITED)],
-        _proc("cgroup"),
+        kernel_text("/proc/thread-self/cgroup"),
         [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
         os.getpriority(os.PRIO_PROCESS, 0),
         {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)},
         sys.executable,
-        module_path(),
+        spawn.module_path(),
     )
-
-
-def _proc(name: str) -> str:
-    try:
-        with open(f"/proc/thread-self/{name}") as file:
-            return file.read()
-    except OSError:
-        return ""

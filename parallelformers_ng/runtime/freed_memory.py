@@ -7,8 +7,7 @@ import ctypes
 
 import torch
 
-TRIM_EVERY = 64 << 20
-"""Number of bytes to free or read before the next call of `trim_heap`."""
+TRIM_EVERY = 64 << 20  # number of bytes to free or read before the next call of `trim_heap`
 
 
 def give_back_freed() -> None:

@@ -25,8 +25,9 @@ from parallelformers_ng.runtime.request_loop import GOODBYE_SECONDS, RequestLoop
 from parallelformers_ng.wire.frame import Flag, Frame
 from parallelformers_ng.wire.message import decode, encode
 
-OnEvent = Callable[[Any], object]
-Watch = Callable[[], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+OnEvent = Callable[[Any], object] | None
+Watch = Callable[[], Any] | None
 LOOK_SECONDS = 0.05
 
 
@@ -182,7 +183,7 @@ class WorkerGroup:
         method: str,
         *args: Any,
         deadline: float | None = None,
-        on_event: OnEvent | None = None,
+        on_event: OnEvent = None,
         to_devices: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -216,16 +217,16 @@ class WorkerGroup:
             WrongProcessError: another process started the group.
         """
         flags = Flag.TO_DEVICE if to_devices else 0
-        return self._request(method, [(args, kwargs)], flags, deadline, on_event)[0]
+        return self._request(method, [(args, kwargs)], flags, deadline, on_event, None)[0]
 
     def call_each(
         self,
         method: str,
         per_rank: Iterable[tuple[Any, ...]],
         deadline: float | None = None,
-        on_event: OnEvent | None = None,
+        on_event: OnEvent = None,
         to_devices: bool = False,
-        watch: Watch | None = None,
+        watch: Watch = None,
     ) -> list[Any]:
         """Run one method on every rank, and return the value of each rank.
 
@@ -264,13 +265,7 @@ class WorkerGroup:
         return GroupClosedError("the worker group has ended") if why is None else why()
 
     def _request(
-        self,
-        method: str,
-        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-        flags: int,
-        deadline: float | None,
-        on_event: OnEvent | None,
-        watch: Watch | None = None,
+        self, method: str, calls: list[Arguments], flags: int, deadline: float | None, on_event: OnEvent, watch: Watch
     ) -> list[Any]:
         if self._is_over:
             self._processes.raise_why_over()
@@ -280,8 +275,7 @@ class WorkerGroup:
             raise DeadlineExpiredError(f"{method!r} was not sent: its deadline passed {now - deadline:.3g} s ago")
         if threading.get_ident() in self._in_event:
             raise GroupError(f"{method!r} was called from the on_event of another request; call it after that request")
-        messages = [call_of(method, args, kwargs) for args, kwargs in arguments]
-        request = Request(method, messages, flags, deadline)
+        request = Request(method, [call_of(method, *each) for each in calls], flags, deadline)
         try:
             self._loop.submit(request)
             values, error = read(self._answers(request, on_event, watch))
@@ -304,8 +298,7 @@ class WorkerGroup:
         self._processes.note_reason(cause)
         self._loop.stop(patience)
 
-    def _answers(self, request: Request, on_event: OnEvent | None, watch: Watch | None) -> Answers:
-        """Wait for the answers of all ranks, and return rank → answer; pass each value of rank 0 to `on_event`."""
+    def _answers(self, request: Request, on_event: OnEvent, watch: Watch) -> Answers:
         thread = threading.get_ident()
         next_look = math.inf if watch is None else time.monotonic() + LOOK_SECONDS
         while True:

@@ -14,13 +14,12 @@ from typing import Any
 from parallelformers_ng.errors import DeadlineExpiredError, RequestCancelledError
 from parallelformers_ng.option_checks import checked_seconds
 
+# Deadline of this thread or asyncio task, in seconds of `time.monotonic`.
 thread_deadline: ContextVar[float] = ContextVar("parallelformers_ng_deadline", default=math.inf)
-"""Deadline of this thread or asyncio task, in seconds of `time.monotonic`."""
 
 
 @contextlib.contextmanager
 def set_within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Set a context variable of this thread or asyncio task inside the `with` block."""
     token = variable.set(value)
     try:
         yield
@@ -50,16 +49,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
-    """Hold a lock in this context, after a wait for other threads.
-
-    Args:
-        lock: the lock.
-        latest: latest moment to get the lock, in seconds of `time.monotonic`.
-        late: message of the error.
-
-    Raises:
-        DeadlineExpiredError: other threads still held the lock at `latest`.
-    """
+    """Hold a lock in this context, after a wait for other threads."""
     if not lock.acquire(timeout=min(max(0.0, latest - time.monotonic()), threading.TIMEOUT_MAX)):
         raise DeadlineExpiredError(late)
     try:
@@ -69,15 +59,11 @@ def turn(lock: threading.RLock, latest: float, late: str) -> Iterator[None]:
 
 
 class Cancellation:
-    """A switch with which one thread cancels the requests of another thread.
-
-    Attributes:
-        asked: whether `cancel` was called.
-        wake: function that `cancel` calls. A thread that is about to sleep sets `wake` first and then checks `asked`.
-    """
+    """A switch with which one thread cancels the requests of another thread."""
 
     def __init__(self) -> None:
         self.asked = False
+        # `cancel` calls `wake`. A thread that is about to sleep sets `wake` first and then checks `asked`.
         self.wake: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:
@@ -86,13 +72,11 @@ class Cancellation:
         self.wake()
 
     def check(self) -> None:
-        """Raise RequestCancelledError if `cancel` was called."""
         if self.asked:
             raise cancellation_error()
 
 
 def cancellation_error() -> RequestCancelledError:
-    """Return the error of a request that its caller has cancelled."""
     return RequestCancelledError("the request was cancelled by its caller")
 
 

@@ -1,4 +1,4 @@
-"""Chooses the number and devices of workers, and checks that this system can run workers."""
+"""Chooses the number and devices of workers, checks that this system can run workers, and selects a rank's device."""
 
 from __future__ import annotations
 
@@ -12,41 +12,32 @@ from typing import Any
 
 import torch
 
-from parallelformers_ng.errors import PlacementError, UnsupportedPlatformError
+from parallelformers_ng.errors import PlacementError, StartupError, UnsupportedPlatformError
 
 log = logging.getLogger("parallelformers_ng")
 _say_once = functools.cache(log.warning)
 
+NCCL_PHASE = "connecting to its peers by NCCL"  # phase that a rank reports while it connects with NCCL, which may hang
+NCCL_REMEDY = (
+    " NCCL hangs on machines where copies between devices do not work, for example virtual machines or machines with an"
+    " IOMMU: NCCL_P2P_DISABLE=1 in the environment turns these copies off."
+)
+
 
 def placement(
-    num_gpus: int | None,
-    device: str,
-    device_ids: Sequence[int] | None,
-    replicas: int = 1,
-    devices_elsewhere: int | None = None,
+    num_gpus: int | None, device: str, device_ids: Sequence[int] | None, replicas: int = 1, elsewhere: int | None = None
 ) -> tuple[int, str]:
-    """Return the number of workers of each replica and the type of their devices.
+    """Return the number of workers of each replica, and "cpu" or "cuda".
 
     A warning is logged once if `device` is "auto" and there is no CUDA device.
 
     Args:
-        num_gpus: number of workers of each replica; None uses all CUDA devices, or 2 workers on CPU.
-        device: "cpu", "cuda" or "auto".
         device_ids: CUDA device of each rank of all replicas; None uses 0, 1, 2, ….
-        replicas: number of replicas.
-        devices_elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
+        elsewhere: number of CUDA devices of the hosts on which a launcher will start the ranks, 0 if unknown;
             None if this process starts the ranks.
-
-    Returns:
-        (world size of a replica, "cpu" or "cuda").
-
-    Raises:
-        PlacementError: fewer devices exist than requested, the arguments contradict each other, or the number of
-            workers is not an integer of at least 1. With a launcher also: `num_gpus` is None for CUDA devices, or
-            `device_ids` is not None.
     """
-    is_here = devices_elsewhere is None
-    available = torch.cuda.device_count() if devices_elsewhere is None else devices_elsewhere
+    is_here = elsewhere is None
+    available = torch.cuda.device_count() if elsewhere is None else elsewhere
     kind = device if device != "auto" else "cuda" if available else "cpu"
     if device == "auto" and kind == "cpu":
         where = "here" if is_here else "on the hosts of the ranks"
@@ -79,22 +70,11 @@ def placement(
 
 
 def check_count(count: Any, argument: str = "num_gpus") -> None:
-    """Raise PlacementError if `count` is not an integer of at least 1.
-
-    Args:
-        count: value to check; True and False are refused.
-        argument: name of the caller's argument, for the message.
-    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise PlacementError(f"{argument} is {count!r}; it takes a number, at least 1")
 
 
 def check_platform() -> None:
-    """Raise UnsupportedPlatformError if workers cannot run on this system.
-
-    Workers need Linux, a mounted /proc, files in memory, descriptors of processes, and modules for threads, processes
-    and sockets that gevent has not patched.
-    """
     if sys.platform != "linux":
         raise UnsupportedPlatformError(
             f"parallelize needs Linux (memfd, pidfd) and this is {sys.platform}; use a Linux container. plan() works"
@@ -122,7 +102,29 @@ def check_platform() -> None:
 
 
 def _patched_by_gevent() -> list[str]:
-    """Return the names of the patched modules among those that threads, processes and sockets need."""
     monkey = sys.modules.get("gevent.monkey")
     modules = ("thread", "threading", "socket", "select", "selectors", "subprocess", "os", "queue")
     return [] if monkey is None else [module for module in modules if monkey.is_module_patched(module)]
+
+
+def take_device(device: torch.device) -> None:
+    """Select the CUDA device of a rank, with a helpful error if CUDA cannot use the device.
+
+    The caller counts devices with NVML, which needs no CUDA context. CUDA may have fewer devices: CUDA shows a process
+    only one slice of a device in MIG mode, and a driver may be too old for a listed device.
+    """
+    listed = torch.cuda.device_count()  # counted by NVML, the same as in the caller
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        if not torch.cuda.is_initialized():
+            raise StartupError(
+                f"CUDA cannot be used on {device}: {reason}. The driver lists {listed} devices; this torch was built"
+                f" for CUDA {torch.version.cuda}. Install a newer driver, or a torch built for an older CUDA"
+            ) from error
+        raise StartupError(
+            f"CUDA does not have {device}: {reason}. The driver lists {listed} devices and CUDA has"
+            f" {torch.cuda.device_count()}. CUDA shows a process only one slice of a device in MIG mode: name a slice"
+            " for each rank in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists slices as MIG-…), or set a smaller num_gpus="
+        ) from error

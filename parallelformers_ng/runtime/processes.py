@@ -10,13 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from parallelformers_ng.errors import (
-    ChannelClosedError,
-    GroupClosedError,
-    GroupError,
-    RequestTimeoutError,
-    WrongProcessError,
-)
+from parallelformers_ng.errors import GroupClosedError, GroupError, WrongProcessError
 from parallelformers_ng.runtime.worker_process import Worker
 from parallelformers_ng.wire.frame import FrameKind
 
@@ -24,20 +18,12 @@ from parallelformers_ng.wire.frame import FrameKind
 class Processes:
     """The workers of a group and their shared arena, which are released together at the end of the group.
 
-    Args:
-        arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
-        device_names: device of each rank, for error messages.
-
     Attributes:
-        workers: workers in the order of their ranks.
-        arena: argument `arena`.
-        rendezvous: descriptor of the file with which process groups connect; None for backends that need no file.
+        arena: the `Arena` of the collectives; for ranks that agents start, their `Hosts`, which has the same methods.
         quiet_cpus: CPUs on which no rank spins, for the group's thread; empty if there are none, or if the ranks may
             run on any CPU.
-        owner: id of the process that started the workers; other processes cannot use the workers.
         why_over: function that makes the callers' error; None if no reason was noted yet. A worker's death counts only
             after it was noticed.
-        ended: whether no request can be sent any more.
     """
 
     def __init__(self, arena: Any, device_names: Sequence[str]) -> None:
@@ -55,7 +41,6 @@ class Processes:
         _live.add(self)
 
     def check_process(self) -> None:
-        """Raise WrongProcessError if this process did not start the workers."""
         if os.getpid() != self.owner:
             raise WrongProcessError(
                 f"this worker group belongs to process {self.owner}, this is process {os.getpid()}; a forked process "
@@ -66,11 +51,6 @@ class Processes:
         """Raise the reason why the group cannot serve a call: the group has ended, or belongs to another process.
 
         In a daemon thread at interpreter exit, wait forever instead.
-
-        Raises:
-            WrongProcessError: another process started the workers.
-            GroupError: the error of `why_over`.
-            GroupClosedError: the interpreter is shutting down.
         """
         self.check_process()
         if self.why_over is not None:
@@ -80,11 +60,9 @@ class Processes:
         raise GroupClosedError("the worker group has ended, because the interpreter is shutting down")
 
     def note_reason(self, cause: GroupError) -> None:
-        """Set the error that callers get from now on; a reason that is already set stays."""
         self.why_over = self.why_over or functools.partial(type(cause), *cause.args)
 
     def note_death(self, rank: int) -> None:
-        """Set the end of a worker as the reason, see `note_reason`."""
         self.why_over = self.why_over or self.workers[rank].death(self._device_names[rank])
 
     def kill(self) -> None:
@@ -99,23 +77,16 @@ class Processes:
         """Ask all workers, which must be idle, to exit; then call `end`.
 
         If a worker cannot be asked, return at once, without a call of `end`.
-
-        Args:
-            patience: seconds that the workers get to exit.
         """
         try:
             for worker in self.workers:
                 worker.channel.send(FrameKind.GOODBYE, 0, None, time.monotonic() + patience)
-        except (ChannelClosedError, RequestTimeoutError, ValueError):
+        except (GroupError, ValueError):
             return
         self.end(patience)
 
     def end(self, patience: float = 0.0) -> None:
-        """End all workers and close all descriptors. Does nothing at a second call, or in a forked child.
-
-        Args:
-            patience: seconds that workers get to exit by themselves; then workers are killed.
-        """
+        """End all workers and close all descriptors. Does nothing at a second call, or in a forked child."""
         if os.getpid() != self.owner or not self._ending.acquire(blocking=False):
             return
         self.ended = True

@@ -17,37 +17,18 @@ from parallelformers_ng.runtime import failures
 from parallelformers_ng.wire.frame import Frame, FrameKind
 from parallelformers_ng.wire.message import Encoded, decode, encode
 
-Answers = dict[int, Frame]
-"""Rank → answer frame of the rank, not yet decoded."""
+Answers = dict[int, Frame]  # rank → answer frame of the rank, not yet decoded
 
 
 def call_of(method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Encoded:
-    """Encode a method call in the form that `Service` decodes.
-
-    Args:
-        method: name of a public method of the target.
-        args, kwargs: positional arguments, and keyword arguments by name.
-
-    Raises:
-        NotPortableError: an argument cannot be sent, see `encode`.
-    """
     return encode({"method": method, "args": args, "kwargs": kwargs or {}})
 
 
 class Request:
     """A method that every rank runs. The caller waits in `next`; the group's thread delivers answers with `put`.
 
-    Args:
-        method: name of the method, for error messages.
-        messages: encoded arguments: one message for all ranks, or one message per rank.
-        flags: flags of the request, see `Flag`.
-        deadline: latest time of the answers, in seconds of `time.monotonic`; infinity until `set_deadline` is called.
-
     Attributes:
-        method, messages, flags, deadline: the arguments of the same names.
-        seconds: time between setting the deadline and the deadline, in seconds.
-        begun: whether the group's thread has started the request.
-        given_up: whether the caller no longer waits.
+        seconds: time between setting the deadline and the deadline.
         updates: messages for the ranks that arrived after the arguments; see `FrameKind.UPDATE`.
     """
 
@@ -59,11 +40,10 @@ class Request:
         self._inbox: queue.SimpleQueue[Frame | Answers | GroupError | None] = queue.SimpleQueue()
 
     def set_deadline(self, deadline: float) -> None:
-        """Set the latest time of the answers, in seconds of `time.monotonic`."""
         self.deadline, self.seconds = deadline, deadline - time.monotonic()
 
     def prepare(self) -> bool:
-        """Return whether to send the request; the group's thread calls this method at the request's turn."""
+        """Decide at the request's turn, in the group's thread, whether to send the request."""
         return True
 
     def put(self, item: Frame | Answers | GroupError | None) -> None:
@@ -73,15 +53,7 @@ class Request:
             self.discard()
 
     def next(self, pause: float = math.inf) -> Frame | Answers | GroupError | None:
-        """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait.
-
-        Args:
-            pause: longest wait in seconds after the request has begun, and before it has begun.
-
-        Raises:
-            queue.Empty: no item came within `pause`.
-            DeadlineExpiredError: the deadline passed before the group's thread started the request.
-        """
+        """Wait for the next item of `put` and return it. Ctrl-C and errors from signal handlers end the wait."""
         if not self.begun:
             try:
                 rest = max(self.deadline - time.monotonic(), 0.0)
@@ -94,7 +66,6 @@ class Request:
         return self._inbox.get(timeout=None if pause == math.inf else pause)  # the group's thread enforces the deadline
 
     def expired(self) -> DeadlineExpiredError:
-        """Return the error of a request whose deadline passed before it was sent."""
         return DeadlineExpiredError(
             f"{self.method!r} did not start within {self.seconds:.3g} s; the workers were busy with other calls"
         )
@@ -112,18 +83,7 @@ class Request:
 
 
 def read(answers: Answers) -> tuple[list[Any], WorkerError | None]:
-    """Decode the answers of all ranks.
-
-    Args:
-        answers: rank → answer frame.
-
-    Returns:
-        (value of each rank, error): if ranks raised, the exception that best explains the failure; otherwise None.
-
-    Raises:
-        NotPortableError: an answer cannot be decoded in this process.
-        ProtocolError: an answer is malformed.
-    """
+    """Decode the answers; also return the exception that best explains the failure, if ranks raised."""
     values: list[Any] = [None] * len(answers)
     raised: dict[int, Any] = {}
     try:

@@ -38,11 +38,7 @@ _ANSWERS = frozenset({FrameKind.RESULT, FrameKind.DONE, _ERROR})
 
 class RequestLoop:
     """Serves requests in the order of their arrival, until the group ends. The loop has no reference to the
-    `WorkerGroup`, so that the group can be garbage-collected.
-
-    Args:
-        processes: the workers, which are ready before `start` is called.
-    """
+    `WorkerGroup`, so that the group can be garbage-collected."""
 
     _partner: Worker  # worker with which messages were exchanged last; after a ChannelClosedError, the ended worker
 
@@ -58,11 +54,6 @@ class RequestLoop:
         self._answers: Answers = {}  # answers to the current request
 
     def start(self) -> None:
-        """Start the thread that serves requests.
-
-        Raises:
-            OSError: this process cannot open more files.
-        """
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Any thread may write to the eventfd, so close the eventfd only after this object is freed. Do not close it at
         # interpreter exit, because `leave` still writes to it then.
@@ -83,7 +74,6 @@ class RequestLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or running."""
         return self._current is not None or bool(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -109,11 +99,7 @@ class RequestLoop:
         os.eventfd_write(self._wakeup, 1)
 
     def stop(self, patience: float = 0.0) -> None:
-        """End the workers, and wait for their end. Waiting and running requests end with an error.
-
-        Args:
-            patience: seconds that idle workers get to exit by themselves.
-        """
+        """End the workers, and wait for their end. Waiting and running requests end with an error."""
         if not self._thread.is_alive():
             self._processes.end()
             return
@@ -122,7 +108,6 @@ class RequestLoop:
         self.join()
 
     def join(self) -> None:
-        """Wait until the group's thread has ended all workers, after one worker has died."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join()
 
@@ -138,7 +123,6 @@ class RequestLoop:
                 self.stop()
 
     def _fail_waiting(self) -> None:
-        """End all waiting requests with None, which means that the group has ended."""
         with contextlib.suppress(IndexError):  # no request is left; other threads may take some
             while True:
                 self._waiting.popleft().put(None)
@@ -175,7 +159,6 @@ class RequestLoop:
             self._run_later_functions()
 
     def _next(self) -> bool:
-        """Wait for a request; return False if the group has ended."""
         while self._processes.why_over is None and not self._processes.ended:
             if self._waiting:
                 return True

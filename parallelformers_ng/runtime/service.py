@@ -23,7 +23,7 @@ from parallelformers_ng.collectives.connect import chosen_backend, connect
 from parallelformers_ng.collectives.process_group import rendezvous_path
 from parallelformers_ng.errors import GroupError, ProtocolError
 from parallelformers_ng.runtime import failures, titles
-from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, take_device
+from parallelformers_ng.runtime.placement import NCCL_PHASE, take_device
 from parallelformers_ng.wire import by_value
 from parallelformers_ng.wire.frame import Flag, Frame, FrameKind
 from parallelformers_ng.wire.message import NOTHING, decode, pack
@@ -36,10 +36,6 @@ _REQUEST, _DONE = FrameKind.REQUEST, FrameKind.DONE
 
 class Emitter:
     """Sends values to the caller while a request runs. Only rank 0 sends; on other ranks a call has no effect.
-
-    Args:
-        channel: connection to the caller.
-        rank: rank of this worker.
 
     Attributes:
         sequence: number of the running request, the same number as in `Arena.request_cancel`.
@@ -70,22 +66,13 @@ class Emitter:
 
 @dataclass
 class Service:
-    """Runs the parent's requests on the target, one after another.
-
-    Attributes:
-        channel: connection to the caller.
-        target: object whose methods the requests call.
-        communicator: communicator of the ranks.
-        emit: function that sends values to the caller while a request runs.
-        spins: whether to poll actively for the next request before sleeping, which needs a spare CPU.
-        device: device of this rank.
-    """
+    """Runs the parent's requests on the target, one after another."""
 
     channel: Channel
     target: Any
     communicator: Communicator
     emit: Emitter
-    spins: bool
+    spins: bool  # whether to poll actively for the next request before sleeping, which needs a spare CPU
     device: torch.device
 
     def serve(self) -> None:
@@ -93,12 +80,6 @@ class Service:
 
         Exceptions of a request are sent to the caller, and abort the collectives unless all ranks have ended the
         request.
-
-        Raises:
-            ProtocolError: the worker received a frame other than the next request or the end.
-            ChannelClosedError: the parent has closed the connection.
-            SharedMemoryError: the system has no memory for the description of an exception.
-            StartupError, RuntimeError: NCCL or gloo cannot connect the ranks again, see `Communicator.reset`.
         """
         while frame := self._next():
             if frame.flags & Flag.RESET:
@@ -121,7 +102,6 @@ class Service:
                 self.communicator.clear_up()
 
     def _next(self) -> Frame | None:
-        """Return the next request; None if the parent ends the worker."""
         if self.spins:  # an answer is often followed by the next request
             self.channel.spin(time.monotonic() + SPIN_SECONDS)
         frame, due = self.channel.receive(), self.emit.sequence + 1
@@ -150,13 +130,6 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
 
     The function sets `sys.path`, the environment variables, the CPUs and the thread counts of this process. After a
     successful start, standard error is the parent's, and ranks other than rank 0 show no warnings.
-
-    Args:
-        channel: connection to the parent process.
-        boot: first message of the parent, see `startup.launch`.
-
-    Raises:
-        ChannelClosedError: the parent has closed the connection.
     """
     by_value.in_rank = True
     try:
@@ -181,16 +154,9 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
         uses_nccl = chosen_backend(boot["backend"], device.type) == "nccl" and world_size > 1
         channel.send(FrameKind.EVENT, 0, NCCL_PHASE if uses_nccl else "connecting to its peers")
         rendezvous = boot["rendezvous"]  # stays open, because ranks connect through it again after a reset
-        communicator = connect(
-            boot["backend"],
-            rank=boot["rank"],
-            world_size=boot["world_size"],
-            device=device,
-            arena_fd=boot["arena"].fd,
-            rendezvous=rendezvous and rendezvous_path(rendezvous.fd),
-            timeout=boot["timeout"],
-            span=span,
-        )
+        path = rendezvous and rendezvous_path(rendezvous.fd)
+        plain = {name: boot[name] for name in ("backend", "rank", "world_size", "timeout", "span")}
+        communicator = connect(**plain, device=device, arena_fd=boot["arena"].fd, rendezvous=path)
         boot["arena"].close()
 
         channel.send(FrameKind.EVENT, 0, f"building {name}")
@@ -219,6 +185,5 @@ def start(channel: Channel, boot: dict[str, Any]) -> Service | None:
 
 
 def _channel_to_caller(span: Mapping[str, Any]) -> Channel:
-    """Return the channel to a caller on another host, over a connection that the parent process has opened."""
     file, *keys = span["caller"]
     return SignedChannel(socket.socket(fileno=file.fd), Session(*keys), blocking=True)

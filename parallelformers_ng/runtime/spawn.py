@@ -20,18 +20,11 @@ _TAIL_BYTES = 8192
 class ChildLink:
     """The link between a child process and its parent: a socket, a lifeline and a log.
 
-    Args:
-        name: name of the child, shown in the name of the log.
-
     Attributes:
-        connection: the parent's end of the socket.
         lifeline: descriptor of the parent's end of a pipe, to which nobody writes; if this end closes, the child ends
             (see `worker.py`).
         log: descriptor of a file in memory, to which the child's standard error goes until the child is ready.
         theirs: descriptors of the child's ends of socket and lifeline, open in this process until `hand_over`.
-
-    Raises:
-        OSError: this process cannot open more files.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,7 +45,6 @@ class ChildLink:
         self.theirs = ()
 
     def log_size(self) -> int:
-        """Return the number of bytes that the child has written to its log."""
         return os.fstat(self.log).st_size
 
     def log_tail(self, start: int = 0) -> str:
@@ -62,7 +54,6 @@ class ChildLink:
         return os.pread(self.log, size - start, start).decode(errors="replace")
 
     def close(self) -> None:
-        """Close all descriptors of the link in this process. Idempotent."""
         self.hand_over()
         self.connection.close()
         if self.log >= 0:
@@ -76,16 +67,6 @@ class Spawned:
 
     The command is `python -m module SOCKET LIFELINE PARENT ARGUMENTS`: SOCKET and LIFELINE are descriptors of the link,
     and PARENT is the id of this process.
-
-    Args:
-        module: full name of the module that the interpreter runs.
-        link: link between this process and the new process.
-        environment: environment variables of the new process.
-        arguments: further arguments of the module.
-
-    Raises:
-        OSError: the system cannot start more processes, or this process cannot open more files.
-        StartupError: the path of the Python interpreter is unknown.
     """
 
     def __init__(self, module: str, link: ChildLink, environment: dict[str, str], *arguments: str) -> None:
@@ -127,26 +108,22 @@ class Spawned:
 
 
 def environment_of_worker(threads: int) -> dict[str, str]:
-    """Return the environment of a worker: this process's environment, with variables that libraries read at import.
-
-    Args:
-        threads: number of threads of the OpenMP and BLAS libraries.
-    """
-    environment = dict(os.environ)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment[name] = str(threads)
-    # With an equal hash seed, a set of strings has the same order on every rank.
-    environment.setdefault("PYTHONHASHSEED", "0")
-    # By default, threads of libgomp spin 300,000 times before they sleep, on cores that other threads need.
-    environment.setdefault("GOMP_SPINCOUNT", "10000")
-    # A pass over a long prompt allocates and frees the same few megabytes again and again. If malloc returned them to
-    # the system each time, the kernel would clear and map every page again. 32 MiB is the largest value of glibc.
-    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
-    environment.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))
-    # cuDNN's attention, torch's first choice on Hopper, makes a plan for each new length of a prompt: that takes 40 ms,
-    # longer than a prompt of 512 tokens, and the plans are never freed. Flash attention makes no plans.
-    environment.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    return environment
+    """Return the environment of a worker: this process's environment, with variables that libraries read at import."""
+    defaults = {
+        # With an equal hash seed, a set of strings has the same order on every rank.
+        "PYTHONHASHSEED": "0",
+        # By default, threads of libgomp spin 300,000 times before they sleep, on cores that other threads need.
+        "GOMP_SPINCOUNT": "10000",
+        # A pass over a long prompt allocates and frees the same few megabytes again and again. If malloc returned them
+        # to the system each time, the kernel would clear and map every page again. 32 MiB is glibc's largest value.
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+        # cuDNN's attention, torch's first choice on Hopper, makes a plan for each new length of a prompt: that takes
+        # 40 ms, longer than a prompt of 512 tokens, and the plans are never freed. Flash attention makes no plans.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    }
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return defaults | os.environ | counts
 
 
 def module_path() -> list[str]:
@@ -167,13 +144,12 @@ def current_folder() -> str:
 
 
 def is_readable(fd: int, seconds: float) -> bool:
-    """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A
-    pidfd is readable after its process has ended."""
+    """Wait up to `seconds` until a descriptor is readable, and return True if the descriptor is readable. A pidfd is
+    readable after its process has ended."""
     return bool(poll_of([fd]).poll(max(seconds, 0.0) * 1000))
 
 
 def poll_of(fds: Iterable[int]) -> select.poll:
-    """Return an object that waits until any of the descriptors is readable."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -181,6 +157,5 @@ def poll_of(fds: Iterable[int]) -> select.poll:
 
 
 def send_signal(pidfd: int, number: signal.Signals) -> None:
-    """Send a signal to a process; do nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,30 +23,18 @@ from parallelformers_ng.errors import (
     StartupError,
 )
 from parallelformers_ng.runtime import cores, failures, forks
-from parallelformers_ng.runtime.cuda_device import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.forks import ForkServer
+from parallelformers_ng.runtime.placement import NCCL_PHASE, NCCL_REMEDY
 from parallelformers_ng.runtime.processes import Processes
-from parallelformers_ng.runtime.spawn import environment_of_worker, module_path
+from parallelformers_ng.runtime.spawn import environment_of_worker, module_path, poll_of
 from parallelformers_ng.runtime.worker_process import WorkerProcess
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, FileDescriptor, FrameKind, why_no_memory
 
-_FIRST_PHASE = "importing torch"
 _PLACES = re.compile(r'File "([^"<]+)", line (\d+)')  # a file and line in a traceback of faulthandler, innermost first
 _LATE_SECONDS = 1.0  # extra time to read messages of workers if the caller was busy until the deadline
 
 
 def create_arena(world_size: int) -> Arena:
-    """Create the shared memory of the collectives.
-
-    Args:
-        world_size: number of ranks on this machine, at least 1.
-
-    Raises:
-        PlacementError: there are more than 256 ranks.
-        UnsupportedPlatformError: the system does not report its available memory.
-        SharedMemoryError: the system has no memory for the arena.
-        StartupError: the arena cannot be created for another reason, such as the limit of open files.
-    """
     if world_size > MAX_WORLD_SIZE:
         raise PlacementError(
             f"a model has {world_size} ranks on this machine, and the limit is {MAX_WORLD_SIZE}; lower num_gpus"
@@ -59,16 +46,15 @@ def create_arena(world_size: int) -> Arena:
         raise kind(f"the collectives of {world_size} workers cannot be set up: {why_no_memory(error)}") from error
 
 
+Spans = Sequence[Mapping[str, Any]] | None
+
+
 @dataclass(frozen=True)
 class StartSettings:
     """Settings of all ranks of a group.
 
     Attributes:
         target: `"module:Class"` of the object that each worker builds.
-        imports: name of the module that the fork server imports, see `forks.running`.
-        backend: backend of the collectives.
-        timeout: timeout of the collectives, in seconds.
-        start_timeout: maximum time in seconds until all workers are ready.
         threads: CPU threads of each worker; None divides the CPUs among the ranks.
     """
 
@@ -81,29 +67,17 @@ class StartSettings:
 
 
 def launch(
-    processes: Processes,
-    settings: StartSettings,
-    device_names: list[str],
-    among: tuple[int, int],
-    spans: Sequence[Mapping[str, Any]] | None = None,
+    processes: Processes, settings: StartSettings, device_names: list[str], among: tuple[int, int], spans: Spans = None
 ) -> Callable[[], None]:
     """Start one worker per device. If `launch` raises, the caller must end `processes`.
 
     Args:
-        processes: the group's processes, with an `Arena`; the workers are added.
-        settings: settings of the ranks.
-        device_names: torch device of each rank.
         among: (index of the first rank, number of ranks) among all ranks that share the CPUs.
         spans: for a group over several hosts, facts for each rank about all hosts, see `connect`; the entry `caller`
             has the socket and keys of the connection to the group's caller. None on one host.
 
     Returns:
         Function that waits until all workers are ready: `await_ready` with its arguments.
-
-    Raises:
-        StartupError: a worker could not be started, or has ended.
-        SharedMemoryError: the system has no memory for the settings of a worker.
-        OSError: this process cannot open more files.
     """
     deadline = time.monotonic() + settings.start_timeout
     world_size = len(device_names)
@@ -116,11 +90,8 @@ def launch(
     processes.workers = workers  # which gets each worker at once, so that it is ended if a later one fails
     workers.extend(WorkerProcess(ranks_before + index, environment, server) for index in range(world_size))
     standard_error = 2 if _has_standard_error() else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    common: dict[str, Any] = {
-        "target": settings.target,
+    common: dict[str, Any] = vars(settings) | {
         "world_size": world_size,
-        "backend": settings.backend,
-        "timeout": settings.timeout,
         "threads": threads,
         "path": module_path(),
         "environment": environment,
@@ -145,77 +116,62 @@ def launch(
             }
             worker.channel.send(FrameKind.REQUEST, 0, common | rank_settings, deadline)
         except ChannelClosedError:
-            _fail_ended(worker, _FIRST_PHASE)
+            _fail_ended(worker)
     if standard_error != 2:
         os.close(standard_error)
     return functools.partial(await_ready, workers, server, deadline, settings.start_timeout)
 
 
 def _has_standard_error() -> bool:
-    """Return whether descriptor 2 is this process's standard error, and not another file or closed."""
     return sys.__stderr__ is not None and os.path.exists("/proc/self/fd/2")
 
 
-def await_ready(
-    workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, start_timeout: float
-) -> None:
+def await_ready(workers: Sequence[WorkerProcess], server: ForkServer | None, deadline: float, timeout: float) -> None:
     """Wait until all workers are ready. If `await_ready` raises, the caller must end the processes.
 
     After success, the start logs of the workers are written to this process's standard error; equal logs only once.
 
     Args:
-        workers: workers that `launch` started.
-        server: fork server of the workers; None if the workers are fresh processes.
-        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready`
-            waits at least 1 s, also after the deadline, so that a late caller can read the workers' messages.
-        start_timeout: maximum time of the start in seconds, for the error message.
-
-    Raises:
-        StartupError: a worker raised, ended, or took too long.
-        ProtocolError, NotPortableError: a worker sent a malformed message.
+        deadline: latest time at which all workers must be ready, in seconds of `time.monotonic`. `await_ready` waits at
+            least 1 s, also after the deadline, so that a late caller can read the workers' messages.
     """
     deadline = max(deadline, time.monotonic() + _LATE_SECONDS)
-    poll = select.poll()
     waiting: dict[int, WorkerProcess] = {}
     for worker in workers:
         try:
             worker.await_start(deadline)
         except RequestTimeoutError:
-            raise _too_late(worker, _FIRST_PHASE, start_timeout) from None
+            raise _too_late(worker, timeout) from None
         waiting[worker.channel.fileno()] = worker
-        poll.register(worker.channel, select.POLLIN)
-    phases = {worker.rank: _FIRST_PHASE for worker in workers}
     while waiting:
         remaining_seconds = deadline - time.monotonic()
         ahead = [fd for fd, worker in waiting.items() if worker.channel.has_more]
-        ready = ahead or [fd for fd, _ in poll.poll(max(remaining_seconds, 0.0) * 1000)]
+        ready = ahead or [fd for fd, _ in poll_of(waiting).poll(max(remaining_seconds, 0.0) * 1000)]
         if not ready and remaining_seconds <= 0:
-            late_worker = next(iter(waiting.values()))
-            raise _too_late(late_worker, phases[late_worker.rank], start_timeout)
+            raise _too_late(next(iter(waiting.values())), timeout)
         for fd in ready:
             worker = waiting[fd]
             try:
                 kind, _, value = worker.channel.recv(deadline)
             except (ChannelClosedError, ProtocolError, RequestTimeoutError):
                 # The socket closes when the process ends, so its pidfd need not be watched here.
-                _fail_ended(worker, phases[worker.rank])
+                _fail_ended(worker)
             if kind is FrameKind.READY:
-                poll.unregister(fd)
                 del waiting[fd]
             elif kind is FrameKind.EVENT:
-                phases[worker.rank] = str(value)
+                worker.phase = str(value)
             else:
-                _fail_raised(worker, value, phases[worker.rank])
+                text = f"rank {worker.rank} raised while {worker.phase}: {value.qualname}: {value.message}"
+                raise StartupError(f"{text}{_tail(worker)}") from failures.rebuild(worker.rank, value)
     _pass_on_logs(workers, server)
 
 
-def _too_late(worker: WorkerProcess, phase: str, start_timeout: float) -> StartupError:
-    remedy = NCCL_REMEDY if phase == NCCL_PHASE else ""
+def _too_late(worker: WorkerProcess, start_timeout: float) -> StartupError:
+    remedy = NCCL_REMEDY if worker.phase == NCCL_PHASE else ""
     return StartupError(
-        f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {phase}{_place(worker)}.{remedy} Allow"
-        f" more time with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on"
-        f" {cores.usable_cpus():g} CPUs"
-        f"{_tail(worker)}"
+        f"rank {worker.rank} was not ready within {start_timeout:g} s; it was {worker.phase}{_place(worker)}.{remedy}"
+        f" Allow more time with start_timeout=; the load of this machine is {os.getloadavg()[0]:.1f} on"
+        f" {cores.usable_cpus():g} CPUs{_tail(worker)}"
     )
 
 
@@ -232,15 +188,9 @@ def _place(worker: WorkerProcess) -> str:
     return ""
 
 
-def _fail_ended(worker: WorkerProcess, phase: str) -> NoReturn:
-    manner = worker.manner_of_end(*worker.exit_status())
-    raise StartupError(f"rank {worker.rank} ended while {phase}: {manner}{_tail(worker)}")
-
-
-def _fail_raised(worker: WorkerProcess, description: Any, phase: str) -> NoReturn:
-    cause = failures.rebuild(worker.rank, description)
-    text = f"{description.qualname}: {description.message}"
-    raise StartupError(f"rank {worker.rank} raised while {phase}: {text}{_tail(worker)}") from cause
+def _fail_ended(worker: WorkerProcess) -> NoReturn:
+    manner = worker.manner_of_end(worker.exit_status())
+    raise StartupError(f"rank {worker.rank} ended while {worker.phase}: {manner}{_tail(worker)}")
 
 
 def _tail(worker: WorkerProcess) -> str:

@@ -23,12 +23,6 @@ class Supervisor:
 
     The thread has only a weak reference to the supervisor. If the supervisor is garbage-collected, its group and its
     thread end.
-
-    Args:
-        group: a group that is running or starting.
-
-    Attributes:
-        current: (group, incarnation): the current group, which may have died, and how often the group was replaced.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -41,25 +35,22 @@ class Supervisor:
 
     @property
     def group(self) -> WorkerGroup:
-        """The current group, which may have died."""
         return self.current[0]
 
     @property
     def incarnation(self) -> int:
-        """Number of restarts of the group."""
         return self.current[1]
 
     def supervise(self, revive: Callable[[], WorkerGroup], max_restarts: int, restart_window: float) -> None:
-        """Replace the group in the background after a worker has ended, from now on.
-
-        Args:
-            revive: function that starts a new group, ready for requests.
-            max_restarts: most restarts within `restart_window`; after them, the group is not restarted again.
-            restart_window: length of the time window in seconds.
-        """
+        """Replace the group in the background after a worker has ended, from now on."""
         self._revive = revive
         self._max_restarts, self._restart_window = max_restarts, restart_window
-        _stop_at_exit(self)
+        # No supervisor may replace a group that ends at interpreter exit. Groups also end in an exit handler. Handlers
+        # run in reverse order of registration, so register this one last.
+        if not _running:
+            atexit.unregister(_stop_all)
+            atexit.register(_stop_all)
+        _running.add(self)
         arguments = (weakref.ref(self), self.group.wait_until_over)
         name = "parallelformers_ng-supervisor"
         self._thread = threading.Thread(target=_supervise, args=arguments, name=name, daemon=True)
@@ -69,14 +60,6 @@ class Supervisor:
         """Return the running group, its incarnation, and `deadline`; while a new group starts, wait for the new group.
 
         Without `supervise`, or after `close`, the returned group may have died; a call of that group raises the reason.
-
-        Args:
-            deadline: latest time to return, in seconds of `time.monotonic`; by default from the group's timeout.
-
-        Raises:
-            DeadlineExpiredError: no group was ready before the deadline.
-            RestartLimitError: the limit of restarts was reached; no new group will start.
-            WrongProcessError: this is a forked process.
         """
         group = self.group
         group.check_process()
@@ -153,22 +136,12 @@ class Supervisor:
 _running: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
-def _stop_at_exit(supervisor: Supervisor) -> None:
-    """Stop all supervisors at interpreter exit, so that no supervisor replaces a group that ends at exit."""
-    if not _running:
-        # Groups also end in an exit handler. Handlers run in reverse order of registration, so register this one last.
-        atexit.unregister(_stop_all)
-        atexit.register(_stop_all)
-    _running.add(supervisor)
-
-
 def _stop_all() -> None:
     for supervisor in list(_running):
         supervisor._stopped = True
 
 
 def _supervise(reference: weakref.ref[Supervisor], wait_until_over: Callable[[], None]) -> None:
-    """Run the supervising thread: wait for the end of the group, replace the group, and repeat."""
     goes_on = True
     while goes_on:
         wait_until_over()

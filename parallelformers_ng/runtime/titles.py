@@ -8,23 +8,13 @@ _caller = 0
 
 
 def begin(role: str, caller: int) -> None:
-    """Set the title of this process; forks keep the title until `show` is called in the fork.
-
-    Args:
-        role: role of this process, such as "fork server".
-        caller: id of the process that started this process.
-    """
+    """Set the title of this process; forks keep the title until `show` is called in the fork."""
     global _caller
     _caller = caller
     show(role)
 
 
 def show(role: str) -> None:
-    """Change the title of this process to a new role.
-
-    Args:
-        role: role of this process, such as "rank 0 of 2, LlamaForCausalLM".
-    """
     with contextlib.suppress(ImportError):  # a missing title is no reason to fail
         from setproctitle import setproctitle
 

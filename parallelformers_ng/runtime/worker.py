@@ -25,20 +25,13 @@ PARENT_GONE = 113  # exit code of a worker whose parent ended
 
 
 def main() -> None:
-    """Start the worker and serve until the parent ends the worker, or the parent process has ended."""
     control, lifeline, parent = (int(argument) for argument in sys.argv[1:])
     titles.begin("worker", parent)
     run(control, lifeline, [open_parent(parent)])
 
 
 def run(control: int, lifeline: int, watched: Sequence[int]) -> NoReturn:
-    """Serve until the parent ends the worker, or a watched process has ended; then exit this process.
-
-    Args:
-        control: descriptor of the socket to the parent.
-        lifeline: descriptor of the reading end of this worker's pipe, to which nobody writes.
-        watched: pidfds of the processes without which the worker must end.
-    """
+    """Serve until the parent ends the worker, or a watched process has ended; then exit this process."""
     code = 1
     try:
         end_with_lifeline(lifeline)
@@ -77,9 +70,6 @@ def end_with_lifeline(lifeline: int) -> None:
     lock. A child that the parent has forked may keep a copy of the lifeline open; for this case a thread watches the
     parent's pidfd and the control socket. PR_SET_PDEATHSIG is no alternative: its signal is sent when the parent's
     *thread* that started this process ends.
-
-    Args:
-        lifeline: descriptor of the reading end of the pipe.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

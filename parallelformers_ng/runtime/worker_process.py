@@ -23,11 +23,8 @@ class Worker:
     """The process of a rank, as a running group uses it.
 
     Attributes:
-        rank: number of the rank.
-        channel: channel for messages to the rank.
         pid: process id, on the host of the rank; 0 before the rank has a process.
         pidfd: descriptor that is readable after the process has ended; -1 before the rank has a process.
-        host_name: name of the rank's host; None if the ranks are on one host.
         unknown_end: text for an end of the process without a signal or exit code.
     """
 
@@ -44,69 +41,47 @@ class Worker:
         return pidfd < 0 or is_readable(pidfd, timeout)
 
     def kill(self) -> None:
-        """Kill the process at once, even if it is stopped."""
         raise NotImplementedError
 
-    def reap(self) -> tuple[int | None, int | None]:
-        """Wait up to 5 s for the end of the process, and return (signal, exit code).
-
-        Either the signal or the exit code is None. Both are None if the process does not end in that time, if the exit
-        code is unknown, or if there is no process.
-        """
+    def reap(self) -> int | None:
+        """Wait up to 5 s for the end of the process. Return its exit code, or minus the signal that killed it; None if
+        the process does not end in that time, if the exit code is unknown, or if there is no process."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close all descriptors that this process has for the worker."""
         raise NotImplementedError
 
-    def exit_status(self) -> tuple[int | None, int | None]:
+    def exit_status(self) -> int | None:
         """Return the same as `reap`; kill a worker that does not end within 1 s."""
         if not self.has_ended(EXIT_SECONDS):
             self.kill()
         return self.reap()
 
-    def manner_of_end(self, number: int | None, code: int | None) -> str:
-        """Return how the process ended, as text; `number` and `code` are the result of `exit_status`."""
-        if number:
-            return f"signal {number}"
-        return self.unknown_end if code is None else f"exit code {code}"
+    def manner_of_end(self, code: int | None) -> str:
+        if code is None:
+            return self.unknown_end
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def death(self, device_name: str) -> Callable[[], WorkerDiedError]:
-        """Return a function that makes the error about the end of this worker. Kill a worker that does not end in 1 s.
-
-        Args:
-            device_name: name of the worker's device, such as "cuda:0", for the message.
-
-        Returns:
-            Function without arguments. Each call makes a new error, so that several threads can raise the error.
-        """
-        number, code = self.exit_status()
+        """Return a function that makes the error about this end. Kill a worker that does not end in 1 s."""
+        code = self.exit_status()
+        number = -code if code is not None and code < 0 else None
         where, device = "", device_name
         if self.host_name is not None:
             where, device = f" on host {self.host_name}", device_name.removesuffix(f" on {self.host_name}")
         hint = "; the kernel's out-of-memory killer sends signal 9, see dmesg" if number == 9 else ""
         text = (
             f"the worker of rank {self.rank} (pid {self.pid}, {device}){where} died:"
-            f" {self.manner_of_end(number, code)}{hint}; a group needs all its ranks, so the group has ended"
+            f" {self.manner_of_end(code)}{hint}; a group needs all its ranks, so the group has ended"
         )
-        return functools.partial(WorkerDiedError, text, self.rank, number, code, self.host_name)
+        return functools.partial(WorkerDiedError, text, self.rank, number, None if number else code, self.host_name)
 
 
 class WorkerProcess(Worker):
-    """One worker that this process has started. The worker has a process after `await_start`.
+    """One worker that this process has started: a fork, or a fresh process without a running fork server. The worker
+    has a process after `await_start`."""
 
-    Args:
-        rank: rank of the worker.
-        environment: environment variables of a fresh process.
-        server: fork server that forks the worker. If `server` is None
-            or has ended, the worker is a fresh process.
-
-    Attributes:
-        link: link between this process and the worker; `channel` uses its socket.
-
-    Raises:
-        StartupError: the interpreter could not be started, or this process cannot open more files.
-    """
+    phase = "importing torch"  # what the worker does before it is ready
 
     def __init__(self, rank: int, environment: dict[str, str], server: ForkServer | None) -> None:
         self.rank = rank
@@ -137,15 +112,7 @@ class WorkerProcess(Worker):
             raise StartupError(f"rank {self.rank}: {sys.executable} could not be started: {error}") from error
 
     def await_start(self, deadline: float) -> None:
-        """Wait until the worker has a process; return at once if the process exists already.
-
-        Args:
-            deadline: latest time to return, in seconds of `time.monotonic`.
-
-        Raises:
-            StartupError: the system cannot start more processes, or this process cannot open more files.
-            RequestTimeoutError: the fork server, which may still be importing, has not answered before the deadline.
-        """
+        """Wait until the worker has a process; return at once if the process exists already."""
         with self._start_errors():
             if not self._process.await_start(deadline):
                 assert self._server is not None, "a spawned process exists at once"
@@ -167,12 +134,10 @@ class WorkerProcess(Worker):
         elif self._server is not None and not self.pid:
             self._server.request_traceback()
 
-    def reap(self) -> tuple[int | None, int | None]:
-        code = self._process.exit_code(REAP_SECONDS) if self.pid else None
-        return (-code, None) if code is not None and code < 0 else (None, code)
+    def reap(self) -> int | None:
+        return self._process.exit_code(REAP_SECONDS) if self.pid else None
 
     def startup_log(self) -> str:
-        """Return the end of the start log of the worker, or of its fork server if the worker is not forked yet."""
         return self.link.log_tail() if self._server is None or self.pid else self._server.link.log_tail()
 
     def close(self) -> None:

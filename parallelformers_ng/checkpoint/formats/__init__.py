@@ -1,1 +1,1 @@
-"""Reads quantized checkpoints: one module for the tensor names and number formats of each library."""
+"""Reads quantized checkpoints: the tensor names and number formats of each library."""

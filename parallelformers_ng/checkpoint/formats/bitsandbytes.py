@@ -4,7 +4,6 @@ the largest absolute weight of each block. A block may continue from one row to 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import torch
 
@@ -17,8 +16,8 @@ from parallelformers_ng.checkpoint.reading import read
 from parallelformers_ng.sharding.encoding import Encoding
 
 _STATE = ".quant_state.bitsandbytes__"
+# Possible data types of the tensors with 4-bit codes; only the bytes matter.
 _STORAGE = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-"""Possible data types of the tensors with 4-bit codes; only the bytes matter."""
 
 
 def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
@@ -27,10 +26,6 @@ def bitsandbytes(stored: StoredTensors) -> dict[str, Node]:
     The function removes the tensors of the weights from `stored`. The formats are those of
     https://github.com/bitsandbytes-foundation/bitsandbytes. An 8-bit weight is its number times `SCB` / 127. A 4-bit
     weight may have quantized scales (`nested_absmax`).
-
-    Raises:
-        CheckpointError: a tensor is missing, does not fit its weight, or has an invalid description of 4-bit codes.
-        UnsupportedModelError: an 8-bit weight is stored in a layout for GPU kernels.
     """
     weights: dict[str, Node] = {}
     for path in stored.ending_with(".SCB"):
@@ -56,21 +51,19 @@ def _in_8_bits(stored: StoredTensors, path: str) -> Node:
 
 
 def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
-    description = _state(stored, f"{name}{_STATE}{kind}", name)
+    key, nested = f"{name}{_STATE}{kind}", None
+    text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
     try:
+        description = json.loads(text)
         shape, block = tuple(map(int, description["shape"])), int(description["blocksize"])
-        nested = (
-            (int(description["nested_blocksize"]), float(description["nested_offset"]))
-            if "nested_blocksize" in description
-            else None
-        )
+        if "nested_blocksize" in description:
+            nested = int(description["nested_blocksize"]), float(description["nested_offset"])
     except (KeyError, TypeError, ValueError) as error:
-        raise stored.damaged(f"{name}{_STATE}{kind} is {description}; it has no valid {error}") from error
+        raise stored.damaged(f"{key} is {text!r}, which has no valid {error}") from error
     if len(shape) != 2 or block < 1 or description.get("quant_type") != kind or (nested and nested[0] < 1):
-        raise stored.damaged(f"{name}{_STATE}{kind} is {description}, which is invalid")
+        raise stored.damaged(f"{key} is {text!r}, which is invalid")
     count = shape[0] * shape[1]
-    packed = stored.take(name, f"{name}{_STATE}{kind}", _STORAGE, (None, 1))
-    words = applied(packed, lambda tensor: tensor.flatten().view(torch.uint8))
+    words = applied(stored.take(name, key, _STORAGE, (None, 1)), lambda tensor: tensor.flatten().view(torch.uint8))
     if words.shape[0] != -(-count // 2):
         raise stored.damaged(f"{name} has {words.shape[0]} bytes; {list(shape)} in 4 bits needs {-(-count // 2)} bytes")
     blocks = -(-count // block)
@@ -89,17 +82,5 @@ def _in_4_bits(stored: StoredTensors, name: str, kind: str) -> Node:
     return turned(weight) if name in stored.transposed else weight
 
 
-def _state(stored: StoredTensors, key: str, name: str) -> dict[str, Any]:
-    text = bytes(read(stored.take(key, name, (torch.uint8,), (None,)), {}).tolist())
-    try:
-        description = json.loads(text)
-    except ValueError as error:
-        raise stored.damaged(f"{key} cannot be read: {error}") from error
-    if not isinstance(description, dict):
-        raise stored.damaged(f"{key} is {description}, not a JSON object")
-    return description
-
-
 def _table(stored: StoredTensors, key: str, name: str, size: int) -> torch.Tensor:
-    """Return the table of code values, float32 `[size]`."""
     return read(stored.take(key, name, FLOATS, (size,)), {}).float().clone()

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Unpacked, in_order, levels
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, INTEGERS, StoredTensors
 from parallelformers_ng.checkpoint.lazy import turned
 from parallelformers_ng.checkpoint.nodes import Node
 
-_WORDS = (torch.int32,)
-_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of eight consecutive outputs in AWQ's format."""
+_TURNS = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of eight consecutive outputs in AWQ's format
 
 
 def gptq(stored: StoredTensors) -> dict[str, Node]:
@@ -23,25 +21,15 @@ def gptq(stored: StoredTensors) -> dict[str, Node]:
     Integers are packed along the inputs, and zero points along the outputs. `g_idx` is the group of each input. A
     stored zero point is the real zero point minus 1, except in format gptq_v2. The formats are those of
     https://github.com/ModelCloud/GPTQModel.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
-        UnsupportedModelError: the configuration has another format, settings for single layers, or other bits than 2, 4
-            and 8.
     """
-    settings = stored.quantization
-    kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-    if (
-        kind not in ("gptq", "gptq_v2")
-        or settings.get("is_marlin_format")
-        or settings.get("pack_dtype", "int32") != "int32"
-    ):
+    setting = stored.quantization.get
+    kind = setting("checkpoint_format") or setting("format") or "gptq"
+    if kind not in ("gptq", "gptq_v2") or setting("is_marlin_format") or setting("pack_dtype", "int32") != "int32":
         raise stored.unread(f"has GPTQ's format {kind}; only gptq and gptq_v2 with int32 words can be read")
-    if settings.get("dynamic"):
+    if setting("dynamic"):
         raise stored.unread("has different settings for some layers (dynamic)")
     bits = _bits(stored, (2, 4, 8))
-    points_of = _levels(bits).roll(-1 if kind == "gptq" else 0)
-    return _weights(stored, bits, 0, in_order(torch.int32, bits), points_of)
+    return _weights(stored, bits, 0, in_order(bits), points_of=levels(bits).roll(-1 if kind == "gptq" else 0))
 
 
 def awq(stored: StoredTensors) -> dict[str, Node]:
@@ -49,16 +37,12 @@ def awq(stored: StoredTensors) -> dict[str, Node]:
 
     Integers and zero points are packed along the outputs, eight in a word, in the order of `_TURNS`. The format is that
     of https://github.com/casper-hansen/AutoAWQ.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the group size is invalid.
-        UnsupportedModelError: the configuration has another format, or another number of bits than 4.
     """
     kind = str(stored.quantization.get("version") or stored.quantization.get("format") or "gemm").lower()
     if kind != "gemm":
         raise stored.unread(f"has AWQ's format {kind}; only gemm can be read")
     bits = _bits(stored, (4,))
-    return _weights(stored, bits, 1, _TURNS, _levels(bits))
+    return _weights(stored, bits, 1, _TURNS, levels(bits))
 
 
 def _weights(
@@ -77,7 +61,8 @@ def _weights(
         name = f"{path}.weight"
         if name in stored.state:
             raise stored.damaged(f"it has both {name} and {path}.qweight")
-        words, zeros = (stored.take(f"{path}.{part}", name, _WORDS, (None, None)) for part in ("qweight", "qzeros"))
+        words = stored.take(f"{path}.qweight", name, (torch.int32,), (None, None))
+        zeros = stored.take(f"{path}.qzeros", name, (torch.int32,), (None, None))
         scales = stored.take(f"{path}.scales", name, FLOATS, (None, None))
         shape = tuple(size * len(places) if at == dim else size for at, size in enumerate(words.shape))
         size = _group(stored, shape[0])
@@ -89,21 +74,13 @@ def _weights(
             groups = stored.groups_of(f"{path}.g_idx", order, scales.shape[0])
             if not torch.equal(groups, torch.arange(shape[0]) // size):
                 blocks = groups
-        numbers = Unpacked(shape, torch.int8, words, bits, dim, places, _levels(bits))
+        numbers = Unpacked(shape, torch.int8, words, bits, dim, places, levels(bits))
         points = Unpacked(scales.shape, torch.int8, zeros, bits, 1, places, points_of)
         weight = stored.scaled(name, numbers, scales, (blocks, 1), points, -2, bits)
         # Linear layers have the outputs first; weights of `Conv1D` stay inputs first.
         weights[name] = weight if name in stored.transposed else turned(weight)
     stored.refuse_left([".qzeros", ".scales", ".g_idx"])
     return weights
-
-
-def _levels(bits: int) -> torch.Tensor:
-    """Return the value of each code of `bits` bits: the code minus 2^(bits − 1), int8.
-
-    Zero points use the same table, so the usual zero point becomes 0.
-    """
-    return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)
 
 
 def _bits(stored: StoredTensors, known: tuple[int, ...]) -> int:

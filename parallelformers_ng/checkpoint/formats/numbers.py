@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from parallelformers_ng.checkpoint.nodes import ByLines, Computed, Node
-from parallelformers_ng.checkpoint.operations import Cut
-from parallelformers_ng.checkpoint.reading import read
+from parallelformers_ng.checkpoint.reading import Cut, read
 from parallelformers_ng.errors import CheckpointError
 from parallelformers_ng.sharding.partition import Range, width_of
 
+# Blocks along one dimension: the size of each block, or a tensor with the block number of each index.
 Blocks = int | Tensor
-"""Blocks along one dimension: the size of each block, or a tensor with the block number of each index."""
 
 
 @dataclass(eq=False)
@@ -28,11 +27,7 @@ class Scaled(ByLines):
     The weight is computed in fp32, and then cast to `dtype`.
 
     Attributes:
-        values: quantized numbers, in the shape of the weight.
-        scales: one scale per block along each dimension.
         blocks: blocks along each dimension.
-        zeros: zero points, in the shape of the scales; None for 0.
-        offset: number that is added to each element.
     """
 
     values: Node
@@ -70,11 +65,7 @@ class Scaled(ByLines):
 
 @dataclass(eq=False)
 class Flat(ByLines):
-    """A matrix that is stored row by row in one dimension.
-
-    Attributes:
-        numbers: elements of the matrix, `[rows · columns]`.
-    """
+    """A matrix that is stored row by row in one dimension."""
 
     numbers: Node
 
@@ -90,9 +81,6 @@ class Unpacked(Computed):
     """Numbers that are packed in words, several consecutive numbers along one dimension in each word.
 
     Attributes:
-        words: stored words.
-        bits: bits of a number.
-        dim: dimension of consecutive numbers in a word.
         places: position in the word of each consecutive number; position 0 is the lowest bits.
         table: value of each code; None if the code is the value.
     """
@@ -104,16 +92,13 @@ class Unpacked(Computed):
     table: Tensor | None = None
 
     def part(self, cut: Mapping[int, tuple[Range, ...]], rank: int | None) -> Tensor:
-        each, pieces = len(self.places), []
-        shifts = torch.tensor(self.places) * self.bits
-        for start, stop in cut.get(self.dim, ((0, self.shape[self.dim]),)):
+        each, pieces, dim = len(self.places), [], self.dim
+        for start, stop in cut.get(dim, ((0, self.shape[dim]),)):
             first = start // each
-            words = read(self.words, {**cut, self.dim: ((first, -(-stop // each)),)}, rank).int()
-            numbers = torch.stack([words >> int(shift) for shift in shifts], self.dim + 1).flatten(
-                self.dim, self.dim + 1
-            )
-            pieces.append(numbers.narrow(self.dim, start - first * each, stop - start))
-        numbers = torch.cat(pieces, self.dim) & ((1 << self.bits) - 1)
+            words = read(self.words, {**cut, dim: ((first, -(-stop // each)),)}, rank).int()
+            numbers = torch.stack([words >> self.bits * place for place in self.places], dim + 1).flatten(dim, dim + 1)
+            pieces.append(numbers.narrow(dim, start - first * each, stop - start))
+        numbers = torch.cat(pieces, dim) & ((1 << self.bits) - 1)
         return numbers.to(self.dtype) if self.table is None else self.table[numbers]
 
 
@@ -125,9 +110,7 @@ class Pairs(ByLines):
     range.
 
     Attributes:
-        values: integers from -8 to 7, not packed.
         dim: dimension along which two neighboring 4-bit integers are packed into one byte.
-        name: name of the weight, for errors.
     """
 
     values: Node
@@ -146,6 +129,14 @@ class Pairs(ByLines):
         return (first & 15 | second << 4).view(torch.uint8)
 
 
-def in_order(words: torch.dtype, bits: int) -> tuple[int, ...]:
-    """Return the positions of consecutive numbers in a word, with the first number in the lowest bits."""
-    return tuple(range(words.itemsize * 8 // bits))
+def in_order(bits: int) -> tuple[int, ...]:
+    """Return the positions of consecutive numbers in a word of 32 bits, with the first number in the lowest bits."""
+    return tuple(range(32 // bits))
+
+
+def levels(bits: int) -> torch.Tensor:
+    """Return the value of each code of `bits` bits: the code minus 2^(bits − 1), int8.
+
+    Zero points use the same table, so the usual zero point becomes 0.
+    """
+    return (torch.arange(1 << bits) - (1 << bits - 1)).to(torch.int8)

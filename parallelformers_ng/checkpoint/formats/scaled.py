@@ -1,20 +1,20 @@
-"""Reads formats with one scale per block: DeepSeek's 8-bit floats, gpt-oss's 4-bit floats, and compressed-tensors."""
+"""Reads formats with one scale per block: those of DeepSeek, gpt-oss, compressed-tensors and torchao."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled, Unpacked, in_order
+from parallelformers_ng.checkpoint.formats.numbers import Blocks, Scaled, Unpacked, in_order, levels
 from parallelformers_ng.checkpoint.formats.stored_tensors import FLOATS, FP8, INTEGERS, StoredTensors
 from parallelformers_ng.checkpoint.lazy import applied, turned
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.checkpoint.reading import read
 
-_POWERS = torch.float8_e8m0fnu
-"""Data type of powers of two: 8 bits of exponent, no sign and no mantissa."""
+_POWERS = torch.float8_e8m0fnu  # data type of powers of two: 8 bits of exponent, no sign and no mantissa
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _E2M1 = torch.cat([_E2M1, -_E2M1])
 
@@ -24,23 +24,16 @@ def fp8(stored: StoredTensors) -> dict[str, Node]:
 
     `weight` has 8-bit floats, and `weight_scale_inv` has one scale per block. The format is that of DeepSeek-V3
     (https://huggingface.co/deepseek-ai/DeepSeek-V3). Scales of activations are removed, too.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the block size is invalid.
     """
-    block_size = stored.quantization.get("weight_block_size")
-    if block_size is not None and not (
-        len(block_size) == 2 and all(isinstance(size, int) and size > 0 for size in block_size)
-    ):
-        raise stored.damaged(
-            f"weight_block_size in its configuration is {block_size}; it must be two integers, each at least 1"
-        )
+    block = stored.quantization.get("weight_block_size")
+    if block is not None and (len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block)):
+        raise stored.damaged(f"weight_block_size in its configuration is {block}; it must be two positive integers")
     weights = {}
     for name in stored.ending_with("_scale_inv"):
         scales = stored.take(f"{name}_scale_inv", name, (*FLOATS, _POWERS))
         values = stored.take(name, f"{name}_scale_inv", FP8)
         one = max(scales.shape, default=1) == 1
-        blocks = None if block_size is None or one else ((1,) * (len(values.shape) - 2) + tuple(block_size))
+        blocks = None if block is None or one else ((1,) * (len(values.shape) - 2) + tuple(block))
         weights[name] = stored.scaled(name, values, scales, blocks)
         stored.drop(f"{name.removesuffix('.weight')}.activation_scale", f"{name}_activation_scale")
     stored.refuse_without_scales(FP8, "_scale_inv")
@@ -52,9 +45,6 @@ def mxfp4(stored: StoredTensors) -> dict[str, Node]:
 
     `…_blocks` has two 4-bit floats in each byte and 32 floats in each block. `…_scales` has the exponent of each block.
     The numbers are MXFP4 of the OCP Microscaling Formats specification, version 1.0.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight.
     """
     weights: dict[str, Node] = {}
     for name in stored.ending_with("_blocks"):
@@ -80,11 +70,6 @@ def compressed_tensors(stored: StoredTensors) -> dict[str, Node]:
     A layer has `weight` (8 bits) or `weight_packed`, `weight_scale`, and perhaps `weight_zero_point` and
     `weight_g_idx`, the group of each input. The formats are those of
     https://github.com/vllm-project/compressed-tensors. Scales of activations are removed, too.
-
-    Raises:
-        CheckpointError: a tensor is missing or does not fit its weight, or the configuration has no settings of
-            weights.
-        UnsupportedModelError: the configuration has another format, or weights that are sparse or transformed.
     """
     groups = _groups(stored)
     weights = {}
@@ -116,7 +101,6 @@ _OF_ACTIVATIONS = tuple(
 
 
 def _groups(stored: StoredTensors) -> list[Mapping[str, Any]]:
-    """Return the weight settings of each group of layers in the configuration."""
     settings = stored.quantization
     if any((settings.get("transform_config") or {}).get("config_groups") or {}):
         raise stored.unread("has a transform_config, which also transforms activations")
@@ -140,24 +124,21 @@ def _packed(stored: StoredTensors, name: str, groups: Sequence[Mapping[str, Any]
     """
     words = stored.take(f"{name}_packed", name, (torch.int32,), (None, None))
     shape = tuple(read(stored.take(f"{name}_shape", name, INTEGERS, (2,)), {}).tolist())
-    bit_widths = {int(group.get("num_bits") or 0) for group in groups}
-    fitting = [
-        bits for bits in (2, 4, 8) if bits in bit_widths and words.shape == (shape[0], -(-shape[1] * bits // 32))
-    ]
+    widths = {int(group.get("num_bits") or 0) for group in groups}
+    fitting = [bits for bits in (2, 4, 8) if bits in widths and words.shape == (shape[0], -(-shape[1] * bits // 32))]
     if not fitting:
-        if not bit_widths & {2, 4, 8}:
-            raise stored.unread(f"packs {name} in {', '.join(map(str, bit_widths))} bits; only 2, 4 or 8 can be read")
+        if not widths & {2, 4, 8}:
+            raise stored.unread(f"packs {name} in {', '.join(map(str, widths))} bits; only 2, 4 or 8 can be read")
         raise stored.damaged(
             f"the shape of {name}_packed is {list(words.shape)}, which does not fit {name}_shape {list(shape)} in"
-            f" {sorted(bit_widths)} bits"
+            f" {sorted(widths)} bits"
         )
     bits = fitting[0]
-    places, table = in_order(words.dtype, bits), torch.arange(1 << bits, dtype=torch.int16) - (1 << bits - 1)
-    values = Unpacked(shape, torch.int8, words, bits, 1, places, table.to(torch.int8))
+    values = Unpacked(shape, torch.int8, words, bits, 1, in_order(bits), levels(bits))
     zeros = stored.maybe(f"{name}_zero_point", (torch.int32, torch.int8))
     if zeros is not None and zeros.dtype is torch.int32:
         stored.check(f"{name}_zero_point", zeros, (-(-shape[0] * bits // 32), None))
-        zeros = Unpacked((shape[0], zeros.shape[1]), torch.int8, zeros, bits, 0, places, table.to(torch.int8))
+        zeros = Unpacked((shape[0], zeros.shape[1]), torch.int8, zeros, bits, 0, in_order(bits), levels(bits))
     return values, zeros, bits
 
 
@@ -184,3 +165,56 @@ def _blocks(
     raise stored.damaged(
         f"the shape of the scales of {name} {list(shape)} is {list(scales)}, which fits no group of the configuration"
     )
+
+
+# Tensor classes of torchao that can be read → data types of their numbers.
+_PARTS = {"Int8Tensor": (torch.int8,), "IntxUnpackedToInt8Tensor": (torch.int8,), "Float8Tensor": FP8}
+
+
+def torchao(stored: StoredTensors) -> dict[str, Node]:
+    """Return name → node of the torchao weights, and remove the tensors of the weights from `stored`.
+
+    A weight has the tensors `_weight_qdata` and `_weight_scale`, and may have `_weight_zero_point`. The format is that
+    of https://github.com/pytorch/ao.
+    """
+    weights = {}
+    header = stored.header()
+    for name in _of_header(stored, header, "tensor_names"):
+        description = _of_header(stored, header, name)
+        kind, data = description["_type"], description.get("_data")
+        if kind == "Tensor":
+            continue
+        path, _, short = name.rpartition(".")
+        start = f"{path}._{short}_"
+        if kind not in _PARTS:
+            raise stored.unread(f"stores {name} as torchao's {kind}; only {', '.join(_PARTS)} can be read")
+        if f"{start}act_pre_scale" in stored.state:
+            raise stored.unread(f"has {start}act_pre_scale, a scale of activations")
+        values = stored.take(f"{start}qdata", name, _PARTS[kind])
+        scales = stored.take(f"{start}scale", name, FLOATS)
+        has_zeros = "zero_point" in description.get("_tensor_data_names", ())
+        zeros = stored.take(f"{start}zero_point", name, (torch.int8, *FLOATS), scales.shape) if has_zeros else None
+        blocks = data.get("block_size") if isinstance(data, Mapping) else None
+        sizes = [size for size in blocks or () if isinstance(size, int) and size > 0]
+        if len(sizes) != len(values.shape) or len(sizes) != len(blocks or ()):
+            raise stored.damaged(f"the block_size of {name} {list(values.shape)} is {blocks}, which is invalid")
+        weights[name] = stored.scaled(name, values, scales, sizes, zeros, bits=_bits_of(data))
+        stored.drop(f"{start}act_quant_scale", f"{start}act_quant_zero_point")
+    stored.refuse_without_scales((*FP8, torch.int8), "_scale")
+    stored.refuse_left(["_scale", "_zero_point"])
+    return weights
+
+
+def _bits_of(data: Mapping[str, Any]) -> int:
+    """Return the bits of an integer: 8 if `target_dtype` is absent or not int1 to int4. It is a name, or a mapping with
+    that name under `_data`."""
+    target = data.get("target_dtype")
+    name = str(target.get("_data") if isinstance(target, Mapping) else target).removeprefix("torch.")
+    return int(name[3:]) if name in ("int1", "int2", "int3", "int4") else 8
+
+
+def _of_header(stored: StoredTensors, header: Mapping[str, str], key: str) -> Any:
+    try:
+        return json.loads(header[key])
+    except (KeyError, ValueError) as error:
+        raise stored.damaged(f"the file header has no valid {key!r}: {error!r}") from error

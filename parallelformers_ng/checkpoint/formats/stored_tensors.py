@@ -30,11 +30,6 @@ class StoredTensors:
     """The tensors of a quantized checkpoint that no format reader has taken yet, and the checkpoint's configuration.
 
     Attributes:
-        state: name → tensor, for the tensors that no format reader has taken yet; at first, all stored tensors.
-        quantization: quantization configuration of the checkpoint.
-        where: name of the checkpoint, for errors.
-        dtype: data type of weights in high precision.
-        plain: function that returns the model for the weights.
         given_header: name → text about tensors; None for the text in the files.
         dequantize: whether a weight may become high precision if no kernel can compute with its format.
         reasons: name of a weight → reason why ranks cannot hold the weight in its stored format.
@@ -72,11 +67,7 @@ class StoredTensors:
 
         Args:
             of: name of the weight that needs the tensor, for the error.
-            dtypes: allowed data types.
             shape: required shape, with None for any size; None for any shape.
-
-        Raises:
-            CheckpointError: the tensor is missing, or has a wrong data type or shape.
         """
         if name not in self.state:
             raise self.damaged(f"{name} is missing; {of} cannot be read without it")
@@ -88,38 +79,26 @@ class StoredTensors:
         return node
 
     def maybe(self, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None] | None = None) -> Node | None:
-        """Remove an optional tensor from `state`, and return its node; None without such a tensor.
-
-        Arguments and errors are those of `take`.
-        """
+        """Remove an optional tensor from `state`, and return its node; None without such a tensor."""
         return self.take(name, name, dtypes, shape) if name in self.state else None
 
     def check(self, name: str, node: Node, shape: Sequence[int | None]) -> None:
-        """Raise CheckpointError if a tensor does not have the shape `shape`, with None for any size."""
         if len(node.shape) != len(shape) or any(s not in (None, n) for n, s in zip(node.shape, shape, strict=True)):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise self.damaged(f"the shape of {name} is {list(node.shape)}; it must be [{wanted}]")
 
     def drop(self, *names: str) -> None:
-        """Remove tensors that no weight needs from `state`. Missing names are ignored."""
         for name in names:
             self.state.pop(name, None)
 
     def damaged(self, what: str) -> CheckpointError:
-        """Return the error for a damaged checkpoint; `what` is the reason."""
         return CheckpointError(f"{self.where} is damaged: {what}")
 
     def unread(self, what: str) -> UnsupportedModelError:
-        """Return the error for an unsupported format; `what` is the reason, after the word "it"."""
         return UnsupportedModelError(f"{self.where} cannot be read: it {what}")
 
     def refuse_without_scales(self, kinds: tuple[torch.dtype, ...], ending: str) -> None:
-        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing.
-
-        Args:
-            kinds: data types of quantized numbers.
-            ending: end of the name of the missing scales, for the error.
-        """
+        """Raise CheckpointError if `state` still has a matrix with a data type in `kinds`: its scales are missing."""
         for name, tensor in self.state.items():
             if tensor.dtype in kinds and tensor.ndim > 1:
                 raise self.damaged(f"{name} is {tensor.dtype} and has no {ending}")
@@ -147,17 +126,8 @@ class StoredTensors:
         The method reads the zero points.
 
         Args:
-            name: name of the weight.
-            values: quantized numbers, in the shape of the weight.
-            scales: scales; along each dimension, one scale per block. A single scale may have any shape.
             blocks: blocks along each dimension; None if a dimension has one scale for all indices or one per index.
-            zeros: zero points, in the shape of the scales; None for 0.
             inputs: dimension of the inputs, negative: -1 is the last dimension.
-            bits: bits of an integer.
-
-        Raises:
-            CheckpointError: the number of scales or zero points does not fit the blocks, or a file is damaged.
-            OSError: see `reading.read`.
         """
         shape = values.shape
         if len(scales.shape) != len(shape) and max(scales.shape, default=1) == 1:
@@ -180,25 +150,21 @@ class StoredTensors:
         if zeros is not None and not bool(read(zeros, {}).float().any()):
             zeros = None
         kind = "fp8" if values.dtype is torch.float8_e4m3fn else "int4" if bits <= 4 else "int8"
-        why = self._why_not(kind, values, scales, sizes, zeros, inputs)
+        size, block = shape[inputs], sizes[inputs]
+        why = self._why_not(kind, values, scales, zeros, size, block)
         if not why:
-            size, block = shape[inputs], sizes[inputs]
             assert isinstance(block, int)
             encoding = Encoding(kind, inputs, block)
             if encoding.fits_kernels(size // block) or not self.dequantize:
-                return self._in_stored_format(name, values, scales, sizes, encoding)
+                return self._as_stored(name, values, scales, sizes, encoding)
         self.reasons[name] = why
         return Scaled(shape, self.dtype, values, scales, sizes, zeros)
 
-    def _why_not(
-        self, kind: str, values: Node, scales: Node, blocks: Sequence[Blocks], zeros: Node | None, inputs: int
-    ) -> str:
-        """Return why ranks cannot hold a weight in its stored format; "" if ranks can. See `scaled`."""
+    def _why_not(self, kind: str, values: Node, scales: Node, zeros: Node | None, size: int, block: Blocks) -> str:
         if zeros is not None:
             return "it has zero points"
         if values.dtype not in (torch.int8, torch.float8_e4m3fn):
             return f"it is {values.dtype}"
-        size, block = values.shape[inputs], blocks[inputs]
         if not isinstance(block, int):
             return "the inputs of a group are not contiguous"
         if size % block or (kind == "int4" and block % 2):
@@ -208,7 +174,7 @@ class StoredTensors:
             return f"its scales are {scales.dtype}, which {self.dtype} cannot represent; pass another dtype="
         return ""
 
-    def _in_stored_format(
+    def _as_stored(
         self, name: str, values: Node, scales: Node, blocks: Sequence[Blocks], encoding: Encoding
     ) -> Decoded:
         """Return the node of a quantized weight. Scales of larger blocks are repeated to one scale per line."""
@@ -225,17 +191,7 @@ class StoredTensors:
         return Decoded(shape, self.dtype, encoding, (values, wide.node))
 
     def groups_of(self, name: str, order: Node, count: int) -> torch.Tensor:
-        """Read the group of each input, int64 `[inputs]`.
-
-        Args:
-            name: name of the tensor, for the error.
-            order: node of the stored group numbers, `[inputs]`.
-            count: number of groups.
-
-        Raises:
-            CheckpointError: a group number is out of range, or a file is damaged.
-            OSError: see `reading.read`.
-        """
+        """Read the group of each input, int64 `[inputs]`."""
         groups = read(order, {}).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < count:
             raise self.damaged(
@@ -244,7 +200,6 @@ class StoredTensors:
         return groups
 
     def header(self) -> dict[str, str]:
-        """Return name → text, for all text in the headers of the files of the tensors in `state`."""
         if self.given_header is not None:
             return dict(self.given_header)
         stored = (leaf for tensor in self.state.values() for leaf in leaves(tensor.node))

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from parallelformers_ng.checkpoint.encoded import stored_encoding
 from parallelformers_ng.checkpoint.formats.bitsandbytes import bitsandbytes
 from parallelformers_ng.checkpoint.formats.gptq import awq, gptq
-from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4
+from parallelformers_ng.checkpoint.formats.scaled import compressed_tensors, fp8, mxfp4, torchao
 from parallelformers_ng.checkpoint.formats.stored_tensors import StoredTensors
-from parallelformers_ng.checkpoint.formats.torchao import torchao
 from parallelformers_ng.checkpoint.lazy import LazyTensor
 from parallelformers_ng.checkpoint.nodes import Node
 from parallelformers_ng.errors import UnsupportedModelError
@@ -31,18 +30,7 @@ _FORMATS: dict[str, Callable[[StoredTensors], dict[str, Node]]] = {
 
 
 def unpacked(stored: StoredTensors) -> dict[str, LazyTensor]:
-    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint.
-
-    Args:
-        stored: tensors and configuration of the checkpoint; tensors of quantized weights are removed.
-
-    Raises:
-        UnsupportedModelError: the quantization method or format is unknown, or a weight needs dequantization and
-            `stored.dequantize` is False.
-        CheckpointError: the configuration is invalid, or a tensor is missing or does not fit its weight; the message
-            names the tensor.
-        OSError: the system cannot map a checkpoint file.
-    """
+    """Return name → tensor of a quantized checkpoint, with the names, shapes and values of a plain checkpoint."""
     quantization = stored.quantization
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     method = getattr(method, "value", method)  # the value of transformers' enumeration
