@@ -37,15 +37,8 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """Return the same arguments of the model for new tokens as `generate` would make.
-
-    Args:
-        model: model of the rank.
-        ids: token ids, int64 `[rows, tokens]`.
-        positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
-            would count from the length of the cache, padding included.
-        arguments: arguments of `prepare_inputs_for_generation`.
-    """
+    """The same arguments of the model for new tokens as `generate` would make. Without positions, the forward of some
+    models would count from the length of the cache, padding included."""
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
     if "position_ids" in inputs and inputs["position_ids"] is None:
         inputs["position_ids"] = positions
@@ -53,11 +46,7 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
 
 
 def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
-    """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop.
-
-    Raises:
-        Exception: `generate` refuses an argument.
-    """
+    """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop."""
     prepared_calls: list[Prepared] = []
 
     def take(

@@ -92,13 +92,7 @@ class News:
 
 
 class RankBatch:
-    """The batch of one rank.
-
-    Args:
-        model: model of the rank.
-        communicator: connection to the other ranks.
-        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
-    """
+    """The batch of one rank."""
 
     def __init__(self, model: Any, communicator: Communicator, steps: Callable[[], CapturedSteps | str]) -> None:
         self._model = model
@@ -116,18 +110,10 @@ class RankBatch:
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> News:
-        """Run a round.
+        """Run a round. `calls` has the arguments of each new row with their mutable objects, or the error of arguments
+        that cannot be read.
 
-        Args:
-            order: instructions of the caller.
-            calls: number of a new row → arguments of its `generate` with their mutable objects, or the error if the
-                arguments cannot be read.
-
-        Returns:
-            This rank's report.
-
-        Raises:
-            Exception: the forward pass failed. All rows of the batch are lost.
+        If the forward pass fails, all rows of the batch are lost.
         """
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)

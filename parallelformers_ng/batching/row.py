@@ -95,7 +95,6 @@ class BatchRow:
 
     @property
     def _length(self) -> int:
-        """Number of tokens of `ids`."""
         return self._ids.shape[1] + len(self._new)
 
     @property
@@ -119,19 +118,14 @@ class BatchRow:
 
     @property
     def prompt_is_plain(self) -> bool:
-        """Whether the prompt has no padding."""
         return bool(self.prompt_mask.all())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Choose the next token like the loop of transformers. The host does not wait for a device.
+        """Choose the next token from its logits, `[1, vocabulary]`, like the loop of transformers. The host does not
+        wait for a device.
 
-        An exception of a processor or criterion is not raised: the method sets `failure`, and the outcome is FAILED.
-
-        Args:
-            logits: logits of the newest token, `[1, vocabulary]`.
-
-        Returns:
-            The token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`; None after an exception.
+        Return the token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`. An exception of a processor or
+        criterion is not raised: the method sets `failure` and returns None.
         """
         try:
             with self.random or contextlib.nullcontext():
@@ -146,7 +140,7 @@ class BatchRow:
             return None
 
     def after(self, token: int) -> int:
-        """Return the outcome of a greedy call after its next token: GOES_ON or ENDED."""
+        """Outcome of a greedy call after its next token."""
         assert self.greedy is not None
         return ENDED if self._length + 1 >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
@@ -156,13 +150,8 @@ class BatchRow:
         return self.outcome == GOES_ON and self.greedy is not None and self._length + 1 < self.greedy.length
 
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
-        """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
-
-        Args:
-            token: id of the token.
-            outcome: GOES_ON, ENDED or FAILED.
-            ids: the token on the row's device, int64 `[1, 1]`; None to copy the token there if `ids` needs the token.
-        """
+        """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED. `ids` is the token on
+        the row's device, int64 `[1, 1]`, if it is there already."""
         self.outcome = outcome
         if outcome == FAILED:
             return
@@ -174,6 +163,6 @@ class BatchRow:
             self._ids = torch.cat((self.ids, ids), -1)
 
     def news(self) -> list[int]:
-        """Return the tokens that have not been sent to the caller yet. The tokens count as sent from now on."""
+        """Tokens that have not been sent to the caller yet; they count as sent from now on."""
         news, self._untold = self._untold, []
         return news

@@ -72,12 +72,7 @@ class Hook:
 
 @dataclass
 class PackedHooks:
-    """Hooks in the form of a message to the workers.
-
-    Attributes:
-        data: pickle of the hooks, and of what the ranks need to follow the objects of the hooks.
-        tensors: tensors to which the pickle refers by number.
-    """
+    """Hooks in the form of a message to the workers."""
 
     data: bytes
     tensors: list[torch.Tensor]
@@ -88,7 +83,6 @@ class PackedHooks:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Return whether a hook belongs to torch or transformers, and not to the caller."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
@@ -96,18 +90,8 @@ def is_of_library(hook: Any) -> bool:
 
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Given | None = None) -> PackedHooks:
-    """Pickle hooks of a model for the workers.
-
-    Args:
-        model: model with the hooks.
-        hooks: hooks to pickle.
-        local: list to which objects are added that stay in the caller's process; the payload of their
-            handles is an index.
-        followed: what the ranks need to follow the objects of the hooks; None for a trial.
-
-    Raises:
-        ParallelError: a hook cannot be sent.
-    """
+    """Pickle hooks of a model for the workers. Objects that stay in the caller's process are added to `local`; the
+    payload of their handles is an index. `followed` is None for a trial."""
     buffer, tensors = io.BytesIO(), list[torch.Tensor]()
     try:
         with _by_value(hooks):
@@ -125,17 +109,8 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Gi
 
 
 def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
-    """Return the hooks, and what is needed to follow their objects, on a worker that has received the tensors.
-
-    Args:
-        packed: result of `pack` in the caller's process.
-        model: the rank's model.
-        remove: function that removes a hook, given its number and the payload of its `HookHandle`.
-
-    Raises:
-        AttributeError: the rank's model has no module of a path, or a module lacks a function or class of a hook.
-        ImportError: this process cannot import a module that a hook needs.
-    """
+    """The hooks, and what is needed to follow their objects, on a worker. `remove` gets the number of a hook and the
+    payload of its `HookHandle`."""
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule,
         "tensor": packed.tensors.__getitem__,
@@ -196,7 +171,6 @@ class _HookPickler(ReferencePickler):
 
 
 def _place(items: list[Any], obj: Any) -> int:
-    """Return the index of an object in a list; append the object if the list does not contain it."""
     if not any(item is obj for item in items):
         items.append(obj)
     return next(place for place, item in enumerate(items) if item is obj)

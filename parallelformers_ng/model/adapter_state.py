@@ -17,9 +17,6 @@ _of_call = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapter
 class Adapters:
     """The adapters (LoRA or IA3) of one model.
 
-    Args:
-        layers: layers of the model that have adapters.
-
     Attributes:
         switching: lock for switching adapters and for reading which adapters are active.
     """
@@ -30,7 +27,6 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters | None:
-        """Return the adapters of a model; None if the model has no adapters."""
         layers = layers_with_adapters(model)
         return cls(layers) if layers else None
 
@@ -43,9 +39,5 @@ class Adapters:
             return ActiveAdapters.of(self._layers)
 
     def of_call(self, active: ActiveAdapters | None = None) -> AbstractContextManager[None]:
-        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters.
-
-        Args:
-            active: adapters to compute with; by default the adapters that are active at the start of the block.
-        """
+        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters."""
         return set_within(_of_call, (self, active or self.active()))

@@ -41,12 +41,7 @@ _PLAIN = (int, float, str, type(None))
 
 
 class Assistants:
-    """The assistant of one group of workers.
-
-    Args:
-        replica: the replica with the workers.
-        show_progress: whether to show a progress bar while weights are sent.
-    """
+    """The assistant of one group of workers."""
 
     def __init__(self, replica: Replica, show_progress: bool) -> None:
         self._replica = replica
@@ -60,14 +55,6 @@ class Assistants:
         """Wait for other calls with an assistant, send the assistant to the ranks, and yield its stand-in for the call.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
-
-        Args:
-            assistant: value of `assistant_model`.
-            arguments: all arguments of `generate`.
-
-        Raises:
-            NotPortableError: the ranks cannot run the assistant; the message says why.
-            GroupError: the workers failed or have ended, or the deadline has passed.
         """
         group, incarnation, end = self._replica.ready()
         _refuse(assistant, arguments, group)
@@ -86,16 +73,7 @@ class Assistants:
 
 
 class _Assistant:
-    """An assistant in the form from which ranks load it.
-
-    Args:
-        model: the assistant.
-        stored: the assistant without and with weights, in shared memory or files.
-        edits: changes of the assistant since `stored` was made.
-
-    Attributes:
-        stored: argument `stored`.
-    """
+    """An assistant in the form from which ranks load it."""
 
     def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
         self._model = weakref.ref(model)
@@ -145,11 +123,7 @@ def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> No
 
 
 def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
-    """Return a parallelized assistant, whose weights are in memory or files already; None for another assistant.
-
-    Raises:
-        NotPortableError: the group cannot load the assistant.
-    """
+    """The assistant if it is parallelized, so that its weights are in memory or files already; otherwise None."""
     remote = vars(assistant).get(REMOTE)
     if remote is None:
         return None
@@ -174,12 +148,7 @@ def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
 
 
 def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant:
-    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them.
-
-    Raises:
-        NotPortableError: the group cannot run the assistant.
-        GroupError: the workers failed or have ended.
-    """
+    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them."""
     name = type(assistant).__name__
     try:
         plan = make_plan(assistant, group.world_size, None, None, FitOptions())

@@ -39,13 +39,13 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/Generator.cpp). A wait f
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """Return the state of a generator that other threads may use: uint8 `[bytes]` on CPU."""
+    """State of a generator that other threads may use: uint8 `[bytes]` on CPU."""
     with _generators:
         return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Set the state of a generator that other threads may use; `state` is a result of `state_of`."""
+    """Set the state of a generator that other threads may use."""
     with _generators:
         generator.set_state(state)
 
@@ -71,13 +71,6 @@ class RandomStream:
         """Yield the random state at the start of a call, and the function that stores the state after the call.
 
         A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.
-
-        Args:
-            seed: 64-bit seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the
-                stream.
-
-        Raises:
-            ValueError, RuntimeError: `seed` is not a 64-bit integer; torch's error.
         """
         if seed is None and not self._follower.acquire(blocking=False):
             seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state
@@ -128,7 +121,6 @@ class Snapshot:
         return {name for name, state in self._states.items() if not state.holds()}
 
     def with_value(self, name: str, value: Any) -> Snapshot:
-        """Return a copy of the snapshot with another value of an attribute, by its dotted name."""
         snapshot = copy.copy(self)
         snapshot._parts = [
             (prefix, part, {**values, name[len(prefix) :]: _copied(value)})
@@ -139,7 +131,6 @@ class Snapshot:
         return snapshot
 
     def values(self) -> dict[str, Any]:
-        """Return dotted name → value of all attributes except nested configurations."""
         inner = {id(part) for _, part, _ in self._parts}
         return {
             prefix + name: value
@@ -154,12 +145,7 @@ _VARIABLES: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 
 
 class Edits:
-    """The caller's changes since the model was parallelized, and which changes the workers do not have yet.
-
-    Args:
-        model: the model, in the state that the workers have.
-        code: the code that the model runs in this process.
-    """
+    """The caller's changes since the model was parallelized, and which changes the workers do not have yet."""
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
         self._model, self._code = weakref.ref(model), code
@@ -178,7 +164,6 @@ class Edits:
 
     @property
     def model(self) -> Any:
-        """The model, which exists while a call of it runs."""
         return self._model()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -201,15 +186,7 @@ class Edits:
         self._known = self._known[0], self._known[1].with_value(name, value), *self._known[2:]
 
     def code_count(self, only_step: bool = False) -> int:
-        """Check the code for changes, and return how often it has changed since the model was parallelized.
-
-        Args:
-            only_step: check only the code of a forward pass.
-
-        Raises:
-            ParallelError: see `LiveCode.update`.
-            NotPortableError: see `LiveCode.update`.
-        """
+        """Check the code for changes, and return how often it has changed since the model was parallelized."""
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
         for (path, name), (number, value) in [*self._code.moved.items()]:
@@ -220,26 +197,15 @@ class Edits:
         return self._code.count
 
     def has_changes(self) -> bool:
-        """Return whether the model has changed since it was built, apart from its `generation_config`.
-
-        Raises:
-            ParallelError, NotPortableError: see `code_count`.
-        """
+        """Return whether the model has changed since it was built, apart from its `generation_config`."""
         before, now = self._built.values(), Snapshot(self._configurations()).values()
         changed = {name for name in before.keys() | now.keys() if not are_equal(before.get(name), now.get(name))}
         changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
     def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
-        """Add to a call the changes that the workers of this incarnation do not have yet.
-
-        Returns:
-            Function to call after the request has succeeded; it records that the workers have the changes.
-
-        Raises:
-            ParallelError: the plan of the model is not valid for the changed code.
-            NotPortableError: a change of the code cannot be sent.
-        """
+        """Add to a call the changes that the workers do not have yet; return the function to call after the request has
+        succeeded."""
         known_incarnation, known_configs, time, code_count, variables = self._known
         if known_incarnation != incarnation:
             known_configs, time, code_count, variables = self._built, 0, 0, self._began
@@ -285,5 +251,4 @@ _CONTAINERS = (list, dict, set)
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
     return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value

@@ -42,24 +42,7 @@ log = logging.getLogger("parallelformers_ng")
 
 
 class Calls:
-    """Carries out the calls of one parallelized model.
-
-    Args:
-        model: the parallelized model.
-        deployment: workers and weights of the model.
-        seed: seed of the model's own random stream; with None, calls use torch's default generator in this process.
-        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
-        batching: limits of the calls that each replica decodes together; None if each call runs alone.
-        prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
-
-    Attributes:
-        deployment: argument `deployment`.
-        hooks: forward hooks that the caller has registered on the model.
-        adapters: adapters of the model; None if the model has no adapters.
-        dispatchers: dispatcher of each replica.
-        shared: for each replica, the calls that are decoded together; empty if each call runs alone.
-        outside: weights that the program can change outside of the model's tables.
-    """
+    """Carries out the calls of one parallelized model."""
 
     def __init__(
         self,
@@ -107,16 +90,7 @@ class Calls:
         return name in self.deployment.code.words or name in self.hooks.words()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """Have the workers set an attribute of a module before the next call.
-
-        Args:
-            path: dotted path of the module; "" for the model.
-            name: name of the attribute.
-            value: new value of the attribute, or REMOVED to delete it.
-
-        Raises:
-            ParallelError: the attribute is cut, so that each rank has a different value.
-        """
+        """Have the workers set an attribute of a module before the next call, or delete it if `value` is REMOVED."""
         for layer in self.deployment.plan.layers:
             if layer.path == path and any(is_within(each, name) for each in layer.attributes[0]):
                 raise ParallelError(
@@ -130,13 +104,7 @@ class Calls:
             dispatcher.edits.set_attribute(path, name, value)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and further errors.
-
-        Raises:
-            ParallelError: a torch function mode or dispatch mode of the program is active, or the caches of the call
-                are on several replicas.
-            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
-        """
+        """Run a method on the workers of one replica."""
         self._check_state_of_caller()
         with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
             return dispatcher.call(path, method, args, kwargs, options)
@@ -147,24 +115,7 @@ class Calls:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
         Each reason why an argument cannot be sent is logged once, as a warning. An `assistant_model` is sent to the
-        workers, which keep it for the next calls; see `Assistants`.
-
-        Args:
-            model: the parallelized model.
-            module: the model, or the submodule that generates.
-            path: dotted path of `module` in the model; "" for the model.
-            original: `generate` of the module's class.
-            arguments: arguments of `generate` by name, with `seed` (64 bits), `timeout` (seconds) and `streamer`.
-
-        Returns:
-            Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
-
-        Raises:
-            ParallelError: see `Calls.call`. Also: on several CUDA ranks, the call's compile mode makes CUDA graphs.
-            BatchingError: the call exceeds a limit of the batch, too many calls are waiting, or the batch failed.
-            StaleCacheError: see `Dispatcher.call`.
-            GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
-                that a rank raised also has its original type.
+        workers, which keep it for the next calls.
         """
         self._check_state_of_caller()
         with self.with_adapters(), self._turn((), arguments) as dispatcher:
@@ -189,7 +140,6 @@ class Calls:
     def _generate_together(
         self, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
-        """Decode a call in a shared batch; return None if the call has to run alone."""
         if self._changes_itself or model.training:
             return None  # a batch runs other forward passes than its calls alone
         shared = self.shared[self.dispatchers.index(dispatcher)]
@@ -235,7 +185,7 @@ class Calls:
             return dispatcher.call(path, "generate", (), eager, options)
 
     def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Log that decode steps could not be captured; if capturing is a default, stop capturing and return True."""
+        """Log that decode steps could not be captured; return whether no further steps will be captured."""
         steps = dispatcher.steps
         if steps is None:
             return False
@@ -278,21 +228,6 @@ class Calls:
 
         The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
         calls `generate` also runs here if a `generate` of this thread runs its loop here.
-
-        Args:
-            module: the model, or a submodule that generates.
-            name: name of the method.
-            original: the method of the module's class.
-            call: function that runs the method on the workers.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            Result of the method, with tensors on CPU.
-
-        Raises:
-            ParallelError, StaleCacheError, GroupError: see `Remote.call`, or `generate` if the method runs here.
-            BatchingError: see `generate`.
         """
         with self.with_adapters():
             if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
@@ -315,12 +250,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Dispatcher]:
-        """Yield the dispatcher for a call: of the holder of its caches, or of the replica with the fewest calls.
-
-        Raises:
-            ParallelError: the caches are on several replicas.
-            StaleCacheError: the workers with a cache have ended.
-        """
+        """Yield the dispatcher for a call: of the holder of its caches, or of the replica with the fewest calls."""
         if len(self.dispatchers) == 1:
             yield self.dispatchers[0]
             return

@@ -43,7 +43,6 @@ class Deployment:
         stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
         ended: whether the workers have ended.
         state: what calls have changed in the model.
-        show_progress, code: the arguments of the same names.
 
     Args:
         model: the model with loaded weights. After `start` the model's tensors are on `meta`.
@@ -57,10 +56,6 @@ class Deployment:
             start and after a restart.
         original: original form of a model that was quantized in memory; `restore` restores it.
         code: the code that the model runs in this process.
-
-    Raises:
-        UnsupportedModelError: a part of the model cannot be pickled.
-        ParallelError: the model has a hook that cannot run on a sharded model.
     """
 
     def __init__(
@@ -95,22 +90,6 @@ class Deployment:
 
         Steps without weights run first, so that most errors occur before any weight has left the model. On failure, the
         method restores the weights of `model` and calls `close`.
-
-        Args:
-            model: the model of the constructor. Afterwards its tensors are on `meta`.
-            progress: function that is called with the number of bytes since its last call; None for no reports.
-
-        Raises:
-            StartupError: a worker could not start.
-            SharedMemoryError: the system has no memory for the shards.
-            PlacementError: the weights are in this process, and a worker is on another host.
-            CheckpointError: a checkpoint file is damaged, missing on a host, or has changed.
-            UnsupportedModelError: the ranks cannot import a class of the model, and the class cannot be pickled.
-            NotPortableError: code of the model that differs from the ranks' code cannot be sent to the ranks.
-            ParallelError: the offload folder has not enough disk space.
-            UnsupportedPlatformError: the system does not report its available memory.
-            GroupError: a worker raised an exception, ended, or missed its deadline; see `WorkerGroup.call`.
-            OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
         """
         try:
             for replica in self.replicas:
@@ -173,20 +152,14 @@ class Deployment:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each worker, replica after replica."""
         return [pid for replica in self.replicas for pid in replica.group.pids]
 
     @property
     def device_names(self) -> list[str]:
-        """Device name of each rank, replica after replica."""
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Wait until all ranks of one replica have exchanged a message.
-
-        Raises:
-            GroupError: every replica has failed, or has not answered in its timeout; the error of the first replica.
-        """
+        """Wait until all ranks of one replica have exchanged a message."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -197,11 +170,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Return device name → result of the method `what` of `worker.memory.RankMemory`: bytes, or text.
-
-        Raises:
-            GroupError: the workers of a replica failed, or did not answer in time.
-        """
+        """Device name → result of the method `what` of `worker.memory.RankMemory`."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, _, deadline = replica.ready()
@@ -210,17 +179,11 @@ class Deployment:
         return memory
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false.
-
-        The context yields a function to call with the number of bytes since the last call.
-        """
+        """Progress bar over `total` bytes; invisible if `show_progress` is false."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """Return a node that reads one parameter or buffer in pieces, from files, shard memory or the ranks.
-
-        A read of the node raises the errors of `Deployment.read`.
-        """
+        """Node that reads one parameter or buffer in pieces, from files, shard memory or the ranks."""
         if (changed := self.state.changed(name)) is not None:
             return leaf_of(changed)
         if name in self._checkpoint.nodes:
@@ -231,35 +194,14 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Have every rank of replica 0 write its files of a sharded directory.
-
-        Args:
-            directory: target folder.
-            names: names of the tensors to write.
-            limit: maximum size of a file in bytes.
-            progress: function that is called with the number of bytes that rank 0 has written since its last call.
-
-        Returns:
-            List of written files for each rank.
-
-        Raises:
-            GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
-        """
+        """Have every rank of replica 0 write its files, of at most `limit` bytes each, of a sharded directory.
+        `progress` counts the bytes of rank 0."""
         group, incarnation, _ = self.replicas[0].ready()
         self.state.prepare(self.replicas[0], incarnation, group)
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
-        """Put the weights back into the model, on CPU, and stop the workers. `restore` restores quantized layers.
-
-        Args:
-            model: the model of the constructor.
-
-        Raises:
-            WrongProcessError: this is a forked process. Reading the weights frees memory that the parent process uses.
-            GroupError: the group failed to drop the model, or only the ranks have the weights and have failed.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
+        """Put the weights back into the model, on CPU, and stop the workers. `restore` restores quantized layers."""
         self.replicas[0].group.check_process()
         with self._lock:
             if self.stored is not None:
@@ -277,11 +219,7 @@ class Deployment:
             self._given.restore()
 
     def close(self) -> None:
-        """Stop the workers and free the weights. Idempotent.
-
-        Raises:
-            GroupError: a group that belongs to the caller failed to drop the model.
-        """
+        """Stop the workers and free the weights. Idempotent."""
         with self._lock:
             self._leave_groups()
             self._release_store()
@@ -291,14 +229,6 @@ class Deployment:
 
         The tensor is a private mapping of the checkpoint file if it is stored whole. Otherwise it is a copy from
         checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
-
-        Args:
-            tensor: plan of the parameter or buffer.
-            release: whether to free the shared memory of the tensor.
-
-        Raises:
-            GroupError: only the ranks have the weights, and the ranks failed or have ended.
-            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         if (changed := self.state.changed(tensor.name)) is not None:
             return changed

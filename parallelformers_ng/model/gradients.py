@@ -33,14 +33,6 @@ def refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
 
     As in the plain model, an output requires a gradient if gradients are enabled in this thread, and a weight or an
     input requires one. Only floating-point tensors are changed.
-
-    Args:
-        model: the parallelized model.
-        output: output of a call; its tensors are changed in place.
-        inputs: arguments of the call.
-
-    Returns:
-        `output` itself.
     """
     if torch.is_grad_enabled():
         sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -30,25 +30,9 @@ _BATCH_BYTES = 1 << 30  # size of the weights loaded with one request; small eno
 def group_makers(
     num_gpus: int | None, options: WorkerOptions, fit: FitOptions
 ) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
-    """Return a function per replica that starts or restarts its group, and the fit options with all values filled in.
+    """A function per replica that starts or restarts its group, and the fit options with all values filled in.
 
     In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
-
-    Args:
-        num_gpus: number of ranks of each replica; None uses all devices.
-        options: options of the workers.
-        fit: fit options. With stages, one rank of a replica computes at a time, so each rank gets the threads of the
-            whole replica. The ranks of a stage are on one host.
-
-    Returns:
-        (functions, fit options). A function raises the errors of `WorkerGroup`.
-
-    Raises:
-        UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, `num_gpus` is less than 1, or the
-            launcher cannot start the ranks.
-        ParallelError: see `elsewhere`; or `fit` divides the model into stages, and each host has only one rank.
-        StartupError, SystemExit: see `elsewhere`.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
@@ -86,12 +70,6 @@ class StoredModel:
 
     A `StoredModel` has no reference to the caller's model or to its `Deployment`: the thread of a supervisor has a
     `StoredModel`, and must not keep the model alive.
-
-    Attributes:
-        skeleton: the modules without weights.
-        plan: plan of the model.
-        store: shared memory with weights.
-        checkpoint: files with all other weights.
     """
 
     skeleton: Skeleton
@@ -102,14 +80,7 @@ class StoredModel:
     def load(self, group: WorkerGroup, progress: Progress | None = None, part: str = "") -> None:
         """Make the ranks of a group load their weights, after `build`.
 
-        Args:
-            group: the ranks.
-            progress: function that is called with the number of bytes loaded since its last call.
-            part: name of the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
-
-        Raises:
-            GroupError: a rank failed or has ended, or a request took longer than the group's timeout. An exception that
-                a rank raised has its original type, too.
+        `part` names the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
         """
         fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
         stored = self.checkpoint.as_stored(self.plan)
@@ -121,14 +92,6 @@ class StoredModel:
         group.call(part + "loaded")
 
     def revive(self, make_group: Callable[[], WorkerGroup]) -> WorkerGroup:
-        """Start a group, load the model onto its ranks, and return the group. If loading fails, close the group.
-
-        Args:
-            make_group: function that starts a group.
-
-        Raises:
-            GroupError: the group could not start, or a rank failed. Other errors of `make_group` are passed on.
-        """
         group = make_group()
         try:
             group.call("build", self.skeleton)
@@ -140,7 +103,6 @@ class StoredModel:
 
 
 def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Yield batches of tensor names, each loaded with one request, and the size of each batch in bytes."""
     names: list[str] = []
     size = 0
     for tensor in plan.stored():

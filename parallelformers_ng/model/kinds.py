@@ -12,13 +12,7 @@ from parallelformers_ng.model.parallelized import is_parallelized
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a model is of a kind that `parallelize` supports, whatever its policy.
-
-    Raises:
-        AlreadyParallelizedError: the model is parallelized already.
-        UnsupportedModelError: the model is compiled, no `PreTrainedModel`, spread by `device_map`, or has a tensor of a
-            class of its own.
-    """
+    """Check that a model is of a kind that `parallelize` supports, whatever its policy."""
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
     refuse_compiled(model)
@@ -41,12 +35,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Check that neither `torch.compile` nor `torch.jit` has compiled a module of a model.
-
-    Raises:
-        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`, or a module
-            is TorchScript.
-    """
+    """Check that neither `torch.compile` nor `torch.jit` has compiled a module of a model."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(

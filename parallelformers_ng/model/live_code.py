@@ -36,12 +36,7 @@ log = logging.getLogger("parallelformers_ng")
 class LiveCode:
     """The code that calls of a model use in this process, and its differences from the code on the ranks.
 
-    Args:
-        model: the model, before it is parallelized.
-        check: test whether the plan is valid for changed code.
-
     Attributes:
-        check: argument `check`.
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: values of places that changed since `compare`; None before the first change.
         count: number of changes since `compare`.
@@ -70,7 +65,6 @@ class LiveCode:
 
     @property
     def _reached(self) -> list[Any]:
-        """Functions and objects in attributes of modules."""
         return [*self._functions, *(value for _, _, value in self.check.edits.objects())]
 
     @property
@@ -88,19 +82,9 @@ class LiveCode:
         return frozenset().union(*(names_in(function.__code__) for function in functions))
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
-        """Find the code that differs from the ranks' imported code.
+        """The code that differs from the ranks' imported code; `differences` compares digests with the code of a rank.
 
         A module whose code the ranks lack entirely is added to `by_value`, and is not part of the result.
-
-        Args:
-            differences: function that compares digests with the code of a rank; see `live_code.changes.differences`.
-                Exceptions of the function are passed on.
-
-        Returns:
-            Code to send to the ranks; None if no code differs.
-
-        Raises:
-            NotPortableError: code that differs cannot be sent to the ranks.
         """
         local_digests = digests_of(self._slots)
         unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
@@ -114,28 +98,13 @@ class LiveCode:
         return pack({place: self._slots[place] for place in unlike}, self._on_ranks, self.by_value)
 
     def update(self) -> None:
-        """Compare code and values with their last known state, and prepare changed values for the ranks.
-
-        Raises:
-            ParallelError: code was changed, or the plan of the model is not valid for a changed value.
-            NotPortableError: a changed value cannot be sent to the ranks.
-        """
+        """Compare code and values with their last known state, and prepare changed values for the ranks."""
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
                 self._update()
 
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
-        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name.
-
-        Args:
-            model: the parallelized model.
-            attributes: attributes that the program set: (path of a module, name) → value.
-            configs: dotted name of an attribute of a configuration → new value.
-
-        Raises:
-            ParallelError: the plan of the model is not valid for the settings, or the program registered the attention
-                function later.
-        """
+        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name."""
         with self._lock:
             attention = getattr(model.config, "_attn_implementation", None)
             if why := self.check.objection_to_settings(attributes, configs, attention):
@@ -206,7 +175,6 @@ class LiveCode:
             )
 
     def _take_values(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Prepare the new values of some places for the ranks."""
         if why := self.check.objection(changed):
             raise ParallelError(
                 f"{', '.join([*map(_in_short, sorted(changed))][:3])} was changed after the model was parallelized, and"
@@ -235,7 +203,6 @@ class LiveCode:
 
 
 def _value_of(slot: Slot) -> Any:
-    """Return the present value of a place; `_REMOVED` without one."""
     return value_in(slot.holder, slot.key, _REMOVED)
 
 

@@ -117,7 +117,7 @@ OPTIONS = ("seed", "timeout", "streamer")
 
 @functools.cache
 def options_of_class(generate: Any) -> frozenset[str]:
-    """Return the names in `OPTIONS` that a class's own `generate` takes: as parameters, or by name from `**kwargs`."""
+    """Names in `OPTIONS` that a class's own `generate` takes: as parameters, or by name from `**kwargs`."""
     function = inspect.unwrap(generate)
     if function is inspect.unwrap(GenerationMixin.generate) or not isinstance(function, types.FunctionType):
         return frozenset()
@@ -131,7 +131,6 @@ def is_streamer(value: Any) -> bool:
 
 
 def public_methods(cls: type) -> list[str]:
-    """Return the names of all public methods of a module class, inherited ones included."""
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 

@@ -53,15 +53,8 @@ class ModelState:
         self._lock = threading.RLock()
 
     def prepare(self, replica: Any, incarnation: int, group: Any) -> int:
-        """Give the ranks of a group the state that they lack, before a call.
-
-        Returns:
-            Number of the group's last report that this process has applied.
-
-        Raises:
-            StateLostError: workers have ended with state that this process does not have.
-            GroupError: the group failed.
-        """
+        """Before a call, give the ranks of a group the state that they lack. Return the number of the group's last
+        report that this process has applied."""
         if not self.is_changed:
             return 0
         with self._lock:
@@ -96,17 +89,8 @@ class ModelState:
             )
 
     def take(self, of: Any, incarnation: int, reports: Sequence[StateReport | None], failed: bool) -> None:
-        """Apply the reports of a group's ranks to the model in this process.
-
-        Args:
-            of: dispatcher of the group's replica.
-            incarnation: incarnation of the group.
-            reports: report of each rank.
-            failed: whether the call has failed, so that ranks may have stopped at different points.
-
-        Raises:
-            StateLostError: ranks that must be equal have different values.
-        """
+        """Apply the reports of a group's ranks to the model in this process. After a failed call, ranks may have
+        stopped at different points."""
         told: dict[Any, dict[int, Change]] = collections.defaultdict(dict)
         for rank, report in enumerate(reports):
             for key, change in report.changes.items() if report is not None else ():
@@ -143,7 +127,6 @@ class ModelState:
             self._check()
 
     def _last_report(self, replica: Any, incarnation: int) -> int:
-        """Return the number of a group's last report that this process has applied."""
         when, number = self._confirmed.get(replica, (incarnation, 0))
         return number if when == incarnation else 0
 
@@ -174,7 +157,7 @@ class ModelState:
             dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
 
     def changed(self, name: str) -> Any:
-        """Return a copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
+        """Copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
         if name in self.new_buffers:
             return self.new_buffers[name].tensor.clone()
         whole = self._whole.get(self._plan.tensors[name].storage)

@@ -39,13 +39,7 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 class Remote:
     """The connection of a module of a parallelized model to the workers.
 
-    Args:
-        model: the parallelized model.
-        calls: calls of the model.
-        path: dotted path of the module in the model; "" for the model itself.
-
     Attributes:
-        calls, path: the arguments of the same names.
         parts: for the model itself, its remote submodules; otherwise empty.
         plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
@@ -65,11 +59,7 @@ class Remote:
 
     @property
     def model(self) -> Any:
-        """The parallelized model.
-
-        Raises:
-            ParallelError: the model was deleted, and its workers have ended.
-        """
+        """The parallelized model."""
         model = self._model()
         if model is None:
             raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")
@@ -91,14 +81,8 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers and return its result, see `Dispatcher.call`.
-
-        A backward pass of the result raises ParallelError; see `refuse_gradients`.
-
-        Raises:
-            ParallelError: the module's result would be only one rank's part of the whole result; see also `Calls.call`.
-            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
-        """
+        """Run a method of the module on the workers and return its result. A backward pass of the result raises
+        ParallelError."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
@@ -127,7 +111,6 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
-        """Return the table of parameters, buffers or children that holds `name`."""
         return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
 
     def __delattr__(self, name: str) -> None:
@@ -156,11 +139,7 @@ class RemoteModule(nn.Module):
         return self
 
     def _changed_by(self, move: Callable[[nn.Module], Any], recurse: bool = True) -> bool:
-        """Return whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight.
-
-        Raises:
-            Exception: an error of `move`, for example because torch has no CUDA device.
-        """
+        """Whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight."""
         probe = nn.Module()
         for dtype in {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}:
             probe.register_buffer(str(len(probe._buffers)), torch.empty(0, dtype=dtype, device="cpu"))
@@ -234,37 +213,23 @@ def lock(module: nn.Module) -> None:
 
 
 def unlock(module: nn.Module) -> None:
-    """Undo `lock`: restore the original tables of parameters, buffers and children."""
     vars(module).update(remote_of(module).tables)
 
 
 def remote_of(module: nn.Module) -> Remote:
-    """Return the connection of a module of a parallelized model."""
     return vars(module)[REMOTE]
 
 
 def refusal(module: Any, what: str, why: str, advice: str = "Call deparallelize() first") -> str:
-    """Return the error message for an operation that a parallelized model or its submodule does not support.
-
-    Args:
-        module: the model or submodule.
-        what: the operation.
-        why: the reason, a clause.
-        advice: the next step.
-    """
+    """Error message for an operation that a parallelized model or its submodule does not support; `why` is a clause."""
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose} and does not support {what}: {why}. {advice}"
 
 
 def replaced(place: str, name: str, original: Callable) -> Callable:
-    """Return the replacement of a method. The replacement keeps the signature, which `generate` and pipelines inspect.
-
-    Args:
-        place: "forwarded", "generated", "refused" or "switched"; see `methods.place_of`, and the functions below.
-        name: name of the method.
-        original: method of the module's class. For a module that is not remote, the replacement runs `original`.
-    """
+    """Replacement of a method. It keeps the signature, which `generate` and pipelines inspect. For a module that is not
+    remote, it runs the original method."""
     run = _REPLACEMENTS[place]
 
     @functools.wraps(original)
@@ -277,10 +242,7 @@ def replaced(place: str, name: str, original: Callable) -> Callable:
 
 
 def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run a method on the workers; raise the errors of `Remote.call`.
-
-    A method other than `forward` may run in this process instead; see `Calls.run_method`.
-    """
+    """Run a method on the workers. A method other than `forward` may run in this process instead."""
     remote = remote_of(module)
     run = functools.partial(remote.call, name, args, kwargs)
     if name == "forward":
@@ -289,7 +251,7 @@ def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: An
 
 
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run `generate` on the workers, or run its loop here; see `Calls.generate`, also for its errors."""
+    """Run `generate` on the workers, or run its loop here."""
     remote = remote_of(module)
     return remote.calls.generate(
         remote.model, module, remote.path, original, {**_by_name(original, args, kwargs), **kwargs}
@@ -297,15 +259,10 @@ def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: An
 
 
 def _refused(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Raise ParallelError with the reason."""
     raise ParallelError(refusal(module, f"{name}()", f"it {(REFUSED | REFUSED_OF_PEFT)[name]}"))
 
 
 def _switched(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Switch adapters in this process; calls that start after the method has returned use the new adapters.
-
-    Errors of `original`, for example ValueError for an unknown adapter, are passed on.
-    """
     adapters = remote_of(module).calls.adapters
     with contextlib.nullcontext() if adapters is None else adapters.switching:
         return original(module, *args, **kwargs)
@@ -317,12 +274,9 @@ _REPLACEMENTS: dict[str, Callable[[Any, str, Callable, Any, Any], Any]] = {
 
 
 def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the positional arguments of a `generate` by their names.
+    """Positional arguments of a `generate` by their names.
 
     A `generate` of the program that takes `*args` passes them on to transformers' `generate`, which has the names.
-
-    Raises:
-        TypeError: there are too many arguments, or an argument is also in `kwargs`.
     """
     parameters = inspect.signature(generate).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

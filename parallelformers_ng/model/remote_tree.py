@@ -78,7 +78,6 @@ def _refusal_of_part(
     why: str = "the workers have a copy of the module",
     advice: str = "Call deparallelize() first",
 ) -> str:
-    """Return the error message for an operation that a plain part does not support."""
     homes = _homes.get(part, [])
     return (
         f"{homes[0][1] if homes else type(part).__name__} belongs to a parallelized model and does not support {what}:"
@@ -87,13 +86,7 @@ def _refusal_of_part(
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:
-    """Make the modules of `model` remote modules, in place.
-
-    Args:
-        model: the model.
-        calls: calls of the model.
-        root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if they compute here.
-    """
+    """Make the modules of `model` remote modules, in place. `root` is the mixin class of the model itself."""
     remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for path, module in model.named_modules():
         (plain if path and _computes_here(module) else remote).append((path, module))
@@ -111,12 +104,7 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
-    """Undo `enter`; if `gather` raises an exception, the modules stay remote, and the exception is passed on.
-
-    Args:
-        model: the parallelized model.
-        gather: function that puts the weights back into the model.
-    """
+    """Undo `enter`. `gather` puts the weights back into the model; if it raises an error, the modules stay remote."""
     modules = (model, *remote_of(model).parts)
     for module in modules:
         unlock(module)
@@ -139,8 +127,8 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
 
 
 def _computes_here(module: nn.Module) -> bool:
-    """Return whether a module computes the same here as on a rank: the module and its submodules have no weights or
-    buffers, and do not read `training` in `forward`."""
+    """Whether a module computes the same here as on a rank: the module and its submodules have no weights or buffers,
+    and do not read `training` in `forward`."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
@@ -171,19 +159,12 @@ class _StandIn(type):
 
 
 def _as_whole(cls: _StandIn) -> Any:
-    """Reduce a replacement class for pickle: unpickling returns the original class."""
     return operator.itemgetter(0), ((cls._whole_class,),)
 
 
 @functools.cache
 def _replacement(mixin: type, cls: Any) -> Any:
-    """Return a subclass of `cls` with the same name and module, so that saved and printed names are the original's.
-
-    Args:
-        mixin: class whose methods come before the methods of `cls`. With another mixin than `PlainPart`, methods of
-            `cls` that do not run in this process are replaced, too.
-        cls: the original class.
-    """
+    """Subclass of `cls` with the same name and module, so that saved and printed names are the original's."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     own = {name for base in cls.__mro__ if package_of(base) not in LIBRARIES for name in vars(base)}
     members |= {name: inspect.getattr_static(cls, name) for name in own & _of_class(mixin)}

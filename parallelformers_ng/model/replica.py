@@ -47,9 +47,6 @@ class Replica(Supervisor):
 
     Attributes:
         caches: registry of the caches on the workers.
-
-    Raises:
-        PlacementError: the group serves another model.
     """
 
     def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
@@ -63,22 +60,13 @@ class Replica(Supervisor):
         self._make_group = make_group
 
     def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
-        """From now on replace the group after a worker has ended, unless the group belongs to the caller.
-
-        Args:
-            stored: model that a new group loads.
-            options: limit of restarts.
-        """
+        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
         if self._make_group is not None:
             again = functools.partial(stored.revive, self._make_group)
             self.supervise(again, options.max_restarts, options.restart_window)
 
     def leave(self) -> None:
-        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent.
-
-        Raises:
-            GroupError: the caller's group failed to drop the model.
-        """
+        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent."""
         group = self.group
         if self._make_group is not None:
             self.close()
@@ -108,11 +96,7 @@ class CallOptions:
 
 
 def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Return whether the caller may have registered forward hooks, so that a call must collect them.
-
-    Raises:
-        ParallelError: a hook cannot run on the workers.
-    """
+    """Return whether the caller may have registered forward hooks, so that a call must collect them."""
     return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
 
 
@@ -146,28 +130,10 @@ class Dispatcher:
     others: list[Edits] = field(default_factory=list)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Run a method on the workers and return its result.
+        """Run a method on the workers; the result has tensors on CPU, and a `CacheHandle` instead of each cache.
 
-        The call also changes state in this process: the random stream, caches, and objects of the caller such as
-        logits processors and forward hooks.
-
-        Args:
-            path: dotted path of the module; "" for the model.
-            method: name of the module's method.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-            options: options of this call.
-
-        Returns:
-            Result of the method on rank 0, with tensors on CPU, and with a `CacheHandle` instead of each cache.
-
-        Raises:
-            ParallelError: `timeout` is not a positive number, or a cache belongs to another model or was filled in
-                this process. Also: a hook cannot run on the workers, or the plan is not valid for changed code.
-            StaleCacheError: the workers with a cache of the arguments have ended, or the cache's length is unknown.
-            NotPortableError: an argument cannot be sent by value; nothing was run.
-            GroupError: the workers failed or have ended, or the deadline has passed; see `WorkerGroup.call`.
-            ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
+        The call also changes state in this process: the random stream, caches, and objects of the caller such as logits
+        processors and forward hooks.
         """
         end = self.replica.current[0].deadline(options.timeout)
         registry, caches = self.replica.caches, dict[int, Cache]()

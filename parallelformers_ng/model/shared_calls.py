@@ -27,14 +27,7 @@ from parallelformers_ng.worker.call import Call
 class SharedCalls:
     """The calls of one model that share a batch.
 
-    Args:
-        options: limits of the batch.
-        trial: trial that shows whether calls of the model may share a batch.
-        dispatcher: dispatcher of the replica whose workers decode the calls.
-        needs_graphs: whether calls may share a batch only if decode steps become CUDA graphs.
-
     Attributes:
-        trial: argument `trial`.
         batch: calls that the current group decodes together.
     """
 
@@ -61,24 +54,8 @@ class SharedCalls:
     ) -> torch.Tensor | str:
         """Decode a call in the shared batch.
 
-        Args:
-            model: the parallelized model.
-            arguments: arguments of `generate`, by name.
-            seed: seed of the call, or None.
-            timeout: maximum duration of the call in seconds; None uses the group's timeout.
-            streamer: streamer that receives the prompt, int64 `[1, tokens]`, and then each token, int64 `[1]`; or None.
-            draw_seed: function that returns a seed for a sampling call without one; None if no other call runs.
-
-        Returns:
-            Prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone.
-
-        Raises:
-            BatchingError: the call may need more tokens than a limit allows, too many calls are waiting, or the batch
-                ended with an internal error.
-            ParallelError: `timeout` is not a positive number, a hook cannot run on the workers, or the plan is not
-                valid for changed code of the model.
-            NotPortableError: an argument cannot be sent; nothing was run.
-            GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
+        Return prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone. `draw_seed`
+        gives a seed to a sampling call without one; None if no other call runs.
         """
         if self._needs_graphs and not self._positions(model):
             return "its decode steps do not become CUDA graphs"
@@ -109,16 +86,8 @@ class SharedCalls:
             return sequence
 
     def _positions(self, model: Any) -> int:
-        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
-
-        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
-
-        Args:
-            model: the parallelized model, whose class and settings may exclude CUDA graphs.
-
-        Raises:
-            ParallelError: a hook of the model cannot run on the workers.
-        """
+        """The largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
+        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs."""
         steps = self.batch.steps
         if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
             return 0
@@ -165,15 +134,7 @@ class SharedCalls:
             self._places.release()
 
     def _check(self, prompt: int, tokens: int) -> None:
-        """Raise an error if a call may need more tokens than the limits allow.
-
-        Args:
-            prompt: number of tokens of the prompt.
-            tokens: maximum number of tokens of the sequence, prompt included.
-
-        Raises:
-            BatchingError: the prompt, the new tokens or the whole sequence exceed a limit of `BatchingOptions`.
-        """
+        """Refuse a call that may need more tokens than the limits allow; `tokens` includes the prompt."""
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
             "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
@@ -187,12 +148,7 @@ class SharedCalls:
 
 
 def _refused(option: str, message: str) -> BatchingError:
-    """Return the error of a call that a limit refuses.
-
-    Args:
-        option: option of `batching=` that sets the limit.
-        message: description of the problem.
-    """
+    """The error of a call that a limit, `option` of `batching=`, refuses."""
     error = BatchingError(f"{message} with batching={{{option!r}: …}}")
     error.option = option
     return error

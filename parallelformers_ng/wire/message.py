@@ -79,15 +79,8 @@ def encode(value: Any, place: str = "") -> Encoded:
     """Pickle a value.
 
     The result shares the memory of contiguous CPU tensors in the value, so these tensors must not change before the
-    value is sent. Other tensors are copied to the CPU.
-
-    Args:
-        value: the value.
-        place: name of the value in error messages; by default, errors name the keys of a dict.
-
-    Raises:
-        NotPortableError: a part of the value cannot be pickled, and the message names that part. Or the value has more
-            than 252 open files, or more than 2²⁰ tensors and open files.
+    value is sent. Other tensors are copied to the CPU. `place` is the name of the value in error messages; by default,
+    errors name the keys of a dict.
     """
     buffer = io.BytesIO()
     pickler = _MessagePickler(buffer)
@@ -107,19 +100,7 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart: bool = False) -> Packed:
-    """Pack a message into a frame. A message of more than 64 KiB is written to a memfd.
-
-    Args:
-        kind: purpose of the frame.
-        sequence: number of the request that the frame belongs to.
-        encoded: the message; `NOTHING` for a frame without a message.
-        flags: bits of `Flag`, without `Flag.MEMFD`.
-        apart: whether several large tensors are sent in memory of their own.
-
-    Raises:
-        SharedMemoryError: the system has no memory left for the message.
-        OSError: this process cannot open more files.
-    """
+    """Pack a message into a frame; `apart` sends several large tensors in memory of their own."""
     fds, memfds = encoded.fds, list[int]()
     try:
         own: list[int] = []
@@ -144,14 +125,8 @@ def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
-    """Encode a value as a part of another message; `unpack` decodes the value separately from that message.
-
-    Returns:
-        The encoded value, and the number of objects outside its pickle.
-
-    Raises:
-        NotPortableError: a part of the value cannot be pickled, or the value has open files or more than 2²⁰ tensors.
-    """
+    """Encode a value as a part of another message; `unpack` decodes it separately. Return also the number of objects
+    outside its pickle."""
     encoded = encode(value)
     if encoded.fds:
         raise NotPortableError("open files cannot be sent with this call")
@@ -159,27 +134,13 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode a value that `parcel` encoded.
-
-    Args:
-        data: the encoded value.
-        outside: number of objects outside its pickle.
-        device: target device of all tensors in the value; None for the CPU.
-
-    Raises:
-        RuntimeError: the system has no memory left.
-        ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError: see `decode`.
-    """
+    """Decode a value that `parcel` encoded; all its tensors are put on `device`."""
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
 def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | memoryview], int]:
-    """Return the parts of a message in their order, padding included, and the total size in bytes.
-
-    Args:
-        encoded: the message.
-        own: indices of the tensors that are sent in memory of their own, and so are no parts.
-    """
+    """The parts of a message in their order, padding included, and the total size in bytes. `own` tensors are sent in
+    memory of their own, and so are no parts."""
     if not encoded.pickle:
         return [], 0
     sizes = [len(encoded.pickle), *(_FILE if part is None else len(part) for part in encoded.outside)]
@@ -196,21 +157,9 @@ def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | me
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:
-    """Decode the message of a frame.
+    """Decode the message of a frame. Its tensors are views of the frame's memory, or of one copy on the device.
 
-    Args:
-        frame: the frame. Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the
-            descriptors.
-        device: target device of all tensors in the value, with one copy for all. None keeps the tensors on CPU.
-
-    Returns:
-        The value. Its tensors are views of the frame's memory, or of the copy on the device.
-
-    Raises:
-        ProtocolError: the sizes in the frame do not match its contents.
-        NotPortableError: an object could not be rebuilt in this process.
-        torch.OutOfMemoryError: the device has no memory for the tensors.
-        torch.AcceleratorError: the device reports an error.
+    Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the descriptors.
     """
     fds, frame.fds = frame.fds, []
     descriptors = iter([*fds])
@@ -294,17 +243,11 @@ def _aligned(offset: int) -> int:
 
 
 def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor from bytes outside a pickle, uint8 `[bytes]`."""
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
 class _MessagePickler(ByValuePickler):
-    """Pickler that puts the bytes of tensors, and open files, outside the pickle.
-
-    Attributes:
-        outside: same as in `Encoded`.
-        fds: same as in `Encoded`.
-    """
+    """Pickler that puts the bytes of tensors, and open files, outside the pickle."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, buffer_callback=self._take)
@@ -340,13 +283,11 @@ class _MessagePickler(ByValuePickler):
 
 
 def _is_of_library(obj: Any) -> bool:
-    """Return whether a class or function can be found by its name in torch, transformers or parallelformers_ng."""
     name: str = obj.__module__ or ""
     return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:
-    """Return the values of a tensor as a numpy array of bytes, contiguous and on CPU."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -381,7 +322,7 @@ def _is_portable(value: Any) -> bool:
 
 
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """Return the expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
+    """The expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
