@@ -66,7 +66,10 @@ class InstalledHooks:
         installed no hooks."""
         if self._state is None or number != self._number:
             return None
-        attributes = {place: self._to_caller(value) for place, value in self._attributes.items()}
+        kinds = (Cache, nn.Module)
+        attributes = {
+            place: mapped(value, kinds, self._stand_in, in_place=False) for place, value in self._attributes.items()
+        }
         changes = self._state.changes(), attributes, self._removed
         self._state, self._attributes, self._removed = None, {}, []  # they may hold large tensors
         return changes
@@ -100,9 +103,6 @@ class InstalledHooks:
         if hook.kind == "_forward_pre_hooks":
             return module.register_forward_pre_hook(call, prepend=first, with_kwargs=hook.with_kwargs)
         return module.register_forward_hook(call, prepend=first, with_kwargs=hook.with_kwargs, always_call=hook.always)
-
-    def _to_caller(self, value: Any) -> Any:
-        return mapped(value, (Cache, nn.Module), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:
         if isinstance(part, Cache):

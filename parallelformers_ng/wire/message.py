@@ -86,10 +86,8 @@ def encode(value: Any, place: str = "") -> Encoded:
     pickler = _MessagePickler(buffer)
     try:
         pickler.dump(value)
-    except NotPortableError:
-        raise
     except Exception as error:  # reducers are foreign code and may raise anything
-        if is_of_handler(error):
+        if isinstance(error, NotPortableError) or is_of_handler(error):
             raise
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
@@ -101,25 +99,21 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart: bool = False) -> Packed:
     """Pack a message into a frame; `apart` sends several large tensors in memory of their own."""
-    fds, memfds = encoded.fds, list[int]()
+    memfds, large = list[int](), dict[int, memoryview]()
     try:
-        own: list[int] = []
-        if apart and not fds:
-            own = [i for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES][
-                :_MOST_OWN
-            ]
-        for index in own if len(own) > 1 else ():
-            part = encoded.outside[index]
-            assert part is not None
-            memfds.append(write_memfd([part], len(part)))
-        parts, size = _parts(encoded, own if memfds else ())
+        if apart and not encoded.fds:
+            large = {i: part for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES}
+        own = [*large][:_MOST_OWN] if len(large) > 1 else []
+        for index in own:
+            memfds.append(write_memfd([large[index]], len(large[index])))
+        parts, size = _parts(encoded, own)
         if size > INLINE_BYTES:
             memfds.append(write_memfd(parts, size))
             parts, flags = [], flags | Flag.MEMFD
     except BaseException:
         close_all(memfds)
         raise
-    fds = [*fds, *memfds]
+    fds = [*encoded.fds, *memfds]
     fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, size, len(encoded.outside), len(fds))
     return Packed(b"".join([fixed, *parts]), fds, memfds)
 
@@ -165,12 +159,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     descriptors = iter([*fds])
     try:
         pickled, parts = _parts_of(frame)
-        outside: Iterator[Any] = iter(())
-        if parts:
-            on_device = None
-            if device is not None and device.type != "cpu":
-                on_device = torch.frombuffer(frame.body, dtype=torch.uint8).to(device)
-            outside = _outside(frame, on_device, parts, descriptors, fds)
+        outside = _outside(frame, device, parts, descriptors, fds)
         value = pickle.loads(pickled, buffers=outside)
         if next(outside, None) is not None or next(descriptors, None) is not None:
             raise ProtocolError("a message does not use all tensors and files that came with it")
@@ -211,12 +200,15 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
 
 
 def _outside(
-    frame: Frame, on_device: torch.Tensor | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
+    frame: Frame, device: torch.device | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
 ) -> Iterator[Any]:
     """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor.
 
     On CPU each tensor has a storage of its own: only its bytes are saved with it, and it has its own version.
     """
+    on_device = None
+    if parts and device is not None and device.type != "cpu":
+        on_device = torch.frombuffer(frame.body, dtype=torch.uint8).to(device)
     copies = frame.kind is FrameKind.RESULT and len(frame.body) > INLINE_BYTES and len(parts) > 1
     for offset, size in parts:
         if size > _FILE:
@@ -250,7 +242,8 @@ class _MessagePickler(ByValuePickler):
     """Pickler that puts the bytes of tensors, and open files, outside the pickle."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, buffer_callback=self._take)
+        # True puts a buffer into the pickle, as buffers of numpy; pickle asks for every buffer.
+        super().__init__(buffer, buffer_callback=lambda buffer: id(buffer) not in self._mine)
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
         # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
@@ -276,10 +269,6 @@ class _MessagePickler(ByValuePickler):
         if fd is not None:
             self.fds.append(fd)
         return buffer
-
-    def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer goes into the pickle, as buffers of numpy do; pickle calls this for every buffer."""
-        return id(buffer) not in self._mine
 
 
 def _is_of_library(obj: Any) -> bool:
