@@ -24,12 +24,11 @@ from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.kernels.decoder_stack import bytes_ahead
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.calls import Calls
-from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.deployment import Deployment, Replica
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.kinds import check_model
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import Parallelized, enter, forget_end
-from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
 from parallelformers_ng.option_checks import check_switches, read_options

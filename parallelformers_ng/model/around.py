@@ -82,12 +82,10 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 def _surrounding(cls: Any) -> Any:
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
-    for name in (*REFUSED, *REFUSED_OF_PEFT):
+    places = dict.fromkeys((*REFUSED, *REFUSED_OF_PEFT), "refused") | dict.fromkeys(SWITCHES, "switched")
+    for name, place in places.items():
         if hasattr(cls, name) and not hasattr(nn.Module, name):
-            members[name] = replaced("refused", name, getattr(cls, name))
-    for name in SWITCHES:
-        if hasattr(cls, name):
-            members[name] = replaced("switched", name, getattr(cls, name))
+            members[name] = replaced(place, name, getattr(cls, name))
     if hasattr(cls, "_enable_peft_forward_hooks") and hasattr(cls, "get_base_model"):
         members |= {"_enable_peft_forward_hooks": _with_names, "agenerate": _agenerate}
     if hasattr(cls, "save_pretrained"):

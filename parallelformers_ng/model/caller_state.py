@@ -1,9 +1,10 @@
-"""Keeps the state that a call sends besides its arguments: the random state, and changes of configurations, module
-attributes and environment variables that the workers do not have yet."""
+"""Keeps the state that a call sends besides its arguments: the random state, the active adapters, and changes of
+configurations, module attributes and environment variables that the workers do not have yet."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
@@ -12,13 +13,16 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.limits import set_within
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 from parallelformers_ng.sharding.attributes import (
     CONFIGURATIONS,
     REMOVED,
@@ -88,6 +92,38 @@ class RandomStream:
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
 
 
+_adapters = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapters", default=None)
+
+
+class Adapters:
+    """The adapters (LoRA or IA3) of one model.
+
+    Attributes:
+        switching: lock for switching adapters and for reading which adapters are active.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.switching = threading.RLock()
+        self._layers = layers
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapters | None:
+        layers = layers_with_adapters(model)
+        return cls(layers) if layers else None
+
+    def active(self) -> ActiveAdapters:
+        """Return the adapters of this thread's current call, or the active adapters outside of a call."""
+        of_call = _adapters.get()
+        if of_call is not None and of_call[0] is self:
+            return of_call[1]
+        with self.switching:
+            return ActiveAdapters.of(self._layers)
+
+    def of_call(self, active: ActiveAdapters | None = None) -> contextlib.AbstractContextManager[None]:
+        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters."""
+        return set_within(_adapters, (self, active or self.active()))
+
+
 class Snapshot:
     """A copy of the attributes of configurations and of the configurations nested in them.
 
@@ -151,16 +187,15 @@ class Edits:
         self._model, self._code = weakref.ref(model), code
         self._owners = owners_of_configurations(model)
         self._built = Snapshot(self._configurations())  # configurations of a new incarnation
-        # (path, name) → when it was set, value, incarnation of the workers that set it themselves
-        self._attributes: dict[tuple[str, str], tuple[int, Any, int | None]] = {}
+        # (path, name) → when it was set, value, who has it already: None if the program has set it
+        self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
         self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
         self._lock = threading.Lock()
-        # State of the workers: incarnation, configurations, number of attribute changes, number of code changes,
-        # environment variables.
-        self._began = {**_VARIABLES}
-        self._known = (0, self._built, 0, 0, self._began)
+        # What workers have: configurations, number of attribute changes, number of code changes, environment variables.
+        self._of_new_workers = self._built, 0, 0, {**_VARIABLES}
+        self._known = weakref.WeakKeyDictionary[WorkerGroup, tuple[Snapshot, int, int, dict[Any, Any]]]()
 
     @property
     def model(self) -> Any:
@@ -174,16 +209,17 @@ class Edits:
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
-    def take_attribute(self, path: str, name: str, value: Any, incarnation: int = -1) -> None:
-        """Record an attribute that a call has set, for other workers than those of `incarnation`, which have it."""
+    def take_attribute(self, path: str, name: str, value: Any, group: WorkerGroup | None) -> None:
+        """Record an attribute that a call has set, for other workers than those of `group`, which have it."""
         with self._lock:
             self._count += 1
-            self._attributes[path, name] = self._count, value, incarnation
+            self._attributes[path, name] = self._count, value, group or "nobody"
             self._taken[path, name] = State(vars(self.model.get_submodule(path)).get(name))
 
-    def take_config(self, name: str, value: Any) -> None:
-        """Record an attribute of a configuration that a call has set, by its dotted name; the workers have it."""
-        self._known = self._known[0], self._known[1].with_value(name, value), *self._known[2:]
+    def take_config(self, group: WorkerGroup, name: str, value: Any) -> None:
+        """Record an attribute of a configuration that a call of `group` has set, by its dotted name."""
+        known = self._known.get(group, self._of_new_workers)
+        self._known[group] = known[0].with_value(name, value), *known[1:]
 
     def code_count(self, only_step: bool = False) -> int:
         """Check the code for changes, and return how often it has changed since the model was parallelized."""
@@ -203,12 +239,10 @@ class Edits:
         changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
-    def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
+    def put_into(self, call: Call, group: WorkerGroup) -> Callable[[], None]:
         """Add to a call the changes that the workers do not have yet; return the function to call after the request has
         succeeded."""
-        known_incarnation, known_configs, time, code_count, variables = self._known
-        if known_incarnation != incarnation:
-            known_configs, time, code_count, variables = self._built, 0, 0, self._began
+        known_configs, time, code_count, variables = self._known.get(group, self._of_new_workers)
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(), self._count
@@ -222,7 +256,7 @@ class Edits:
         before, now = known_configs.values(), current.values()
         with self._lock:
             newer = {key: (value, of) for key, (then, value, of) in self._attributes.items() if then > time}
-        call.attributes = {key: value for key, (value, of) in newer.items() if of != incarnation}
+        call.attributes = {key: value for key, (value, of) in newer.items() if of is not group}
         moved = known_configs.moved()
         call.configs = {
             name: value
@@ -236,7 +270,7 @@ class Edits:
                 call.code = self._code.changes
 
         def arrived() -> None:
-            self._known = incarnation, current, count, codes, variables_now
+            self._known[group] = current, count, codes, variables_now
 
         return arrived
 

@@ -1,11 +1,13 @@
-"""Manages the workers, the plan and the shard memory of a parallelized model."""
+"""Manages the groups of workers, the plan and the shard memory of a parallelized model."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,65 @@ from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
+from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
+from parallelformers_ng.generation.cache_registry import CacheRegistry
+from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.model_state import ModelState
-from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.spawn import module_path
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
+
+
+class Replica(Supervisor):
+    """A group of workers that has the whole model and serves calls.
+
+    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
+
+    Args:
+        group: a group that is running or starting.
+        make_group: function that starts a new group after `group` has died. If `make_group` is None, `group`
+            belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
+
+    Attributes:
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
+            failed to capture a step.
+        in_flight: number of running calls; with one replica, always 0.
+    """
+
+    def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
+        if group.in_use:
+            gc.collect()  # the other model may be garbage already
+        if group.in_use:
+            raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
+        group.user = weakref.ref(self)
+        super().__init__(group)
+        self.caches = CacheRegistry(self)
+        self.assistants = Assistants()
+        self.steps: StaticSteps | None = None
+        self.in_flight = 0
+        self._make_group = make_group
+
+    def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
+        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
+        if self._make_group is not None:
+            again = functools.partial(stored.revive, self._make_group)
+            self.supervise(again, options.max_restarts, options.restart_window)
+
+    def leave(self) -> None:
+        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent."""
+        group = self.group
+        if self._make_group is not None:
+            self.close()
+        elif group.user is not None and group.user() is self and group.alive:
+            group.call("drop")
+            group.user = None
 
 
 class Deployment:
@@ -196,8 +246,8 @@ class Deployment:
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
         """Have every rank of replica 0 write its files, of at most `limit` bytes each, of a sharded directory.
         `progress` counts the bytes of rank 0."""
-        group, incarnation, _ = self.replicas[0].ready()
-        self.state.prepare(self.replicas[0], incarnation, group)
+        group, *_ = self.replicas[0].ready()
+        self.state.prepare(group)
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:

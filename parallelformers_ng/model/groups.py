@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +42,9 @@ def group_makers(
         size, kind = placement(num_gpus, options.device, ids, count)
     else:
         size, kind = placement(remote_ranks.count, options.device, ids, count, remote_ranks.devices)
-    if remote_ranks is not None and fit.is_open:
-        ranks_per_host = remote_ranks.each(size, kind)
-        fit = fit.over([ranks_per_host] * (size // ranks_per_host))
+        if fit.is_open:
+            ranks_per_host = remote_ranks.each(size, kind)
+            fit = fit.over([ranks_per_host] * (size // ranks_per_host))
     makers = [
         functools.partial(
             WorkerGroup,
@@ -85,7 +86,12 @@ class StoredModel:
         fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
         stored = self.checkpoint.as_stored(self.plan)
         group.call_each(part + "attach", [(of_rank, stored) for of_rank in fds])
-        for names, size in _batches(self.plan.as_stored, stored):
+        tensors = deque(tensor for tensor in self.plan.as_stored.stored() if stored.is_read(tensor))
+        while tensors:
+            names, size = list[str](), 0
+            while tensors and size < _BATCH_BYTES:
+                names.append(tensors[0].name)
+                size += tensors.popleft().bytes_whole
             group.call(part + "load", names)
             if progress is not None:
                 progress(size)
@@ -100,20 +106,6 @@ class StoredModel:
             group.close()
             raise
         return group
-
-
-def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    names: list[str] = []
-    size = 0
-    for tensor in plan.stored():
-        if checkpoint.is_read(tensor):
-            names.append(tensor.name)
-            size += tensor.bytes_whole
-            if size >= _BATCH_BYTES:
-                yield names, size
-                names, size = [], 0
-    if names:
-        yield names, size
 
 
 def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
@@ -23,11 +24,10 @@ from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.model.calls import Calls
-from parallelformers_ng.model.gradients import refuse_gradients
+from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.marks import REMOTE
 from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT
 from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
-from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
@@ -86,7 +86,40 @@ class Remote:
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
+        return _refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
+
+
+class _NoGradients(torch.autograd.Function):
+    """The identity function of an output, with a backward pass that raises ParallelError."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, name: str, *_: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(output)  # the same tensor object is returned, so the output keeps it
+        ctx.name = name
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ParallelError(
+            f"{ctx.name} is parallelized and does not support training: the workers compute without gradients. Call"
+            " deparallelize() first"
+        )
+
+
+def _refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
+    """Make the backward pass of an output raise ParallelError.
+
+    As in the plain model, an output requires a gradient if gradients are enabled in this thread, and a weight or an
+    input requires one. Only floating-point tensors are changed.
+    """
+    if torch.is_grad_enabled():
+        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            sources.append(torch.empty(0, device="cpu", requires_grad=True))
+        for leaf in tree_leaves(output) if sources else ():
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                _NoGradients.apply(leaf, type(model).__name__, *sources)
+    return output
 
 
 class RemoteModule(nn.Module):
