@@ -217,9 +217,9 @@ def parallelize(
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # this attribute alone would make save_pretrained fail
         loaded.hf_quantizer.remove_quantization_config(loaded)
-    if sharding.strategy != "tensor":
-        steps = None
-    enter(loaded, Calls(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto"))
+    for replica in replicas if sharding.strategy == "tensor" else ():
+        replica.steps = steps
+    enter(loaded, Calls(loaded, deployment, seed, batch, at_once=batching != "auto"))
     surround(wrappers, loaded)
     if verbose is not None:
         print(Parallelized.memory_summary(loaded, detail=verbose == "detail"))

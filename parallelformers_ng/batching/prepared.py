@@ -13,22 +13,15 @@ from parallelformers_ng.batching.penalties import Penalties
 
 @dataclass
 class Prepared:
-    """The arguments that `generate` passes to its decoding loop.
+    """The arguments that `generate` passes to its decoding loop."""
 
-    Attributes:
-        input_ids: token ids of the prompt, int64 `[1, tokens]`.
-        processors: logits processors of this call except `penalties`; a processor gets tensors of one row.
-        criteria: stopping criteria of this call; a criterion gets tensors of one row.
-        penalties: penalties among the call's processors, which a batch applies to all rows at once; None for none.
-        config: settings of the call, with defaults from the model's `generation_config`.
-        model_kwargs: further arguments of the model: attention mask, positions, cache.
-    """
-
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # token ids of the prompt, int64 `[1, tokens]`
+    # Logits processors of this call except `penalties`; a processor gets tensors of one row.
     processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict[str, Any]
+    criteria: StoppingCriteriaList  # stopping criteria of this call; a criterion gets tensors of one row
+    config: GenerationConfig  # settings of the call, with defaults from the model's `generation_config`
+    model_kwargs: dict[str, Any]  # further arguments of the model: attention mask, positions, cache
+    # Penalties among the call's processors, which a batch applies to all rows at once; None for none.
     penalties: Penalties | None = None
 
     def __post_init__(self) -> None:

@@ -34,19 +34,13 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 
 @dataclass(eq=False)
 class Ran:
-    """The results of prompts that ran together.
+    """The results of prompts that ran together."""
 
-    Attributes:
-        rows: rows of the prompts.
-        logits: logits of each prompt's last token, `[rows, vocabulary]`.
-        cache: cache of the prompts; None if the model runs whole sequences at every step.
-        mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row
-            that of `BatchRow.prompt_mask`.
-    """
-
-    rows: list[BatchRow]
-    logits: torch.Tensor
-    cache: Any
+    rows: list[BatchRow]  # rows of the prompts
+    logits: torch.Tensor  # logits of each prompt's last token, `[rows, vocabulary]`
+    cache: Any  # cache of the prompts; None if the model runs whole sequences at every step
+    # Mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row that
+    # of `BatchRow.prompt_mask`.
     mask: torch.Tensor
 
 
@@ -56,16 +50,11 @@ def rows_of(results: list[Ran]) -> list[BatchRow]:
 
 @dataclass(eq=False)
 class _Piece:
-    """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts.
+    """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts."""
 
-    Attributes:
-        rows: rows of the prompts.
-        begin, end: first column of the step, and the column after its last one. A shorter prompt has padding behind.
-    """
-
-    rows: list[BatchRow]
-    begin: int
-    end: int
+    rows: list[BatchRow]  # rows of the prompts
+    begin: int  # first column of the step
+    end: int  # column after its last one; a shorter prompt has padding behind
 
     @property
     def tokens(self) -> int:

@@ -24,15 +24,10 @@ _CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteri
 
 @dataclass(frozen=True)
 class GreedyCall:
-    """A call whose next token is the one with the largest logit, and whose end needs no logits.
+    """A call whose next token is the one with the largest logit, and whose end needs no logits."""
 
-    Attributes:
-        length: number of tokens, prompt included, at which the call ends.
-        end_tokens: tokens that end the call.
-    """
-
-    length: float
-    end_tokens: frozenset[int]
+    length: float  # number of tokens, prompt included, at which the call ends
+    end_tokens: frozenset[int]  # tokens that end the call
 
     @staticmethod
     def read(call: Prepared) -> GreedyCall | None:
@@ -52,25 +47,20 @@ class BatchRow:
     """One call of `generate` on a rank.
 
     Attributes:
-        number: number by which the caller identifies the row.
-        call: prepared arguments, with logits processors and stopping criteria.
-        random: random stream of the row; None for the rank's default generator.
-        objects: mutable parts of the caller's processors and criteria.
         greedy: description of a call whose token needs no method of transformers; None for other calls.
         newest: last token of `ids`.
-        outcome: GOES_ON, ENDED or FAILED.
-        failure: error of a processor or criterion, on the rank that chose the token.
         padding: number of columns of the prompt before its first token.
         may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and
             the model must not have changed since the row began.
     """
 
-    number: int
-    call: Prepared
-    random: OwnStream | None = None
+    number: int  # number by which the caller identifies the row
+    call: Prepared  # prepared arguments, with logits processors and stopping criteria
+    random: OwnStream | None = None  # random stream of the row; None for the rank's default generator
+    # Mutable parts of the caller's processors and criteria.
     objects: ObjectState = field(default_factory=lambda: ObjectState(()))
-    outcome: int = GOES_ON
-    failure: Description | None = None
+    outcome: int = GOES_ON  # GOES_ON, ENDED or FAILED
+    failure: Description | None = None  # error of a processor or criterion, on the rank that chose the token
 
     def __post_init__(self) -> None:
         self._ids = self.call.input_ids

@@ -22,16 +22,11 @@ _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexe
 
 @dataclass
 class _CacheTensor:
-    """A tensor of a cache, and the container that holds the tensor.
+    """A tensor of a cache, and the container that holds the tensor."""
 
-    Attributes:
-        place: attributes of a layer, or a list or dictionary of states.
-        key: key or index of the tensor in `place`.
-        aligned: dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
-    """
-
-    place: Any
-    key: Any
+    place: Any  # attributes of a layer, or a list or dictionary of states
+    key: Any  # key or index of the tensor in `place`
+    # Dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
     aligned: tuple[int, int] | None
 
     @property

@@ -25,17 +25,11 @@ _MOST_EMPTY = 4
 
 @dataclass
 class _Launched:
-    """A step whose tokens the rows do not have yet.
+    """A step whose tokens the rows do not have yet."""
 
-    Attributes:
-        places: row of the step → index in `logits`.
-        logits: logits, `[places, vocabulary]`.
-        newest: chosen tokens; None if the rows are not all greedy on a device.
-    """
-
-    places: dict[BatchRow, int]
-    logits: torch.Tensor
-    newest: Newest | None
+    places: dict[BatchRow, int]  # row of the step → index in `logits`
+    logits: torch.Tensor  # logits, `[places, vocabulary]`
+    newest: Newest | None  # chosen tokens; None if the rows are not all greedy on a device
 
 
 class Rows:

@@ -26,24 +26,16 @@ _NEW_TOKENS = 20  # transformers' default for a call without a limit
 
 @dataclass
 class SharedCall:
-    """A call of `generate` that may share a batch with other calls.
+    """A call of `generate` that may share a batch with other calls."""
 
-    Attributes:
-        kwargs: arguments for the ranks.
-        seed: seed of the call's random stream; None for a call that needs no stream.
-        tokens: number of prompt tokens, and most tokens of prompt and answer together.
-        endings: stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time
-            limit, because the clocks of the ranks differ.
-        objects: mutable parts of the call's processors and criteria.
-        adapters: active adapters of the call; None for a model without adapters.
-    """
-
-    kwargs: dict[str, Any]
-    seed: int | None
-    tokens: tuple[int, int]
+    kwargs: dict[str, Any]  # arguments for the ranks
+    seed: int | None  # seed of the call's random stream; None for a call that needs no stream
+    tokens: tuple[int, int]  # number of prompt tokens, and most tokens of prompt and answer together
+    # Stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time limit,
+    # because the clocks of the ranks differ.
     endings: StoppingCriteriaList
-    objects: ObjectState
-    adapters: ActiveAdapters | None = None
+    objects: ObjectState  # mutable parts of the call's processors and criteria
+    adapters: ActiveAdapters | None = None  # active adapters of the call; None for a model without adapters
 
     @property
     def prompt(self) -> torch.Tensor:

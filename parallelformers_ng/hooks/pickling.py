@@ -36,13 +36,10 @@ class HookHandle(Handle):
     """Stands on a worker for the caller's handle of a hook of this call.
 
     Attributes:
-        on_remove: function that removes the hook on this worker, and notes the payload.
+        remove: function that removes the hook on this worker, and notes the payload.
     """
 
-    on_remove: Callable[[], None] = lambda: None
-
-    def remove(self) -> None:
-        self.on_remove()
+    remove: Callable[[], None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Handle, (self.kind, self.payload)  # for the caller, and for comparisons of states
@@ -132,11 +129,7 @@ def _is_portable(model: nn.Module, hook: Hook) -> bool:
 
 
 def _pickled(
-    model: nn.Module,
-    hooks: Sequence[Hook],
-    tensors: list[torch.Tensor],
-    local: list[Any],
-    followed: Given | None = None,
+    model: nn.Module, hooks: Sequence[Hook], tensors: list[torch.Tensor], local: list[Any], followed: Any = None
 ) -> bytes:
     modules = {id(module): path for path, module in model.named_modules()}
     weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
-from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
+from parallelformers_ng.cuda_graphs.modes import check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
@@ -28,6 +28,7 @@ from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
 from parallelformers_ng.model.marks import has_own_loop, own_loop
 from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
 from parallelformers_ng.model.outside import OutsideWeights
+from parallelformers_ng.model.seen_modes import words_reached
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.options import BatchingOptions
@@ -46,13 +47,7 @@ class Calls(Dispatcher):
     """
 
     def __init__(
-        self,
-        model: Any,
-        deployment: Deployment,
-        seed: int | None,
-        steps: StaticSteps | None,
-        batching: BatchingOptions | None,
-        prove_at_once: bool,
+        self, model: Any, deployment: Deployment, seed: int | None, batching: BatchingOptions | None, at_once: bool
     ) -> None:
         super().__init__(model, deployment, seed)
         self.outside = OutsideWeights(model, deployment.code.check.edits.objects())
@@ -61,11 +56,10 @@ class Calls(Dispatcher):
         self._said: set[tuple[str, int]] = set()
         self._one_at_a_time = threading.RLock()
         self._lock = threading.Lock()
-        trial = Trial(prove_at_once, deployment.code.check.edits)
-        for replica in deployment.replicas:
-            replica.steps = steps
-            if batching is not None:
-                needs_graphs = not prove_at_once and replica.group.device == "cuda"
+        trial = Trial(at_once, deployment.code.check.edits)
+        if batching is not None:
+            for replica in deployment.replicas:
+                needs_graphs = not at_once and replica.group.device == "cuda"
                 self.shared[replica] = SharedCalls(batching, trial, self, replica, needs_graphs)
 
     def names(self, name: str) -> bool:
@@ -82,7 +76,7 @@ class Calls(Dispatcher):
                 )
         self.deployment.state.accept(dotted(path, name))
         self.outside.put(path, name, value)
-        self.modes.add(value)
+        self.modes.add(words_reached([value]))
         self.edits.set_attribute(path, name, value)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:

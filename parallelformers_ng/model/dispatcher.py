@@ -65,13 +65,7 @@ class Dispatcher:
         self.modes = Modes(model, deployment.code)
 
     def dispatch(
-        self,
-        replica: Replica,
-        path: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: CallOptions,
+        self, replica: Replica, path: str, method: str, args: Any, kwargs: dict[str, Any], options: CallOptions
     ) -> Any:
         """Run a method on the workers; the result has tensors on CPU, and a `CacheHandle` instead of each cache.
 

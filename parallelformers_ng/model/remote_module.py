@@ -132,28 +132,16 @@ class RemoteModule(nn.Module):
         table = self._table_of(name)
         if table is not None and table[name] is value:
             return
-        if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
-        remote = remote_of(self)
-        if is_frozen_code(self, name, value, remote.calls.names, remote.here):
-            raise ParallelError(refusal(self, f"setting {name}", FROZEN, AGAIN))
-        if may_be_read(self, name, value, remote.calls.names):
-            remote.calls.set_attribute(remote.path, name, value)
-        elif name not in vars(self):
-            remote.here.add(name)
+        is_part = table is not None or isinstance(value, (nn.Module, nn.Parameter))
+        if not _send_attribute(self, name, value, "setting", is_part) and name not in vars(self):
+            remote_of(self).here.add(name)
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
         return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
 
     def __delattr__(self, name: str) -> None:
-        if self._table_of(name) is not None or name in FIXED:
-            raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
-        remote = remote_of(self)
-        if is_frozen_code(self, name, REMOVED, remote.calls.names, remote.here):
-            raise ParallelError(refusal(self, f"deleting {name}", FROZEN, AGAIN))
-        if may_be_read(self, name, REMOVED, remote.calls.names):
-            remote.calls.set_attribute(remote.path, name, REMOVED)
+        _send_attribute(self, name, REMOVED, "deleting", self._table_of(name) is not None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -203,6 +191,19 @@ class RemoteModule(nn.Module):
         for short, tensor in (*self._parameters.items(), *self._buffers.items()):
             if prefix + short in destination and isinstance(tensor, RemoteTensor) and isinstance(keep_vars, _Gathered):
                 destination[prefix + short] = keep_vars.whole(tensor)
+
+
+def _send_attribute(module: RemoteModule, name: str, value: Any, doing: str, is_part: bool) -> bool:
+    """Have the workers set or delete an attribute if they may read it; return whether they may."""
+    if is_part or name in FIXED:
+        raise ParallelError(refusal(module, f"{doing} {name}", "its modules and weights are on the workers"))
+    remote = remote_of(module)
+    if is_frozen_code(module, name, value, remote.calls.names, remote.here):
+        raise ParallelError(refusal(module, f"{doing} {name}", FROZEN, AGAIN))
+    may_read = may_be_read(module, name, value, remote.calls.names)
+    if may_read:
+        remote.calls.set_attribute(remote.path, name, value)
+    return may_read
 
 
 class _Gathered:

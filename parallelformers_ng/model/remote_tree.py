@@ -49,40 +49,29 @@ class PlainPart(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(_refusal_of_part(self, f"setting {name}"))
-        self._send(name, value)
+        self._send(name, value, "setting")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in FIXED:
-            raise ParallelError(_refusal_of_part(self, f"deleting {name}"))
-        self._send(name, REMOVED)
+        self._send(name, REMOVED, "deleting")
         super().__delattr__(name)
 
-    def _send(self, name: str, value: Any) -> None:
+    def _send(self, name: str, value: Any, doing: str) -> None:
         """Have the workers of every parallelized model with this module set or delete an attribute."""
-        for home, path in _homes.get(self, []):
+        homes = _homes.get(self, [])
+        whose = f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does not support"
+        if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+            raise ParallelError(
+                f"{whose} {doing} {name}: the workers have a copy of the module. Call deparallelize() first"
+            )
+        for home, path in homes:
             calls = home()
             if calls is None:
                 continue
             if is_frozen_code(self, name, value, calls.names):
-                raise ParallelError(_refusal_of_part(self, f"changing {name}", FROZEN, AGAIN))
+                raise ParallelError(f"{whose} changing {name}: {FROZEN}. {AGAIN}")
             if name != "training" and may_be_read(self, name, value, calls.names):
                 calls.set_attribute(path, name, value)
-
-
-def _refusal_of_part(
-    part: PlainPart,
-    what: str,
-    why: str = "the workers have a copy of the module",
-    advice: str = "Call deparallelize() first",
-) -> str:
-    homes = _homes.get(part, [])
-    return (
-        f"{homes[0][1] if homes else type(part).__name__} belongs to a parallelized model and does not support {what}:"
-        f" {why}. {advice}"
-    )
 
 
 def enter(model: nn.Module, calls: Calls, root: type) -> None:

@@ -43,14 +43,11 @@ class Modes:
         classes = {type(module) for module in model.modules()}
         own = [*filter(_is_of_program, classes), *code.check.edits.functions]
         self.seen = False, _DRAWS in code.names
-        self._note(code.words)
-        self.add([*own, *(value for _, _, value in code.check.edits.objects())])
+        self.add(code.words)
+        self.add(words_reached([*own, *(value for _, _, value in code.check.edits.objects())]))
         self._of_roots: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
 
-    def add(self, value: Any) -> None:
-        self._note(words_reached([value]))
-
-    def _note(self, words: frozenset[str]) -> None:
+    def add(self, words: frozenset[str]) -> None:
         self.seen = tuple(map(operator.or_, self.seen, _seen_by(words)))
 
     def are_seen(self, roots: Iterable[Any]) -> tuple[bool, bool]:
