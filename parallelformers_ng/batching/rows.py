@@ -39,12 +39,6 @@ class Rows:
     depend on other rows. `batch_proof.py` checks this for each model. Every rank chooses the next tokens of a share of
     the rows.
 
-    Args:
-        model: model of the rank.
-        communicator: connection to the other ranks; None for one rank.
-        prefixes: store that keeps complete sequences.
-        captured: maker of slots, whose steps are recorded; None for no recordings.
-
     Attributes:
         token_bytes: bytes of the keys and values of one token; 0 without a row.
     """

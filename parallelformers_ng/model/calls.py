@@ -26,7 +26,7 @@ from parallelformers_ng.model.caller_state import set_state, state_of
 from parallelformers_ng.model.deployment import Deployment, Replica
 from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
 from parallelformers_ng.model.marks import has_own_loop, own_loop
-from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
+from parallelformers_ng.model.methods import OPTIONS, is_streamer, options_of_class
 from parallelformers_ng.model.outside import OutsideWeights
 from parallelformers_ng.model.seen_modes import words_reached
 from parallelformers_ng.model.shared_calls import SharedCalls
@@ -114,7 +114,7 @@ class Calls(Dispatcher):
                 return self._generate_alone(replica, module, path, arguments, options)
             except NotPortableError as error:
                 what = "generate runs its loop in this process, a request per token, which is slower"
-                self._say_once(what, str(error))
+                self.say_once(what, str(error))
                 with self._limit(options):
                     return self._generate_here(module, original, arguments, options)
 
@@ -151,7 +151,7 @@ class Calls(Dispatcher):
         if steps is not None and (
             reason := "its modules have forward hooks" if self.hooks.paths and self.hooks.present() else reason
         ):
-            self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
+            self.say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
             static = eager
         if steps is None or reason or not steps.captured:
             return self.dispatch(replica, path, "generate", (), static, options)
@@ -170,7 +170,7 @@ class Calls(Dispatcher):
         steps = replica.steps
         if steps is None:
             return False
-        self._say_once(steps.without, why)
+        self.say_once(steps.without, why)
         if steps.by_default:
             replica.steps = None
             group, _, end = replica.ready()
@@ -200,23 +200,6 @@ class Calls(Dispatcher):
     def _limit(options: CallOptions) -> contextlib.AbstractContextManager[None]:
         """Return a context that limits all requests of a call together to the call's timeout."""
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
-
-    def run_method(
-        self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run a method of modelling code on the workers if possible, and otherwise in this process.
-
-        The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
-        calls `generate` also runs here if a `generate` of this thread runs its loop here.
-        """
-        with self.with_adapters():
-            if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
-                try:
-                    return call()
-                except NotPortableError as error:
-                    what = f"{name} runs in this process, with a request per call of a module, which is slower"
-                    self._say_once(what, str(error))
-            return original(module, *args, **kwargs)
 
     def _check_state_of_caller(self) -> None:
         """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
@@ -259,7 +242,7 @@ class Calls(Dispatcher):
             with self._lock:
                 chosen.in_flight -= 1
 
-    def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
+    def say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
         if (what, level) not in self._said:
             self._said.add((what, level))
             log.log(level, "%s: %s", what, why)

@@ -202,9 +202,8 @@ def _is_refilled(before: Any, value: Any) -> bool:
         fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
         return bool(fits and before.copy_(value) is before)
     is_container = isinstance(before, (list, collections.deque, dict, set))
-    old: Any
-    new: Any
-    old, new = (before, value) if is_container else (getattr(each, "__dict__", None) for each in (before, value))
+    contents: list[Any] = [each if is_container else getattr(each, "__dict__", None) for each in (before, value)]
+    old, new = contents
     if old is not None:
         old.clear()
         (old.extend if isinstance(old, (list, collections.deque)) else old.update)(new)

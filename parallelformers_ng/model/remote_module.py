@@ -22,11 +22,11 @@ from transformers import GenerationMixin
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.dispatcher import CallOptions
-from parallelformers_ng.model.marks import REMOTE
-from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT
+from parallelformers_ng.model.marks import REMOTE, has_own_loop
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
 from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
 from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
@@ -276,12 +276,22 @@ def replaced(place: str, name: str, original: Callable) -> Callable:
 
 
 def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run a method on the workers. A method other than `forward` may run in this process instead."""
+    """Run a method of modelling code on the workers if possible, and otherwise in this process.
+
+    The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
+    calls `generate` also runs here if a `generate` of this thread runs its loop here.
+    """
     remote = remote_of(module)
-    run = functools.partial(remote.call, name, args, kwargs)
     if name == "forward":
-        return run()
-    return remote.calls.run_method(module, name, original, run, args, kwargs)
+        return remote.call(name, args, kwargs)
+    with remote.calls.with_adapters():
+        if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
+            try:
+                return remote.call(name, args, kwargs)
+            except NotPortableError as error:
+                what = f"{name} runs in this process, with a request per call of a module, which is slower"
+                remote.calls.say_once(what, str(error))
+        return original(module, *args, **kwargs)
 
 
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
