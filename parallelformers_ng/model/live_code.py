@@ -110,10 +110,7 @@ class LiveCode:
             if why := self.check.objection_to_settings(attributes, configs, attention):
                 names = [f"{path}.{name}" for path, name in attributes]
                 names += [name.removesuffix("_internal") for name in configs]
-                raise ParallelError(
-                    f"{', '.join(names[:3])} was changed after the model was parallelized, and the plan is not valid"
-                    f" for the new value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
-                )
+                raise _refused(names, f"the plan is not valid for the new value: {why}")
             named = {value for name, value in configs.items() if name.endswith(ATTENTION_SETTING)} - self._attentions
             if named or not all(isinstance(value, PLAIN) for value in attributes.values()):
                 slots = {**reach(self._classes, self._reached, self._attentions | named), **self._slots}
@@ -144,10 +141,7 @@ class LiveCode:
         self._refuse_code({**current, **before}, changed)
         for owner, state in self._of_functions.items():
             if not state.holds():
-                raise ParallelError(
-                    f"a value that {owner} reads was changed after the model was parallelized, and the workers have"
-                    " their own copy of it. Restore the value, or call deparallelize(), then parallelize() again"
-                )
+                raise _refused([f"a value that {owner} reads"], "the workers have their own copy of it")
         changed |= {place for place, state in self._of_places.items() if not state.holds()}
         if changed:
             self._take_values(now, changed)
@@ -168,19 +162,12 @@ class LiveCode:
             names = ["a function that the program assigned to a module"]
         names += [f"{path}.{name}" for (path, name), (_, state) in self._of_modules.items() if state.has_other_code()]
         if names:
-            raise ParallelError(
-                f"{', '.join(names[:3])} was changed after the model was parallelized, and the workers keep the code"
-                " that they got: code is frozen, only values may change. Restore it, or call deparallelize(), then"
-                " parallelize() again"
-            )
+            why = "the workers keep the code that they got: code is frozen, only values may change"
+            raise _refused(names, why, "it")
 
     def _take_values(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
         if why := self.check.objection(changed):
-            raise ParallelError(
-                f"{', '.join([*map(_in_short, sorted(changed))][:3])} was changed after the model was parallelized, and"
-                f" the plan is not valid for the new value: {why}. Restore the value, or call deparallelize(), then"
-                " parallelize() again"
-            )
+            raise _refused([*map(_in_short, sorted(changed))], f"the plan is not valid for the new value: {why}")
         later = self._later | changed
         self.changes = pack({place: slots[place] for place in later}, self._on_ranks, self.by_value)
         self._later = later
@@ -200,6 +187,13 @@ class LiveCode:
             log.warning("%s is too large to follow: a change inside it, after parallelize, may not be noticed", place)
         self.step = CodeWatch((slot for slot in self._slots.values() if slot.of_step), states, self._functions)
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
+
+
+def _refused(names: list[str], why: str, what: str = "the value") -> ParallelError:
+    return ParallelError(
+        f"{', '.join(names[:3])} was changed after the model was parallelized, and {why}. Restore {what}, or call"
+        " deparallelize(), then parallelize() again"
+    )
 
 
 def _value_of(slot: Slot) -> Any:

@@ -121,7 +121,11 @@ class Parallelized(RemoteModule):
 
         Raises:
             CancelledError: the task was cancelled.
-            ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
+            ParallelError: an argument has a wrong value, or a hook or a change of the model cannot reach the workers.
+            BatchingError: the call exceeds a limit of the batch, too many calls are waiting, or the batch failed.
+            StaleCacheError: the workers with a cache of the arguments have ended.
+            GroupError: the workers failed or have ended, or the deadline has passed. An error that a worker raised also
+                has its original type.
             Exception: another error of `generate`, or an error of the streamer.
         """
         model: Any = self

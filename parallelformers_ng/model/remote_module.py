@@ -176,7 +176,8 @@ class RemoteModule(nn.Module):
         With `keep_vars=True` the values are the parameters themselves, and a weight is gathered only when it is read.
 
         Raises:
-            GroupError, CheckpointError: a weight cannot be gathered, see `Deployment.read`.
+            GroupError: only the workers have the weights, and the workers failed or have ended.
+            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("keep_vars") or isinstance(kwargs.get("keep_vars"), _Gathered):
