@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
 from parallelformers_ng.checkpoint.loading import Checkpoint, open_source
@@ -27,7 +26,6 @@ from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.deployment import Deployment, Replica
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.kinds import check_model
-from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import Parallelized, enter, forget_end
 from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
@@ -195,15 +193,9 @@ def parallelize(
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget, cpu_ranks)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
+        files = None if source is None else Checkpoint.take(loaded, sharding)
         deployment = Deployment(
-            loaded,
-            sharding,
-            replicas,
-            options=options,
-            checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
-            show_progress=progress,
-            original=original,
-            code=LiveCode(loaded, CodeCheck(loaded, sharding, sharding.selection)),
+            loaded, sharding, replicas, options=options, checkpoint=files, show_progress=progress, original=original
         )
         verb = "cutting" if source is None else "loading"
         with progress_bar(f"{verb} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import make_plan
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.progress import progress_bar
@@ -151,7 +150,7 @@ def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant
     name = type(assistant).__name__
     try:
         plan = make_plan(assistant, group.world_size, None, None, FitOptions())
-        code = LiveCode(assistant, CodeCheck(assistant, plan, plan.selection))
+        code = LiveCode(assistant, plan)
         if code.compare(functools.partial(group.call, "differences")) is not None:
             raise NotPortableError("its code was changed in this process")
         skeleton = Skeleton.of(assistant, plan, code.by_value)

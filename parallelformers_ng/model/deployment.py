@@ -93,6 +93,7 @@ class Deployment:
         stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
         ended: whether the workers have ended.
         state: what calls have changed in the model.
+        code: the code that the model runs in this process.
 
     Args:
         model: the model with loaded weights. After `start` the model's tensors are on `meta`.
@@ -105,7 +106,6 @@ class Deployment:
         checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
             start and after a restart.
         original: original form of a model that was quantized in memory; `restore` restores it.
-        code: the code that the model runs in this process.
     """
 
     def __init__(
@@ -118,7 +118,6 @@ class Deployment:
         checkpoint: Checkpoint | None,
         show_progress: bool,
         original: ConvertedLayers | None,
-        code: LiveCode,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
@@ -130,8 +129,8 @@ class Deployment:
         self._options = options
         self._lock = threading.Lock()
         self.ended = False
-        self.code = code
-        self._skeleton = Skeleton.of(model, plan, code.by_value)
+        self.code = LiveCode(model, plan)
+        self._skeleton = Skeleton.of(model, plan, self.code.by_value)
         self.stored: StoredModel | None = None
         self.state = ModelState(plan, self.read)
 

@@ -29,6 +29,7 @@ from parallelformers_ng.live_code.reach import Slot, module_of, reach
 from parallelformers_ng.live_code.state import PLAIN, State, is_code, is_same
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
+from parallelformers_ng.sharding.plan import ShardPlan
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -45,10 +46,10 @@ class LiveCode:
         rest: watch of the code that only `generate` and other methods use.
     """
 
-    def __init__(self, model: nn.Module, check: CodeCheck) -> None:
+    def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
+        self.check = CodeCheck(model, plan, plan.selection)
         self._classes = classes_of(model)
-        self._functions = check.edits.functions
-        self.check = check
+        self._functions = self.check.edits.functions
         self._attentions = attentions_of(model)
         self._slots = reach(self._classes, self._reached, self._attentions)
         self._on_ranks: Digests = {}
