@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyParallelizedError", "BatchingError", "BatchingOptions", "ChannelClosedError", "CheckpointError",
-    "CollectiveAbortedError", "Column", "DeadlineExpiredError", "DivergedError", "Experts", "FitOptions",
-    "Gather", "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads",
-    "Norm", "NotParallelizedError", "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy",
-    "PolicyError", "ProtocolError", "QuantizeOptions", "Reduce", "Renewed",
-    "RequestCancelledError", "RequestTimeoutError",
-    "RestartLimitError", "Row", "SharedMemoryError", "Slice", "StaleCacheError", "StartupError",
-    "StateLostError", "Stored",
+    "CollectiveAbortedError", "Column", "DeadlineExpiredError", "DivergedError", "Experts", "FitOptions", "Gather",
+    "GaussianTopK", "GroupClosedError", "GroupError", "HeadNorms", "Heads", "Norm", "NotParallelizedError",
+    "NotPortableError", "ParallelError", "Part", "PlacementError", "Policy", "PolicyError", "ProtocolError",
+    "QuantizeOptions", "Reduce", "Renewed", "RequestCancelledError", "RequestTimeoutError", "RestartLimitError", "Row",
+    "SharedMemoryError", "Slice", "StaleCacheError", "StartupError", "StateLostError", "Stored",
     "UnsupportedModelError", "UnsupportedPlatformError", "Vocabulary", "WorkerDiedError", "WorkerError",
     "WorkerOptions", "WrongProcessError", "balanced_device_map", "deadline", "forecast", "parallelize", "plan",
     "save_sharded", "start_group", "warm_up",

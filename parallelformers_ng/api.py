@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import CustomPolicies, check_fit, make_plan
 from parallelformers_ng.autopolicy.proof import prove_custom
 from parallelformers_ng.checkpoint.loading import Checkpoint, open_source
@@ -24,12 +23,10 @@ from parallelformers_ng.generation.cache_kinds import check_kind, kind_for
 from parallelformers_ng.kernels.decoder_stack import bytes_ahead
 from parallelformers_ng.model.around import surround, with_peft_adapters, within
 from parallelformers_ng.model.calls import Calls
-from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.deployment import Deployment, Replica
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.kinds import check_model
-from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.parallelized import Parallelized, enter, forget_end
-from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.offload.assignment import tiers_for
 from parallelformers_ng.offload.budgets import Budget, budget_of
 from parallelformers_ng.option_checks import check_switches, read_options
@@ -196,15 +193,9 @@ def parallelize(
         sharding = _make_plan(loaded, world_size, custom_policies, target, fitting, bits, budget, cpu_ranks)
         if prove and custom_policies is not None:
             prove_custom(loaded, check_custom(custom_policies), world_size, fitting.parts(world_size))
+        files = None if source is None else Checkpoint.take(loaded, sharding)
         deployment = Deployment(
-            loaded,
-            sharding,
-            replicas,
-            options=options,
-            checkpoint=None if source is None else Checkpoint.take(loaded, sharding),
-            show_progress=progress,
-            original=original,
-            code=LiveCode(loaded, CodeCheck(loaded, sharding, sharding.selection)),
+            loaded, sharding, replicas, options=options, checkpoint=files, show_progress=progress, original=original
         )
         verb = "cutting" if source is None else "loading"
         with progress_bar(f"{verb} {type(loaded).__name__}", sharding.bytes_whole, progress) as advance:
@@ -218,9 +209,9 @@ def parallelize(
     settle(loaded, sharding)
     if getattr(loaded, "is_quantized", False):  # this attribute alone would make save_pretrained fail
         loaded.hf_quantizer.remove_quantization_config(loaded)
-    if sharding.strategy != "tensor":
-        steps = None
-    enter(loaded, Calls(loaded, deployment, seed, steps, batch, prove_at_once=batching != "auto"))
+    for replica in replicas if sharding.strategy == "tensor" else ():
+        replica.steps = steps
+    enter(loaded, Calls(loaded, deployment, seed, batch, at_once=batching != "auto"))
     surround(wrappers, loaded)
     if verbose is not None:
         print(Parallelized.memory_summary(loaded, detail=verbose == "detail"))

@@ -77,18 +77,10 @@ class WorkerDiedError(GroupError):
     """
 
     def __init__(
-        self,
-        message: str,
-        rank: int,
-        signal: int | None = None,
-        exit_code: int | None = None,
-        host: str | None = None,
+        self, message: str, rank: int, signal: int | None = None, exit_code: int | None = None, host: str | None = None
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.signal = signal
-        self.exit_code = exit_code
-        self.host = host
+        self.rank, self.signal, self.exit_code, self.host = rank, signal, exit_code, host
 
 
 class RestartLimitError(GroupError):

@@ -35,18 +35,9 @@ class Batch:
     """The calls that one group decodes together. Any thread may call `add` and `look`; other methods are for the
     group's thread.
 
-    Args:
-        options: limits of the batch.
-        trial: result of the batch proof, which says whether prompts may run in pieces.
-        group: group of workers that runs the rounds.
-        steps: mode that captures decode steps as CUDA graphs; None for ordinary decode steps.
-
-    Attributes:
-        group: argument `group`.
-        steps: argument `steps`; None after the ranks have failed to record a step.
-        room: most tokens in the caches of all rows, padding included. Without a limit of the caller, infinite until a
-            round has measured the free memory.
-        is_due: lock, held while a round is queued but has not begun.
+    `steps` becomes None after the ranks have failed to record a step. `room` is the most tokens in the caches of all
+    rows, padding included; without a limit of the caller, it is infinite until a round has measured the free memory.
+    The lock `is_due` is held while a round is queued but has not begun.
     """
 
     def __init__(self, options: BatchingOptions, trial: Trial, group: WorkerGroup, steps: StaticSteps | None) -> None:
@@ -65,7 +56,6 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """True while calls wait or run."""
         return bool(self._arrived or self._waiting or self._running)
 
     def add(self, ticket: Ticket, coming: Sized) -> None:
@@ -73,10 +63,6 @@ class Batch:
 
         If nothing runs, the method waits for calls that other threads prepare, at most half of `prefill_patience`,
         because prompts that begin together run faster than prompts between the steps of other rows.
-
-        Args:
-            ticket: the call.
-            coming: calls that other threads prepare.
         """
         is_first = not self.busy
         self._arrived.append(ticket)
@@ -107,7 +93,6 @@ class Batch:
             self.group.submit(_RoundRequest(self))
 
     def next_round(self) -> Round | None:
-        """Return the next round, with the calls that join now; None if no row runs, joins or leaves."""
         while self._arrived:
             self._waiting[next(self._numbers)] = self._arrived.popleft()
         leaves = [number for number, ticket in self._running.items() if ticket.given_up]
@@ -137,7 +122,6 @@ class Batch:
         return Round(self._batch, calls, leaves, *limits, self._pace.steps, self._adapters, positions, rows, updates)
 
     def _admitted(self) -> dict[int, Ticket]:
-        """Return the waiting calls that may join now, in the order of their arrival: row number → call."""
         rows, joins = [*self._running.values()], dict[int, Ticket]()
         for number, ticket in self._waiting.items():
             longest = max(row.call.tokens[1] for row in (*rows, ticket))
@@ -155,11 +139,6 @@ class Batch:
 
         All ranks report the same tokens. Only the rank that chose a row's token reports a failure of the row and new
         states of the caller's objects (processors, criteria).
-
-        Args:
-            news: report of each rank.
-            order: the round that the ranks ran.
-            seconds: duration of the round.
         """
         for number in order.joins:
             self._running[number].arrived()
@@ -207,10 +186,6 @@ class Batch:
         A call that may have caused the error is a suspect; suspects run in separate rounds. If a device ran out of
         memory, no call is a suspect: later rounds have shorter pieces of prompts, and after another such error their
         steps are not recorded.
-
-        Args:
-            error: error of the round. Calls restart only after a WorkerError or a NotPortableError.
-            order: the round that failed.
         """
         running, self._running = self._running, {}
         self._batch = next(self._batches)
@@ -246,9 +221,7 @@ class Batch:
     def end(self, error: BaseException, others: BaseException | None) -> None:
         """End all calls of the batch and wake their callers, because the group has ended or a round failed.
 
-        Args:
-            error: error for the running calls.
-            others: error for the waiting calls; None marks the waiting calls as lost, for another group to run.
+        Without `others`, the error for the waiting calls, these calls are lost, for another group to run.
         """
         running, waiting = [*self._running.values()], [*self._waiting.values()]
         self._running, self._waiting, self._batch = {}, {}, next(self._batches)

@@ -61,18 +61,10 @@ class Trial:
         self._code = 0
 
     def why_alone(self, cls: Any, config: Any, code: int = 0, end: float = math.inf) -> str:
-        """Return the reason why calls of a model run alone; "" if calls may share a batch.
+        """Reason why calls of a model run alone; "" if calls may share a batch.
 
-        The first call, and the first call after a change of `code`, starts the proof in a thread of its own. Calls wait
-        for its end if the trial was made with `at_once`.
-
-        Args:
-            cls, config: class and configuration of the model.
-            code: number of changes of the model's code so far.
-            end: deadline of the call, by `time.monotonic`.
-
-        Raises:
-            DeadlineExpiredError: the deadline passed before the proof ended.
+        The first call, and the first call after a change of `code`, the number of changes of the model's code, starts
+        the proof in a thread of its own. Calls wait for its end if the trial was made with `at_once`.
         """
         self.is_due = True
         with self._lock:
@@ -105,15 +97,8 @@ class Trial:
 
 
 def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, bool]:
-    """Check on a small copy of a model whether its calls may share a batch.
-
-    Args:
-        cls, config: class and configuration of the model.
-        edits: code that the program changed after the class built the model.
-
-    Returns:
-        The reason why calls may not share a batch, or ""; and whether prompts may run in pieces.
-    """
+    """Check on a small copy of a model whether its calls may share a batch. Return the reason against it, or ""; and
+    whether prompts may run in pieces."""
     if config.is_encoder_decoder:
         return "it has an encoder", False
     try:
@@ -126,12 +111,10 @@ def prove(cls: Any, config: Any, edits: LiveEdits | None = None) -> tuple[str, b
 
 
 def why_alone(model: Any, in_pieces: bool, lengths: Sequence[tuple[int, int]] = PROMPTS) -> str:
-    """Return the reason why calls of a model may not share a batch; "" if calls may share a batch.
+    """Reason why calls of a small random model may not share a batch; "" if they may. Its experts implementation
+    becomes "eager".
 
-    Args:
-        model: a small random model on CPU; see `autopolicy.twin_making`. Its experts implementation becomes "eager".
-        in_pieces: whether prompts run in pieces, as in `Trial`.
-        lengths: prompt tokens and new tokens of each call.
+    `lengths` are the prompt tokens and new tokens of each call.
     """
     if in_pieces and not is_causal(model):
         return "tokens see later tokens of a prompt"  # the ranks run such prompts whole, so a trial would prove nothing
@@ -191,7 +174,6 @@ class _Choices(TorchFunctionMode):
 
 
 def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return a call that records its scores, and the list that the scores are added to."""
     seen: list[torch.Tensor] = []
 
     def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -204,7 +186,7 @@ def _watched(call: dict[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
 
 
 def _together(model: Any, calls: list[dict[str, Any]], in_pieces: bool) -> list[torch.Tensor]:
-    """Run calls in one batch. Return the prompt and the new tokens of each call."""
+    """Run calls in one batch; return prompt and new tokens of each."""
     prefixes = Prefixes(100 if in_pieces else 0, least=2)
     rows, prompts, batch_rows = Rows(model, None, prefixes), Prompts(model, prefixes), list[BatchRow]()
     for number, call in enumerate(calls):

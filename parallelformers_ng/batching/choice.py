@@ -16,12 +16,6 @@ class Newest:
 
     The copy to the host is queued at once. So the host waits only for the step of these tokens, and not for a later
     step that is queued before the host reads them. With the tokens come the bounds of the ids that were looked up.
-
-    Args:
-        on_device: token of each place, int64 `[places, 1]`.
-
-    Attributes:
-        on_device: the argument.
     """
 
     def __init__(self, on_device: torch.Tensor) -> None:
@@ -32,11 +26,7 @@ class Newest:
         self._has_arrived.record()
 
     def give(self, rows: list[BatchRow], places: list[int]) -> None:
-        """Wait for the tokens, and give them to the rows at the given places.
-
-        Raises:
-            IndexError: an id that was looked up is out of range; see `look_ups.check`.
-        """
+        """Wait for the tokens, and give them to the rows at the given places."""
         self._has_arrived.synchronize()
         numbers = self._on_host.tolist()
         look_ups.check(numbers[len(self.on_device) :])
@@ -45,28 +35,18 @@ class Newest:
 
 
 class Choice:
-    """The choice of next tokens.
-
-    Args:
-        communicator: connection to the other ranks; None for one rank.
-    """
+    """The choice of next tokens."""
 
     def __init__(self, communicator: Communicator | None) -> None:
         self._communicator = communicator
 
     def choose(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor | None:
-        """Choose the next token of each row.
+        """Choose the next token of each row from logits, `[places, vocabulary]`.
 
         On the CPU, each rank chooses for a share of the rows, and all ranks gather the tokens. On a device, rank 0
         chooses for all greedy rows at once, and the host waits once.
 
-        Args:
-            rows: the rows.
-            logits: logits, `[places, vocabulary]`.
-            places: index in `logits` for each row.
-
-        Returns:
-            Newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
+        Return the newest token of each place, int64 `[places, 1]` on the device; None if the host has the tokens only.
         """
         if (newest := self.best(rows, logits)) is not None:
             newest.give(rows, places)
@@ -96,12 +76,8 @@ class Choice:
         return Newest(newest if self._communicator is None else self._communicator.all_gather(newest[None], 0)[0])
 
     def _chosen_here(self, rows: list[BatchRow], logits: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Choose the next tokens of this rank's share of the rows.
-
-        Returns:
-            Token and outcome of each row, int64 `[1, rows, 2]`; any numbers for the rows of other ranks. The outcome of
-            a greedy row is GOES_ON.
-        """
+        """Token and outcome of each row of this rank's share, int64 `[1, rows, 2]`; any numbers for the rows of other
+        ranks. The outcome of a greedy row is GOES_ON."""
         rank, ranks = (0, 1) if self._communicator is None else (self._communicator.rank, self._communicator.world_size)
         own = [index for index, row in enumerate(rows) if row.number % ranks == rank]
         scores = {index: logits[places[index], None] for index in own if rows[index].greedy is None}
@@ -131,7 +107,7 @@ class Choice:
 
 
 def _of(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return the rows of `logits` with the given indices, without a copy if the indices have one stride."""
+    """The rows of `logits` with the given indices, without a copy if the indices have one stride."""
     stride = rows[1] - rows[0] if len(rows) > 1 else 1
     is_range = rows == list(range(rows[0], rows[0] + stride * len(rows), stride))
     return logits[rows[0] : rows[-1] + 1 : stride] if is_range else logits[rows]

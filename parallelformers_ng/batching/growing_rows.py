@@ -24,9 +24,6 @@ class GrowingRows:
         name: name of the cache among the model's arguments.
         cache: cache of the first rows; the object changes it.
         mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens.
-
-    Attributes:
-        name, cache, mask: the arguments.
     """
 
     def __init__(self, model: Any, name: str, cache: Any, mask: torch.Tensor) -> None:
@@ -34,41 +31,20 @@ class GrowingRows:
         self._model = model
 
     def put(self, cache: Any, mask: torch.Tensor, places: list[int], count: int) -> None:
-        """Add rows. The shorter of the two caches is padded.
-
-        Args:
-            cache: cache of the new rows.
-            mask: mask of the new rows, `[new rows, columns]`.
-            places: index of each new row.
-            count: number of rows afterwards.
-
-        Raises:
-            BatchingError: a cache has a tensor whose rows are unknown.
-        """
+        """Add rows at `places`, so that there are `count` rows. The shorter of the two caches is padded."""
         columns = max(self.mask.shape[1], mask.shape[1])
         self.mask = pad(self.mask, (columns - self.mask.shape[1], 0, 0, count - len(self.mask)))
         self.mask[places] = pad(mask, (columns - mask.shape[1], 0)).to(self.mask.dtype)
         row_caches.put_rows(self.cache, cache, places, count, columns)
 
     def step(self, newest: torch.Tensor) -> Any:
-        """Run the model for one more token of each row.
-
-        Args:
-            newest: newest token of each row, int64 `[rows, 1]`.
-
-        Returns:
-            The model's output.
-        """
+        """Run the model for one more token of each row; `newest` is int64 `[rows, 1]`."""
         self.mask = pad(self.mask, (0, 1), value=1)
         arguments = {"attention_mask": self.mask, "use_cache": True, self.name: self.cache}
         positions = self.mask.sum(-1, keepdim=True) - 1
         return self._model(**inputs_of(self._model, newest, positions, **arguments), return_dict=True)
 
     def keep(self, places: list[int], columns: int) -> None:
-        """Remove all rows except `places`, and all columns except the last `columns`. The method copies the cache.
-
-        Raises:
-            BatchingError: the cache has a tensor whose rows are unknown.
-        """
+        """Remove all rows except `places`, and all columns except the last `columns`. The method copies the cache."""
         self.mask = self.mask[places, self.mask.shape[1] - columns :]
         row_caches.keep_rows(self.cache, places, columns)

@@ -57,13 +57,7 @@ class Pace:
         return tokens // least * least
 
     def measure(self, order: Round, news: News, seconds: float) -> None:
-        """Adjust the next rounds to the duration of a round.
-
-        Args:
-            order: the round.
-            news: report of rank 0.
-            seconds: duration of the round.
-        """
+        """Adjust the next rounds to the duration of a round."""
         typical = order.piece // 2 if self._speed else 0  # fewer tokens take almost as long
         if news.prompt_tokens >= max(_LEAST_PIECE, typical):
             # At most a quarter of the pass, because a step on a cold processor takes several times as long.

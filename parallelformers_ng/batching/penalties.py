@@ -39,13 +39,8 @@ class Penalties:
 
 
 def penalized(scores: torch.Tensor, sequences: Sequence[torch.Tensor], penalties: Sequence[Penalties]) -> torch.Tensor:
-    """Return the scores of each row's next token with the row's penalties, float32 `[rows, vocabulary]`.
-
-    Args:
-        scores: scores of each row's next token, float32 `[rows, vocabulary]`; not changed.
-        sequences: prompt and answer so far of each row, int64 `[tokens]`.
-        penalties: penalties of each row.
-    """
+    """Scores of each row's next token with the row's penalties, float32 `[rows, vocabulary]`; the sequences are int64
+    `[tokens]`."""
     rows, words = scores.shape
     scores = scores.clone()
     flat = scores.view(-1)

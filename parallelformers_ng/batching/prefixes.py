@@ -42,25 +42,15 @@ class Prefixes:
         self._sequences: list[_Sequence] = []  # the most recently used sequence is last
 
     def forget(self) -> None:
-        """Drop all sequences."""
         self._sequences.clear()
 
     def length(self, ids: torch.Tensor) -> int:
-        """Return the length of the longest kept prefix of a prompt, at most all tokens but one; 0 if none is kept.
-
-        Args:
-            ids: prompt, int64 `[1, tokens]`.
-        """
+        """Length of the longest kept prefix of a prompt, int64 `[1, tokens]`: at most all tokens but one."""
         return self._best(ids)[0]
 
     def fill(self, cache: Any, prompts: Sequence[torch.Tensor], length: int) -> None:
-        """Fill an empty cache with the first tokens of prompts. Their sequences become the most recently used ones.
-
-        Args:
-            cache: empty cache, with a row for each prompt, for which `row_caches.keeps_all` is True.
-            prompts: prompts, int64 `[1, tokens]`.
-            length: number of tokens, at least 1 and at most `self.length` of each prompt.
-        """
+        """Fill an empty cache, with a row for each prompt, with the first `length` tokens. Their sequences become the
+        most recently used ones."""
         found = [self._best(ids)[1] for ids in prompts]
         sequences = [sequence for sequence in found if sequence is not None]
         used = dict.fromkeys(sequences)
@@ -73,19 +63,14 @@ class Prefixes:
             layer.keys, layer.values = keys, values
 
     def keep(self, ids: torch.Tensor, cache: Cache, row: int, copies: bool = True) -> None:
-        """Keep a sequence; drop kept sequences that are prefixes of the new sequence.
+        """Keep a sequence, whose keys and values are in the last columns of a row; drop kept sequences that are
+        prefixes of it.
 
         A sequence with fewer than `least` or more than `limit` tokens is not kept. A sequence is also not kept if an
         earlier kept sequence begins with all its tokens but the last, or with so many that running the others again
         takes less time than the copy. No sequence is kept from a cache for which `row_caches.keeps_all` is False, or
         that has a layer without keys, because the model skips the layer. Beyond `limit` tokens in total, the least
-        recently used sequences are dropped.
-
-        Args:
-            ids: token ids of the sequence, int64 `[1, tokens]`.
-            cache: cache with the keys and values of the sequence, in the last columns of a row.
-            row: index of the row in the cache.
-            copies: whether keys and values are copied. Without a copy, the caller must not change the cache later.
+        recently used sequences are dropped. Without `copies`, the caller must not change the cache later.
         """
         tokens = ids.shape[1]
         if not self._least <= tokens <= self._limit or not keeps_all(cache):
@@ -109,7 +94,6 @@ class Prefixes:
             del self._sequences[0]
 
     def _best(self, ids: torch.Tensor) -> tuple[int, _Sequence | None]:
-        """Return the length of the longest kept prefix of a prompt, and the sequence with that prefix."""
         if not self._sequences:
             return 0, None  # without a copy from the device
         ids = ids[0, :-1].cpu()
@@ -136,7 +120,6 @@ def _copied(states: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Return the number of equal tokens at the beginning of two sequences."""
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
     return int(differ[0]) if len(differ) else length

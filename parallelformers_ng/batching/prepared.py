@@ -13,22 +13,15 @@ from parallelformers_ng.batching.penalties import Penalties
 
 @dataclass
 class Prepared:
-    """The arguments that `generate` passes to its decoding loop.
+    """The arguments that `generate` passes to its decoding loop."""
 
-    Attributes:
-        input_ids: token ids of the prompt, int64 `[1, tokens]`.
-        processors: logits processors of this call except `penalties`; a processor gets tensors of one row.
-        criteria: stopping criteria of this call; a criterion gets tensors of one row.
-        penalties: penalties among the call's processors, which a batch applies to all rows at once; None for none.
-        config: settings of the call, with defaults from the model's `generation_config`.
-        model_kwargs: further arguments of the model: attention mask, positions, cache.
-    """
-
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # token ids of the prompt, int64 `[1, tokens]`
+    # Logits processors of this call except `penalties`; a processor gets tensors of one row.
     processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict[str, Any]
+    criteria: StoppingCriteriaList  # stopping criteria of this call; a criterion gets tensors of one row
+    config: GenerationConfig  # settings of the call, with defaults from the model's `generation_config`
+    model_kwargs: dict[str, Any]  # further arguments of the model: attention mask, positions, cache
+    # Penalties among the call's processors, which a batch applies to all rows at once; None for none.
     penalties: Penalties | None = None
 
     def __post_init__(self) -> None:
@@ -37,15 +30,8 @@ class Prepared:
 
 
 def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **arguments: Any) -> dict[str, Any]:
-    """Return the same arguments of the model for new tokens as `generate` would make.
-
-    Args:
-        model: model of the rank.
-        ids: token ids, int64 `[rows, tokens]`.
-        positions: positions of the tokens, int64 `[rows, tokens]`. Without positions, the forward of some models
-            would count from the length of the cache, padding included.
-        arguments: arguments of `prepare_inputs_for_generation`.
-    """
+    """The same arguments of the model for new tokens as `generate` would make. Without positions, the forward of some
+    models would count from the length of the cache, padding included."""
     inputs = model.prepare_inputs_for_generation(ids, position_ids=positions, **arguments)
     if "position_ids" in inputs and inputs["position_ids"] is None:
         inputs["position_ids"] = positions
@@ -53,11 +39,7 @@ def inputs_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **argument
 
 
 def prepare(model: Any, kwargs: dict[str, Any]) -> Prepared:
-    """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop.
-
-    Raises:
-        Exception: `generate` refuses an argument.
-    """
+    """Run `model.generate(**kwargs)` up to its first forward pass, and return the arguments of its decoding loop."""
     prepared_calls: list[Prepared] = []
 
     def take(

@@ -34,53 +34,38 @@ _OF_THEIR_OWN = ("mems", "past_buckets_states")
 
 @dataclass(eq=False)
 class Ran:
-    """The results of prompts that ran together.
+    """The results of prompts that ran together."""
 
-    Attributes:
-        rows: rows of the prompts.
-        logits: logits of each prompt's last token, `[rows, vocabulary]`.
-        cache: cache of the prompts; None if the model runs whole sequences at every step.
-        mask: mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row
-            that of `BatchRow.prompt_mask`.
-    """
-
-    rows: list[BatchRow]
-    logits: torch.Tensor
-    cache: Any
+    rows: list[BatchRow]  # rows of the prompts
+    logits: torch.Tensor  # logits of each prompt's last token, `[rows, vocabulary]`
+    cache: Any  # cache of the prompts; None if the model runs whole sequences at every step
+    # Mask of the cache, `[rows, columns]`: 0 for padding, 1 for tokens. The data type is int64, or for one row that
+    # of `BatchRow.prompt_mask`.
     mask: torch.Tensor
 
 
 def rows_of(results: list[Ran]) -> list[BatchRow]:
-    """Return the rows of all results."""
     return [row for ran in results for row in ran.rows]
 
 
 @dataclass(eq=False)
 class _Piece:
-    """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts.
+    """Tokens of prompts that one step of the model runs: some tokens of one prompt, or all of several prompts."""
 
-    Attributes:
-        rows: rows of the prompts.
-        begin, end: first column of the step, and the column after its last one. A shorter prompt has padding behind.
-    """
-
-    rows: list[BatchRow]
-    begin: int
-    end: int
+    rows: list[BatchRow]  # rows of the prompts
+    begin: int  # first column of the step
+    end: int  # column after its last one; a shorter prompt has padding behind
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, padding included."""
         return len(self.rows) * (self.end - self.begin)
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each prompt."""
         return [row.ids.shape[1] for row in self.rows]
 
     @property
     def is_last(self) -> bool:
-        """Whether no token of the prompts is left to run."""
         return self.end == max(self.lengths)
 
     @property
@@ -91,10 +76,6 @@ class _Piece:
 
 class Prompts:
     """The waiting prompts, in the order of their arrival.
-
-    Args:
-        model: model of the rank.
-        prefixes: kept sequences, whose keys and values new prompts may reuse.
 
     Attributes:
         latest: number of tokens in the latest pass, padding included.
@@ -121,7 +102,6 @@ class Prompts:
         self._waiting.append(row)
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Remove the prompts with the given row numbers."""
         if self._waiting and self._waiting[0].number in numbers:
             self._done = 0
         self._waiting = deque(row for row in self._waiting if row.number not in numbers)
@@ -135,17 +115,6 @@ class Prompts:
             passes of 6 tokens:   a a a a a a | a a b b b b | b b b c c d
 
         Tokens whose keys and values are kept from earlier sequences do not run again.
-
-        Args:
-            most: most tokens to run, padding included; 0 runs the whole first prompt.
-            beside: function that runs the model for other rows, and that runs in the same pass if possible; None for no
-                rows.
-
-        Returns:
-            The results of the prompts that are complete now.
-
-        Raises:
-            BatchingError: the model keeps a cache that rows cannot be added to.
         """
         most = most if self.is_causal else 0
         joint = JointPass.of(self._model)
@@ -167,12 +136,7 @@ class Prompts:
         return [self._finish(*each) for each in zip(pieces, logits, strict=True) if each[0].is_last]
 
     def _pieces(self, most: int, most_steps: int) -> list[_Piece]:
-        """Return the steps of the next pass; only the last one may leave tokens of its prompt to run.
-
-        Args:
-            most: see `run`.
-            most_steps: most steps that one pass runs.
-        """
+        """Steps of the next pass; only the last one may leave tokens of its prompt to run."""
         pieces, waiting, is_joint = list[_Piece](), [*self._waiting], most_steps > 1
         while waiting and (not pieces or (len(pieces) < most_steps and pieces[-1].is_last and most >= _WORTH_A_STEP)):
             pieces.append(self._piece(waiting, 0 if pieces else self._done, most, is_joint))
@@ -181,14 +145,7 @@ class Prompts:
         return pieces
 
     def _piece(self, waiting: list[BatchRow], done: int, most: int, is_joint: bool) -> _Piece:
-        """Return the next step.
-
-        Args:
-            waiting: prompts that are in no earlier step of the pass.
-            done: number of tokens of the first of these prompts that have run.
-            most: see `run`.
-            is_joint: whether several steps may run in one pass.
-        """
+        """The next step, for prompts in no earlier step of the pass; `done` tokens of the first one have run."""
         if done:
             rows, begin = [waiting[0]], done
         else:
@@ -206,10 +163,8 @@ class Prompts:
         return _Piece(rows, begin, begin + (most if fills else math.ceil(left / math.ceil(left / most))))
 
     def _side_by_side(self, waiting: list[BatchRow], most: int, is_joint: bool) -> tuple[list[BatchRow], int]:
-        """Return (rows, tokens): the first of the waiting prompts, and next prompts that run in the same step.
-
-        `tokens` is the number of kept tokens of each of these prompts. They need not run again.
-        """
+        """The first of the waiting prompts, and next prompts that run in the same step; and the number of kept tokens
+        of each of these prompts, which need not run again."""
         again = _WORTH_A_STEP if is_joint else _WORTH_A_PASS
         rows, known, lengths, kept = list[BatchRow](), list[int](), list[int](), 0
         for row in waiting:
@@ -225,12 +180,11 @@ class Prompts:
         return rows, kept
 
     def _kept(self, row: BatchRow) -> int:
-        """Return the number of a prompt's first tokens whose keys and values are kept."""
         reuses = self.is_causal and row.cache is not None and row.prompt_is_plain and row_caches.keeps_all(row.cache)
         return self._prefixes.length(row.ids) if reuses else 0
 
     def _step(self, piece: _Piece) -> PromptStep:
-        """Return the step for a piece. The arguments of several prompts are those of the first."""
+        """Step for a piece. The arguments of several prompts are those of the first."""
         row, begin, end, mask = piece.rows[0], piece.begin, piece.end, piece.mask
         ids = torch.cat([pad(each.ids[:, :end], (0, end - min(end, each.ids.shape[1]))) for each in piece.rows])
         positions = ((torch.ones_like(ids[:1]) if mask is None else mask).cumsum(-1) - 1).clamp(min=0)
@@ -250,13 +204,6 @@ class Prompts:
         return PromptStep(functools.partial(self._run_model, piece, inputs, last), last)
 
     def _run_model(self, piece: _Piece, inputs: dict[str, Any], last: list[int]) -> torch.Tensor:
-        """Run the model for a piece; see `PromptStep`.
-
-        Args:
-            piece: the piece.
-            inputs: arguments of the model.
-            last: see `PromptStep`.
-        """
         row = piece.rows[0]
         output = self._model(**inputs, return_dict=True)
         if row.cache is None and (name := row_caches.name_in(output)):
@@ -270,7 +217,6 @@ class Prompts:
         return logits[range(len(logits)), [columns.index(column) for column in last]]
 
     def _finish(self, piece: _Piece, logits: torch.Tensor) -> Ran:
-        """Return the results of prompts whose tokens have all run. They wait no longer."""
         for _ in piece.rows:
             self._waiting.popleft()
         rows, cache = piece.rows, piece.rows[0].cache

@@ -30,75 +30,48 @@ from parallelformers_ng.wire.message import parcel, unpack
 
 @dataclass
 class Round:
-    """The caller's instructions to the ranks for one round.
+    """The caller's instructions to the ranks for one round."""
 
-    Attributes:
-        batch: number of the batch; ranks drop the rows of an earlier batch.
-        joins: number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
-        leaves: numbers of rows whose callers stopped waiting.
-        piece: most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt.
-        widest: most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after
-            their last tokens ran, because rows would wait too long for both.
-        prefixes: most tokens of earlier sequences whose keys and values are kept.
-        steps: number of decode steps; 1 runs while prompts wait.
-        adapters: active adapters of all rows; None for a model without adapters.
-        positions: most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs.
-        most_rows: most rows of the batch.
-        updates: number of a row → parcel with what other threads of the caller changed in the row's objects.
-    """
-
-    batch: int
+    batch: int  # number of the batch; ranks drop the rows of an earlier batch
+    # Number of a new row → parcel with its `Call` of `generate`, and the seed of its random stream or None.
     joins: dict[int, tuple[bytes, int, int | None]]
-    leaves: list[int]
-    piece: int
+    leaves: list[int]  # numbers of rows whose callers stopped waiting
+    piece: int  # most prompt tokens in the round if rows wait for their next tokens; 0 for one whole prompt
+    # Most prompt tokens in the round if no row waits. Prompts of this length or longer join one round after their
+    # last tokens ran, because rows would wait too long for both.
     widest: int
-    prefixes: int
-    steps: int
-    adapters: ActiveAdapters | None = None
-    positions: int = 0
-    most_rows: int = 1
+    prefixes: int  # most tokens of earlier sequences whose keys and values are kept
+    steps: int  # number of decode steps; 1 runs while prompts wait
+    adapters: ActiveAdapters | None = None  # active adapters of all rows; None for a model without adapters
+    positions: int = 0  # most rows × tokens of a cache whose steps become CUDA graphs; 0 for no CUDA graphs
+    most_rows: int = 1  # most rows of the batch
+    # Number of a row → parcel with what other threads of the caller changed in the row's objects.
     updates: dict[int, tuple[bytes, int]] = field(default_factory=dict)
 
 
 @dataclass
 class News:
-    """One rank's report of a round.
+    """One rank's report of a round."""
 
-    Attributes:
-        tokens: number of a row → its new tokens.
-        ended: numbers of complete rows.
-        failed: number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
-            arguments; only the rank that chooses the row's tokens raises errors of processors.
-        states: number of a row → parcel with new states of the caller's objects; only from the rank that chooses the
-            row's tokens.
-        prompt_tokens: number of prompt tokens that ran, padding included.
-        prompt_begin: number of each prompt's first tokens that did not run, because their keys and values were there.
-        prompt_seconds: time of these tokens, or of a late join, on this rank, in seconds.
-        token_bytes: bytes of one token's keys and values on this rank; 0 if no row runs.
-        free_bytes: free bytes of the rank's CUDA device; 0 on CPU.
-        uncaptured: reason why steps could not become CUDA graphs; "" without such a failure.
-    """
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # number of a row → its new tokens
+    ended: list[int] = field(default_factory=list)  # numbers of complete rows
+    # Number of a failed row → the error, or None if another rank raised the error. All ranks raise errors of
+    # arguments; only the rank that chooses the row's tokens raises errors of processors.
     failed: dict[int, Description | None] = field(default_factory=dict)
+    # Number of a row → parcel with new states of the caller's objects; only from the rank that chooses the row's
+    # tokens.
     states: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # number of prompt tokens that ran, padding included
+    # Number of each prompt's first tokens that did not run, because their keys and values were there.
     prompt_begin: int = 0
-    prompt_seconds: float = 0.0
-    token_bytes: int = 0
-    free_bytes: int = 0
-    uncaptured: str = ""
+    prompt_seconds: float = 0.0  # time of these tokens, or of a late join, on this rank, in seconds
+    token_bytes: int = 0  # bytes of one token's keys and values on this rank; 0 if no row runs
+    free_bytes: int = 0  # free bytes of the rank's CUDA device; 0 on CPU
+    uncaptured: str = ""  # reason why steps could not become CUDA graphs; "" without such a failure
 
 
 class RankBatch:
-    """The batch of one rank.
-
-    Args:
-        model: model of the rank.
-        communicator: connection to the other ranks.
-        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
-    """
+    """The batch of one rank."""
 
     def __init__(self, model: Any, communicator: Communicator, steps: Callable[[], CapturedSteps | str]) -> None:
         self._model = model
@@ -116,18 +89,10 @@ class RankBatch:
                 row.may_be_kept = False
 
     def run(self, order: Round, calls: Mapping[int, tuple[dict[str, Any], ObjectState] | Description]) -> News:
-        """Run a round.
+        """Run a round. `calls` has the arguments of each new row with their mutable objects, or the error of arguments
+        that cannot be read.
 
-        Args:
-            order: instructions of the caller.
-            calls: number of a new row → arguments of its `generate` with their mutable objects, or the error if the
-                arguments cannot be read.
-
-        Returns:
-            This rank's report.
-
-        Raises:
-            Exception: the forward pass failed. All rows of the batch are lost.
+        If the forward pass fails, all rows of the batch are lost.
         """
         if order.batch != self._batch:
             self._batch, self._prefixes = order.batch, Prefixes(order.prefixes)

@@ -24,15 +24,10 @@ _CALLS = {each: each.__call__ for each in (StoppingCriteriaList, EosTokenCriteri
 
 @dataclass(frozen=True)
 class GreedyCall:
-    """A call whose next token is the one with the largest logit, and whose end needs no logits.
+    """A call whose next token is the one with the largest logit, and whose end needs no logits."""
 
-    Attributes:
-        length: number of tokens, prompt included, at which the call ends.
-        end_tokens: tokens that end the call.
-    """
-
-    length: float
-    end_tokens: frozenset[int]
+    length: float  # number of tokens, prompt included, at which the call ends
+    end_tokens: frozenset[int]  # tokens that end the call
 
     @staticmethod
     def read(call: Prepared) -> GreedyCall | None:
@@ -52,25 +47,20 @@ class BatchRow:
     """One call of `generate` on a rank.
 
     Attributes:
-        number: number by which the caller identifies the row.
-        call: prepared arguments, with logits processors and stopping criteria.
-        random: random stream of the row; None for the rank's default generator.
-        objects: mutable parts of the caller's processors and criteria.
         greedy: description of a call whose token needs no method of transformers; None for other calls.
         newest: last token of `ids`.
-        outcome: GOES_ON, ENDED or FAILED.
-        failure: error of a processor or criterion, on the rank that chose the token.
         padding: number of columns of the prompt before its first token.
         may_be_kept: whether later prompts may reuse the row's keys and values. The prompt must have no padding, and
             the model must not have changed since the row began.
     """
 
-    number: int
-    call: Prepared
-    random: OwnStream | None = None
+    number: int  # number by which the caller identifies the row
+    call: Prepared  # prepared arguments, with logits processors and stopping criteria
+    random: OwnStream | None = None  # random stream of the row; None for the rank's default generator
+    # Mutable parts of the caller's processors and criteria.
     objects: ObjectState = field(default_factory=lambda: ObjectState(()))
-    outcome: int = GOES_ON
-    failure: Description | None = None
+    outcome: int = GOES_ON  # GOES_ON, ENDED or FAILED
+    failure: Description | None = None  # error of a processor or criterion, on the rank that chose the token
 
     def __post_init__(self) -> None:
         self._ids = self.call.input_ids
@@ -95,7 +85,6 @@ class BatchRow:
 
     @property
     def _length(self) -> int:
-        """Number of tokens of `ids`."""
         return self._ids.shape[1] + len(self._new)
 
     @property
@@ -119,19 +108,14 @@ class BatchRow:
 
     @property
     def prompt_is_plain(self) -> bool:
-        """Whether the prompt has no padding."""
         return bool(self.prompt_mask.all())
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Choose the next token like the loop of transformers. The host does not wait for a device.
+        """Choose the next token from its logits, `[1, vocabulary]`, like the loop of transformers. The host does not
+        wait for a device.
 
-        An exception of a processor or criterion is not raised: the method sets `failure`, and the outcome is FAILED.
-
-        Args:
-            logits: logits of the newest token, `[1, vocabulary]`.
-
-        Returns:
-            The token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`; None after an exception.
+        Return the token, int64 `[1, 1]`, and whether the row has ended, bool `[1]`. An exception of a processor or
+        criterion is not raised: the method sets `failure` and returns None.
         """
         try:
             with self.random or contextlib.nullcontext():
@@ -146,7 +130,7 @@ class BatchRow:
             return None
 
     def after(self, token: int) -> int:
-        """Return the outcome of a greedy call after its next token: GOES_ON or ENDED."""
+        """Outcome of a greedy call after its next token."""
         assert self.greedy is not None
         return ENDED if self._length + 1 >= self.greedy.length or token in self.greedy.end_tokens else GOES_ON
 
@@ -156,13 +140,8 @@ class BatchRow:
         return self.outcome == GOES_ON and self.greedy is not None and self._length + 1 < self.greedy.length
 
     def take(self, token: int, outcome: int, ids: torch.Tensor | None = None) -> None:
-        """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED.
-
-        Args:
-            token: id of the token.
-            outcome: GOES_ON, ENDED or FAILED.
-            ids: the token on the row's device, int64 `[1, 1]`; None to copy the token there if `ids` needs the token.
-        """
+        """Set the outcome, and add the token that one rank chose, unless the outcome is FAILED. `ids` is the token on
+        the row's device, int64 `[1, 1]`, if it is there already."""
         self.outcome = outcome
         if outcome == FAILED:
             return
@@ -174,6 +153,6 @@ class BatchRow:
             self._ids = torch.cat((self.ids, ids), -1)
 
     def news(self) -> list[int]:
-        """Return the tokens that have not been sent to the caller yet. The tokens count as sent from now on."""
+        """Tokens that have not been sent to the caller yet; they count as sent from now on."""
         news, self._untold = self._untold, []
         return news

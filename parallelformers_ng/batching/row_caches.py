@@ -22,16 +22,11 @@ _ALIGNED = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, -2), "indexe
 
 @dataclass
 class _CacheTensor:
-    """A tensor of a cache, and the container that holds the tensor.
+    """A tensor of a cache, and the container that holds the tensor."""
 
-    Attributes:
-        place: attributes of a layer, or a list or dictionary of states.
-        key: key or index of the tensor in `place`.
-        aligned: dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
-    """
-
-    place: Any
-    key: Any
+    place: Any  # attributes of a layer, or a list or dictionary of states
+    key: Any  # key or index of the tensor in `place`
+    # Dimensions of rows and columns; None for a state of convolutions or linear attention, `[rows, …]`.
     aligned: tuple[int, int] | None
 
     @property
@@ -57,7 +52,6 @@ def is_of_tokens_alone(cache: Any) -> bool:
 
 
 def holds_any(cache: Any) -> bool:
-    """Return whether a cache has a tensor."""
     return next(iter(_cache_tensors(cache)), None) is not None
 
 
@@ -76,16 +70,8 @@ def keeps_windows(cache: Any) -> bool:
 
 
 def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
-    """Remove all rows except `rows`, and all columns except the last `columns`.
-
-    Args:
-        cache: cache to change; a column is the position of a token.
-        rows: indices of the rows to keep, in their new order.
-        columns: number of columns to keep.
-
-    Raises:
-        BatchingError: the cache has a tensor whose rows are unknown.
-    """
+    """Remove all rows except `rows`, which get this order, and all columns, positions of tokens, except the last
+    `columns`."""
     for item in _cache_tensors(cache):
         kept = item.tensor[rows]
         item.tensor = kept if item.aligned is None else kept[:, max(0, kept.shape[1] - columns) :]
@@ -93,18 +79,8 @@ def keep_rows(cache: Any, rows: list[int], columns: int) -> None:
 
 
 def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int) -> None:
-    """Copy the rows of one cache to rows of another cache. The last columns of both caches are aligned.
-
-    Args:
-        cache: cache to change.
-        others: cache with the new rows.
-        rows: index in `cache` for each new row.
-        count: least number of rows of `cache` afterwards.
-        columns: columns of the longer cache.
-
-    Raises:
-        BatchingError: a cache has a tensor whose rows are unknown.
-    """
+    """Copy the rows of `others` to `rows` of a cache, which then has at least `count` rows. The last columns of both
+    caches are aligned; the longer one has `columns`."""
     for layer in layers_of(cache):
         if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.ndim == 4:
             spread(layer, max(count, len(layer.keys)), columns)
@@ -124,15 +100,8 @@ def put_rows(cache: Any, others: Any, rows: list[int], count: int, columns: int)
 
 
 def align_ends(cache: Any, empty: list[int]) -> None:
-    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens.
-
-    Args:
-        cache: cache to change in place, of keys and values only: no states of convolutions or linear attention.
-        empty: number of padding columns of each row.
-
-    Raises:
-        BatchingError: the cache has a tensor whose rows are unknown.
-    """
+    """Move the last `empty[row]` columns of each row, which are padding, before the row's tokens. The cache has keys
+    and values only."""
     for item in _cache_tensors(cache) if any(empty) else ():
         item.tensor = torch.stack([row.roll(columns, 0) for row, columns in zip(item.tensor, empty, strict=True)])
 
@@ -162,11 +131,7 @@ def note_columns(cache: Any, columns: int) -> None:
 
 
 def _cache_tensors(cache: Any) -> Iterator[_CacheTensor]:
-    """Yield every tensor of a cache that has rows.
-
-    Raises:
-        BatchingError: rows cannot be added to a tensor of the cache.
-    """
+    """Every tensor of a cache that has rows; BatchingError if rows cannot be added to one."""
     for holder in _holders(cache):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:

@@ -25,17 +25,11 @@ _MOST_EMPTY = 4
 
 @dataclass
 class _Launched:
-    """A step whose tokens the rows do not have yet.
+    """A step whose tokens the rows do not have yet."""
 
-    Attributes:
-        places: row of the step → index in `logits`.
-        logits: logits, `[places, vocabulary]`.
-        newest: chosen tokens; None if the rows are not all greedy on a device.
-    """
-
-    places: dict[BatchRow, int]
-    logits: torch.Tensor
-    newest: Newest | None
+    places: dict[BatchRow, int]  # row of the step → index in `logits`
+    logits: torch.Tensor  # logits, `[places, vocabulary]`
+    newest: Newest | None  # chosen tokens; None if the rows are not all greedy on a device
 
 
 class Rows:
@@ -44,12 +38,6 @@ class Rows:
     A row joins with the cache of its prompt. Each row has its own mask and positions, so the tokens of a row do not
     depend on other rows. `batch_proof.py` checks this for each model. Every rank chooses the next tokens of a share of
     the rows.
-
-    Args:
-        model: model of the rank.
-        communicator: connection to the other ranks; None for one rank.
-        prefixes: store that keeps complete sequences.
-        captured: maker of slots, whose steps are recorded; None for no recordings.
 
     Attributes:
         token_bytes: bytes of the keys and values of one token; 0 without a row.
@@ -77,12 +65,7 @@ class Rows:
     def join(self, results: list[Ran]) -> list[BatchRow]:
         """Add the rows of prompts that ran, keep the prompts for later prompts, and choose the first new tokens.
 
-        Returns:
-            The rows that have new tokens: the rows of the prompts, and the rows of a step that was ahead.
-
-        Raises:
-            BatchingError: rows cannot be added to a cache of this model.
-            CollectiveAbortedError, DivergedError: see `Communicator.all_gather`.
+        Return the rows that have new tokens: the rows of the prompts, and the rows of a step that was ahead.
         """
         rows, changed = rows_of(results), self._settle()
         for ran in results:
@@ -112,7 +95,6 @@ class Rows:
             row.forget_cache()
 
     def _put(self, store: GrowingRows | Slots, ran: Ran) -> None:
-        """Put new rows into empty places, and then after the last place."""
         if isinstance(store, Slots) and not store.may_put(ran.mask.shape[1], len(self) + len(ran.rows)):
             store = self._pack(store)
         before = len(self._places)
@@ -128,22 +110,14 @@ class Rows:
             store.put(ran.cache, ran.mask, free, len(self._places))
 
     def run(self, steps: int, positions: int = 0, most_rows: int = 1) -> list[BatchRow]:
-        """Choose up to `steps` more tokens for each row; fewer if no row is left.
+        """Choose up to `steps` more tokens for each row; fewer if no row is left. Return the rows that have new tokens,
+        including rows that ended and have left.
 
         On a device, a recorded step of greedy rows is launched before the host reads the tokens of the step before, so
-        that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step. If
-        rows may go on after the last step, its tokens come with the next call of `run` or `join`.
+        that the device does not wait for Python. A row that ends meanwhile ignores the token of the later step. If rows
+        may go on after the last step, its tokens come with the next call of `run` or `join`.
 
-        Args:
-            steps: number of steps.
-            positions: most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
-            most_rows: most rows of the batch.
-
-        Returns:
-            The rows that have new tokens, including rows that ended and have left.
-
-        Raises:
-            BatchingError: an argument of a model without a cache cannot be padded.
+        `positions` is the most rows × tokens of a cache whose steps are recorded; 0 for no recordings.
         """
         changed = list[BatchRow]()
         for _ in range(steps):
@@ -164,22 +138,19 @@ class Rows:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the rows do not have the tokens of the last step yet, because the device may still compute it."""
         return self._ahead is not None
 
     @property
     def _ahead_goes_on(self) -> bool:
-        """Whether rows may have a token after those of the step that is ahead."""
         return self._ahead is not None and any(row.may_go_on for row in self._ahead.places)
 
     def _settle(self) -> list[BatchRow]:
-        """Take the tokens of the step that is ahead, if there is one. Return the rows that have new tokens."""
+        """Take the tokens of the step that is ahead, if there is one."""
         ahead, self._ahead = self._ahead, None
         return [] if ahead is None else self._take(ahead)
 
     def _launch(self, positions: int, most_rows: int) -> _Launched:
-        """Run the model for one more token of each row, on a device without waiting for it. The arguments are those of
-        `run`."""
+        """Run the model for one more token of each row, on a device without waiting for it."""
         if self._store is None:
             if positions and self._captured is not None:
                 self._captured.reason = "the model has no cache"
@@ -199,12 +170,8 @@ class Rows:
         return _Launched(places, logits, best)
 
     def _take(self, launched: _Launched, later_steps: int = 0) -> list[BatchRow]:
-        """Give the rows of a step their tokens, and return these rows; rows that end leave.
-
-        Args:
-            launched: the step.
-            later_steps: number of steps that were launched after it.
-        """
+        """Give the rows of a step their tokens, and return these rows; rows that end leave. `later_steps` were launched
+        after it."""
         # Other rows ended in the step before, or have left since.
         staying = {*self}
         places = {row: place for row, place in launched.places.items() if row in staying}
@@ -220,7 +187,6 @@ class Rows:
         return [*places]
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Remove the rows with the given numbers; without a row, drop the cache."""
         places = [index for index, row in enumerate(self._places) if row is not None and row.number in numbers]
         for index in places:
             self._places[index] = None
@@ -230,7 +196,6 @@ class Rows:
             self._store.leave(places)
 
     def _ready(self, store: GrowingRows | Slots, positions: int, most_rows: int) -> GrowingRows | Slots:
-        """Return the store for the next step: slots if the step may be recorded."""
         if isinstance(store, Slots):
             if self._may_stay(positions):
                 return store
@@ -248,7 +213,7 @@ class Rows:
         return slots or store
 
     def _may_stay(self, positions: int) -> bool:
-        """Return whether the rows may stay in their slots for another step; `positions` as in `run`."""
+        """Whether the rows may stay in their slots for another step."""
         is_wide = bucket_of(len(self)) * _MOST_EMPTY <= len(self._places)
         return isinstance(self._store, Slots) and positions > 0 and self._store.has_room and not is_wide
 

@@ -26,24 +26,16 @@ _NEW_TOKENS = 20  # transformers' default for a call without a limit
 
 @dataclass
 class SharedCall:
-    """A call of `generate` that may share a batch with other calls.
+    """A call of `generate` that may share a batch with other calls."""
 
-    Attributes:
-        kwargs: arguments for the ranks.
-        seed: seed of the call's random stream; None for a call that needs no stream.
-        tokens: number of prompt tokens, and most tokens of prompt and answer together.
-        endings: stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time
-            limit, because the clocks of the ranks differ.
-        objects: mutable parts of the call's processors and criteria.
-        adapters: active adapters of the call; None for a model without adapters.
-    """
-
-    kwargs: dict[str, Any]
-    seed: int | None
-    tokens: tuple[int, int]
+    kwargs: dict[str, Any]  # arguments for the ranks
+    seed: int | None  # seed of the call's random stream; None for a call that needs no stream
+    tokens: tuple[int, int]  # number of prompt tokens, and most tokens of prompt and answer together
+    # Stopping criteria that the caller's process checks: stop strings, which need a tokenizer, and the time limit,
+    # because the clocks of the ranks differ.
     endings: StoppingCriteriaList
-    objects: ObjectState
-    adapters: ActiveAdapters | None = None
+    objects: ObjectState  # mutable parts of the call's processors and criteria
+    adapters: ActiveAdapters | None = None  # active adapters of the call; None for a model without adapters
 
     @property
     def prompt(self) -> torch.Tensor:
@@ -51,15 +43,8 @@ class SharedCall:
         return self.kwargs["input_ids"]
 
     def follow(self, ids: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, bool]:
-        """Add new tokens to a sequence, up to the token that ends the call.
-
-        Args:
-            ids: prompt and tokens so far, int64 `[1, tokens]`.
-            tokens: new tokens from the ranks.
-
-        Returns:
-            The longer sequence, int64 `[1, tokens]`, and whether a new token ends the call.
-        """
+        """Add new tokens to a sequence, int64 `[1, tokens]`, up to the token that ends the call. Return the longer
+        sequence, and whether a new token ends the call."""
         if not self.endings:
             return (torch.cat((ids, ids.new_tensor([tokens])), -1) if tokens else ids), False
         for token in tokens:
@@ -72,15 +57,8 @@ class SharedCall:
 def shared_call(
     model: Any, arguments: Mapping[str, Any], seed: int | None, draw_seed: Callable[[], int] | None = None
 ) -> SharedCall | str:
-    """Prepare a call for a batch, or return the reason why the call must run alone.
-
-    Args:
-        model: model of the caller, with the default settings of `generate`.
-        arguments: arguments of `generate` by name.
-        seed: seed of the call's random stream, or None.
-        draw_seed: function that draws a seed for a sampling call without a seed. None if such a call must run alone,
-            and draw from the caller's generator.
-    """
+    """Prepare a call for a batch, or return the reason why the call must run alone. Without `draw_seed`, a sampling
+    call without a seed must run alone, and draw from the caller's generator."""
     kwargs = {
         name: value for name, value in arguments.items() if value is not None or name not in (*STATEFUL, "tokenizer")
     }
@@ -129,12 +107,7 @@ def shared_call(
 
 
 def tokens_of(model: Any, arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of prompt tokens of a call of `generate`, and the most tokens of prompt and answer together.
-
-    Args:
-        model: model of the caller, with the default settings of `generate`.
-        arguments: arguments of `generate` by name.
-    """
+    """Number of prompt tokens of a call of `generate`, and the most tokens of prompt and answer together."""
     config = arguments.get("generation_config") or model.generation_config
     prompts = [arguments.get(name) for name in ("input_ids", "inputs", "inputs_embeds")]
     before = max((each.shape[1] for each in prompts if isinstance(each, torch.Tensor) and each.ndim > 1), default=1)

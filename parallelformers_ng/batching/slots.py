@@ -34,15 +34,7 @@ class Slots:
     static layer would copy the whole window in each step, and the Triton kernels do not know it. The limit of a batch's
     tokens counts these columns (`Rows.token_bytes`).
 
-    Args:
-        model: model of the rank.
-        steps: recorded steps of the model.
-        static: cache of `steps`.
-        growing: rows that move to the first slots.
-        slots: number of slots, a power of two.
-
     Attributes:
-        steps: argument `steps`.
         columns: number of columns with tokens.
     """
 
@@ -63,11 +55,8 @@ class Slots:
         self._width = slots
 
     def lend(self, later_steps: int = 0) -> Any:
-        """Return a growing cache whose keys and values are views of the slots, until the next step.
-
-        Args:
-            later_steps: number of last steps whose columns the views do not have.
-        """
+        """A growing cache whose keys and values are views of the slots, until the next step, without the columns of the
+        last `later_steps`."""
         cache, columns = self._growing.cache, self.columns - later_steps
         for layer, (keys, values) in zip(layers_with_keys(cache), self._memory, strict=True):
             layer.keys, layer.values = keys[:, :, :columns], values[:, :, :columns]
@@ -79,22 +68,11 @@ class Slots:
         return self.columns < self._static.length and self._static.layers[0].whole is self._memory[0]
 
     def may_put(self, columns: int, count: int) -> bool:
-        """Return whether `put` can add rows without a copy of other rows.
-
-        Args:
-            columns: columns of the new rows.
-            count: number of slots in use afterwards.
-        """
+        """Whether `put` can add rows without a copy of other rows, so that `count` slots are in use."""
         return self.has_room and columns <= self.columns and count <= len(self._mask)
 
     def put(self, cache: Any, mask: torch.Tensor, places: list[int]) -> None:
-        """Add rows.
-
-        Args:
-            cache: cache of the new rows.
-            mask: mask of the new rows, `[new rows, columns]`.
-            places: free slot of each new row.
-        """
+        """Add rows in free slots."""
         index = torch.tensor(places, device=mask.device)
         for memory, layer in zip(self._memory, layers_with_keys(cache), strict=True):
             for slots, states in zip(memory, (layer.keys, layer.values), strict=True):
@@ -105,7 +83,6 @@ class Slots:
         self._pattern[:, 0].index_fill_(0, index, 1)
 
     def leave(self, places: Iterable[int]) -> None:
-        """Hide the columns of rows that have left."""
         for place in places:
             self._mask[place].zero_()
             self._pattern[place, 0].zero_()
@@ -113,15 +90,8 @@ class Slots:
     def step(self, newest: torch.Tensor) -> Any:
         """Run the model for one more token of each row, from a recording if possible.
 
-        Args:
-            newest: newest token of each of the first slots, int64 `[rows, 1]`; any id for a free slot. The number of
-                rows is a power of two.
-
-        Returns:
-            The model's output, also for free slots.
-
-        Raises:
-            GroupError: a collective between the ranks has failed.
+        `newest` has the newest token of each of the first slots, int64 `[rows, 1]`, and any id for a free slot. The
+        number of rows is a power of two.
         """
         width = len(newest)
         if width != self._width:
@@ -136,12 +106,7 @@ class Slots:
         return self.steps.run(self._model, self._static, {**inputs, "return_dict": True})
 
     def packed(self, places: list[int], columns: int) -> GrowingRows:
-        """Copy rows to a growing cache, which replaces this object.
-
-        Args:
-            places: slots of the rows.
-            columns: columns of the longest row.
-        """
+        """Copy rows to a growing cache, which replaces this object."""
         index = torch.tensor(places, device=self._mask.device)
         kept = slice(self.columns - columns, self.columns)
         for layer, memory in zip(layers_with_keys(self._growing.cache), self._memory, strict=True):
@@ -156,10 +121,6 @@ class Slots:
 class CapturedRows:
     """The maker of slots for one rank's batches.
 
-    Args:
-        model: model of the rank.
-        steps: function that returns the recorded steps, or the reason why steps cannot be recorded.
-
     Attributes:
         reason: why a step ran without a recording; "" if every step had a recording.
     """
@@ -170,16 +131,10 @@ class CapturedRows:
         self._steps = steps
 
     def moved(self, growing: GrowingRows, positions: int, most_rows: int) -> Slots | None:
-        """Move rows to slots of a static cache, if the model's steps can be recorded.
+        """Move rows to slots of a static cache, if a step of at most `positions` can be recorded; None if `growing`
+        keeps them.
 
-        Args:
-            growing: the rows.
-            positions: most rows × tokens of a recorded step.
-            most_rows: most rows of the batch. There are slots for all of them, unless that many slots have more than
-                `MOST_POSITIONS` positions.
-
-        Returns:
-            The slots; None if `growing` keeps the rows.
+        There are slots for `most_rows`, unless that many slots have more than `MOST_POSITIONS` positions.
         """
         rows, columns = growing.mask.shape
         needed = columns + columns // _SPARE + 1

@@ -83,10 +83,7 @@ class Ticket:
         return self.ended or bool(self.states) or self._on_tokens is not None or bool(self.call.endings)
 
     def take(self, tokens: list[int]) -> None:
-        """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same.
-
-        If a repeated token differs, the call ends with a DivergedError.
-        """
+        """Add tokens from the ranks. After a failed round, check that the repeated tokens are the same."""
         for token in tokens:
             if self._again < len(self.tokens) and self.tokens[self._again] != token:
                 self.end(DivergedError("this call was restarted after another call failed, and its tokens changed"))
@@ -96,25 +93,15 @@ class Ticket:
             self._again += 1
 
     def end(self, error: BaseException | tuple[int, Description] | None = None) -> None:
-        """Mark the call as ended, without waking the caller. Of several errors, the first error counts.
-
-        Args:
-            error: error for the caller, as in the attribute `error`; None for a complete call.
-        """
+        """Mark the call as ended, without waking the caller. Of several errors, the first error counts."""
         self.error = self.error or error
         self.ended = True
 
     def begin_again(self, error: BaseException, suspected: bool) -> bool:
-        """Restart the call at its prompt after a failed round, or end the call with the error.
+        """Restart the call at its prompt after a failed round, or end the call with the error. Return whether it
+        restarts.
 
         The call ends at its third failure as a suspect, or if it has mutable objects, which cannot be reset.
-
-        Args:
-            error: error of the round.
-            suspected: whether this call may have caused the error.
-
-        Returns:
-            Whether the call restarts.
         """
         self.failures += suspected
         if self.failures >= _MOST_FAILURES or self.call.objects.parts:  # changed objects cannot start again
@@ -132,21 +119,7 @@ class Ticket:
     # -- in the thread of the caller -----------------------------------------------------------------------------
 
     def wait(self, end: float) -> torch.Tensor | None:
-        """Wait for the tokens of the call.
-
-        Args:
-            end: deadline in seconds, on the clock of `time.monotonic`.
-
-        Returns:
-            Prompt and new tokens, int64 `[1, tokens]`; None if the call is `lost`.
-
-        Raises:
-            DeadlineExpiredError: the deadline passed before the ranks ran the call.
-            RequestTimeoutError: the deadline passed while the ranks ran the call.
-            RequestCancelledError: another thread cancelled the call.
-            GroupError: the call or the whole batch failed on the ranks.
-            BatchingError: the batch ended with an internal error.
-        """
+        """Wait for prompt and new tokens of the call, int64 `[1, tokens]`; None if the call is `lost`."""
         cancellation = cancellation_of_thread()
         cancellation.wake = self.ring
         next_look = time.monotonic() + LOOK_SECONDS

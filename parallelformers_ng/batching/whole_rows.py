@@ -13,11 +13,7 @@ from parallelformers_ng.errors import BatchingError
 
 
 def runs_whole(model: Any, row: BatchRow) -> bool:
-    """Return whether a decode step of a model runs the whole sequence, because the model has no cache.
-
-    Raises:
-        BatchingError: the model keeps a cache that rows cannot be added to.
-    """
+    """Return whether a decode step of a model runs the whole sequence, because the model has no cache."""
     longer = torch.cat((row.ids, row.ids[:, -1:]), -1)
     whole = bool(_inputs(model, row, longer)["input_ids"].shape[1] > row.ids.shape[1])
     if not whole and row.cache is None:
@@ -26,14 +22,8 @@ def runs_whole(model: Any, row: BatchRow) -> bool:
 
 
 def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
-    """Run whole sequences together, with padding after the shorter sequences; no token attends to the padding.
-
-    Returns:
-        The logits of each sequence's last token, `[rows, vocabulary]`.
-
-    Raises:
-        BatchingError: an argument of the model cannot be padded.
-    """
+    """Logits of each sequence's last token, `[rows, vocabulary]`. Whole sequences run together, with padding after the
+    shorter sequences; no token attends to the padding."""
     inputs = [_inputs(model, row, row.ids) for row in rows]
     lengths = [each["input_ids"].shape[1] for each in inputs]
     padding = model.config.get_text_config().pad_token_id
@@ -54,7 +44,6 @@ def whole_logits(model: Any, rows: list[BatchRow]) -> torch.Tensor:
 
 
 def _inputs(model: Any, row: BatchRow, ids: torch.Tensor) -> dict[str, Any]:
-    """Return the same arguments of the model for a whole sequence as `generate` would make."""
     arguments = {
         name: value for name, value in row.call.model_kwargs.items() if name not in ("position_ids", "logits_to_keep")
     }

@@ -23,10 +23,6 @@ Place = tuple[str, str, int]
 class InstalledHooks:
     """The caller's forward hooks on one rank. Each call replaces the hooks, and keeps their order on the modules.
 
-    Args:
-        model: the rank's model.
-        hand_out: function that returns the caller's handle for a cache.
-
     Attributes:
         present: whether any hooks are installed now.
     """
@@ -43,16 +39,7 @@ class InstalledHooks:
         self._removed: list[int] = []
 
     def install(self, packed: PackedHooks | None, number: int) -> None:
-        """Install the hooks of a call, and remove the caller's other hooks.
-
-        Args:
-            packed: hooks of the call; None if the model has no hooks.
-            number: number of the call.
-
-        Raises:
-            NotPortableError: the hooks have other mutable objects on this rank than in the caller.
-            AttributeError, ImportError: a hook cannot be rebuilt on this rank, see `unpack`.
-        """
+        """Install the hooks of a call, and remove the caller's other hooks."""
         hooks, followed = ([], None) if packed is None else unpack(packed, self._model, self._remove)
         self._hooks = {(hook.path, hook.kind, hook.number): hook for hook in hooks}
         for place in self._handles.keys() - self._hooks.keys():
@@ -75,40 +62,30 @@ class InstalledHooks:
         self._number = number
 
     def changes(self, number: int) -> HookChanges | None:
-        """Return the changes of the hooks in the call with this number, once, even if that call failed.
-
-        None if that call installed no hooks.
-
-        Raises:
-            ParallelError: see `ObjectState.changes`.
-        """
+        """Changes of the hooks in the call with this number, once, even if that call failed. None if that call
+        installed no hooks."""
         if self._state is None or number != self._number:
             return None
-        attributes = {place: self._to_caller(value) for place, value in self._attributes.items()}
+        kinds = (Cache, nn.Module)
+        attributes = {
+            place: mapped(value, kinds, self._stand_in, in_place=False) for place, value in self._attributes.items()
+        }
         changes = self._state.changes(), attributes, self._removed
         self._state, self._attributes, self._removed = None, {}, []  # they may hold large tensors
         return changes
 
     def _remove(self, number: int, payload: int) -> None:
-        """Remove a hook for the rest of the call, because a hook has removed it.
-
-        Args:
-            number: number of the hook.
-            payload: payload of the `HookHandle` by which the caller finds its own handle.
-        """
+        """Remove a hook for the rest of the call, because a hook has removed it."""
         self._removed.append(payload)
         for place in [place for place in self._handles if place[2] == number]:
             self._handles.pop(place).remove()
 
     def _registered(self, place: Place, first: bool) -> RemovableHandle:
-        """Register a function that calls the present call's hook of a place, and return the handle.
+        """Register a function that calls the present call's hook of a place, before the module's other hooks if
+        `first`.
 
         The function gives the hook the attention weights of all heads, and records attributes that the hook sets on the
         module.
-
-        Args:
-            place: place of the hook.
-            first: whether the hook runs before the other hooks of its module.
         """
         hook = self._hooks[place]
 
@@ -126,10 +103,6 @@ class InstalledHooks:
         if hook.kind == "_forward_pre_hooks":
             return module.register_forward_pre_hook(call, prepend=first, with_kwargs=hook.with_kwargs)
         return module.register_forward_hook(call, prepend=first, with_kwargs=hook.with_kwargs, always_call=hook.always)
-
-    def _to_caller(self, value: Any) -> Any:
-        """Return a value for the caller: handles replace caches and modules of the model."""
-        return mapped(value, (Cache, nn.Module), self._stand_in, in_place=False)
 
     def _stand_in(self, part: Any) -> Any:
         if isinstance(part, Cache):

@@ -6,7 +6,6 @@ that only exists in the caller's process, such as the handle of a cache.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 from collections.abc import Callable, Sequence
@@ -37,13 +36,10 @@ class HookHandle(Handle):
     """Stands on a worker for the caller's handle of a hook of this call.
 
     Attributes:
-        on_remove: function that removes the hook on this worker, and notes the payload.
+        remove: function that removes the hook on this worker, and notes the payload.
     """
 
-    on_remove: Callable[[], None] = lambda: None
-
-    def remove(self) -> None:
-        self.on_remove()
+    remove: Callable[[], None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Handle, (self.kind, self.payload)  # for the caller, and for comparisons of states
@@ -72,12 +68,7 @@ class Hook:
 
 @dataclass
 class PackedHooks:
-    """Hooks in the form of a message to the workers.
-
-    Attributes:
-        data: pickle of the hooks, and of what the ranks need to follow the objects of the hooks.
-        tensors: tensors to which the pickle refers by number.
-    """
+    """Hooks in the form of a message to the workers."""
 
     data: bytes
     tensors: list[torch.Tensor]
@@ -88,7 +79,6 @@ class PackedHooks:
 
 
 def is_of_library(hook: Any) -> bool:
-    """Return whether a hook belongs to torch or transformers, and not to the caller."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
@@ -96,22 +86,11 @@ def is_of_library(hook: Any) -> bool:
 
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Given | None = None) -> PackedHooks:
-    """Pickle hooks of a model for the workers.
-
-    Args:
-        model: model with the hooks.
-        hooks: hooks to pickle.
-        local: list to which objects are added that stay in the caller's process; the payload of their
-            handles is an index.
-        followed: what the ranks need to follow the objects of the hooks; None for a trial.
-
-    Raises:
-        ParallelError: a hook cannot be sent.
-    """
-    buffer, tensors = io.BytesIO(), list[torch.Tensor]()
+    """Pickle hooks of a model for the workers. Objects that stay in the caller's process are added to `local`; the
+    payload of their handles is an index. `followed` is None for a trial."""
+    tensors = list[torch.Tensor]()
     try:
-        with _by_value(hooks):
-            _HookPickler(buffer, model, tensors, local, {hook.number for hook in hooks}).dump((list(hooks), followed))
+        data = _pickled(model, hooks, tensors, local, followed)
     except ParallelError:
         raise
     except Exception as error:  # reducers are foreign code and may raise any error
@@ -121,21 +100,12 @@ def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Gi
             f" workers: {error}. Remove objects that cannot be copied (a lock, an open file) from the hook, or call"
             " deparallelize() first"
         ) from error
-    return PackedHooks(buffer.getvalue(), tensors)
+    return PackedHooks(data, tensors)
 
 
 def unpack(packed: PackedHooks, model: nn.Module, remove: Callable[[int, int], None]) -> tuple[list[Hook], Given]:
-    """Return the hooks, and what is needed to follow their objects, on a worker that has received the tensors.
-
-    Args:
-        packed: result of `pack` in the caller's process.
-        model: the rank's model.
-        remove: function that removes a hook, given its number and the payload of its `HookHandle`.
-
-    Raises:
-        AttributeError: the rank's model has no module of a path, or a module lacks a function or class of a hook.
-        ImportError: this process cannot import a module that a hook needs.
-    """
+    """The hooks, and what is needed to follow their objects, on a worker. `remove` gets the number of a hook and the
+    payload of its `HookHandle`."""
     find: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule,
         "tensor": packed.tensors.__getitem__,
@@ -152,51 +122,46 @@ def described(hook: Any) -> str:
 
 def _is_portable(model: nn.Module, hook: Hook) -> bool:
     try:
-        with _by_value([hook]):
-            _HookPickler(io.BytesIO(), model, [], [], set()).dump(hook)
+        _pickled(model, [hook], [], [])
     except Exception:  # any error: this function locates the hook that fails
         return False
     return True
 
 
-def _by_value(hooks: Sequence[Hook]) -> contextlib.AbstractContextManager[None]:
-    """Within the block, pickle the modules that define hooks by value: an imported copy would have new variables."""
-    names = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
-    return pickled_by_value(name for name in names if not name.startswith(LIBRARIES))
+def _pickled(
+    model: nn.Module, hooks: Sequence[Hook], tensors: list[torch.Tensor], local: list[Any], followed: Any = None
+) -> bytes:
+    modules = {id(module): path for path, module in model.named_modules()}
+    weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    numbers = {hook.number for hook in hooks}
 
-
-class _HookPickler(ReferencePickler):
-    def __init__(
-        self, buffer: io.BytesIO, model: nn.Module, tensors: list[torch.Tensor], local: list[Any], numbers: set[int]
-    ) -> None:
-        super().__init__(buffer, self._reference)
-        self._numbers = numbers
-        self._modules = {id(module): path for path, module in model.named_modules()}
-        self._weights = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-        self._tensors = tensors
-        self._local = local
-
-    def _reference(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and id(obj) in self._modules:
-            return "module", self._modules[id(obj)]
+    def reference(obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and id(obj) in modules:
+            return "module", modules[id(obj)]
         if isinstance(obj, torch.Tensor):
-            if id(obj) in self._weights or obj.device.type == "meta":
-                name = self._weights.get(id(obj), "a weight")
+            if id(obj) in weights or obj.device.type == "meta":
+                name = weights.get(id(obj), "a weight")
                 raise ParallelError(
                     f"a hook refers to {name}, and each worker has only a shard of this weight. Use the module in the"
                     " hook, or a copy of the values from before parallelize()"
                 )
             if type(obj) is torch.Tensor:
-                return "tensor", _place(self._tensors, obj)
+                return "tensor", _place(tensors, obj)
         if isinstance(obj, CacheHandle):
-            return "placeholder", _place(self._local, obj)
-        if isinstance(obj, RemovableHandle) and obj.id in self._numbers:
-            return "hook", (obj.id, _place(self._local, obj))
+            return "placeholder", _place(local, obj)
+        if isinstance(obj, RemovableHandle) and obj.id in numbers:
+            return "hook", (obj.id, _place(local, obj))
         return None
+
+    buffer = io.BytesIO()
+    homes = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
+    # By value, because an imported copy of a module would have new variables.
+    with pickled_by_value(name for name in homes if not name.startswith(LIBRARIES)):
+        ReferencePickler(buffer, reference).dump(([*hooks], followed))
+    return buffer.getvalue()
 
 
 def _place(items: list[Any], obj: Any) -> int:
-    """Return the index of an object in a list; append the object if the list does not contain it."""
     if not any(item is obj for item in items):
         items.append(obj)
     return next(place for place, item in enumerate(items) if item is obj)

@@ -32,10 +32,6 @@ class HookRegistry:
     The registry replaces the modules' empty tables of hooks by tables that report each new hook. So a call reads only
     tables of modules that may have hooks. A table with hooks stays, because the handles of its hooks refer to the
     table. Every call reads such a table.
-
-    Args:
-        model: model whose hooks have passed `check`.
-        plan: plan of the model.
     """
 
     def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
@@ -52,18 +48,15 @@ class HookRegistry:
                 if not vars(module)[name]:
                     vars(module)[name] = _Table(self, path, name)
 
+    def may_apply(self) -> bool:
+        """Whether a call must collect hooks, because the caller may have registered some."""
+        return bool((self.paths and self.present()) or torch_module._has_any_global_hook())
+
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[CallHooks | None]:
         """Wait for the calls of other threads, and yield the hooks of this call; None if the model has no hooks.
 
         Calls with hooks run one after another, because each call starts with the hooks' state from the previous call.
-
-        Args:
-            deadline: latest moment of the start, in seconds of `time.monotonic`.
-
-        Raises:
-            ParallelError: a hook cannot run on the workers or be sent to them, or torch has a global module hook.
-            DeadlineExpiredError: calls of other threads were still running at `deadline`.
         """
         _refuse_global_hooks()
         late = "calls with forward hooks run one after another, and earlier calls did not end in time"
@@ -72,19 +65,14 @@ class HookRegistry:
             yield CallHooks(model, hooks) if model is not None and hooks else None
 
     def words(self) -> set[str]:
-        """Return the names and strings in the code of the hooks."""
         with self._paths_lock:
             references = [(path, reference()) for path, reference in self.paths.items()]
         calls = [hook.call for path, module in references if module is not None for hook in hooks_of(path, module)]
         return words_of_program((*calls, *(type(call).__call__ for call in calls)))
 
     def present(self) -> list[Hook]:
-        """Return the hooks that the modules have now.
-
-        Raises:
-            ParallelError: a hook cannot run on the workers. For a table that the registry has not replaced, only this
-                method checks new hooks.
-        """
+        """The hooks that the modules have now. For a table that the registry has not replaced, only this method checks
+        new hooks."""
         with self._paths_lock:
             references = [(path, reference()) for path, reference in self.paths.items()]
             modules = [(path, module) for path, module in references if module is not None]
@@ -109,28 +97,14 @@ class HookRegistry:
                         vars(module)[name] = OrderedDict()
 
     def admit(self, path: str, table: str, hook: Any) -> None:
-        """Check that a new hook can run on the workers.
-
-        Args:
-            path: path of the module.
-            table: name of the module's table of hooks.
-            hook: hook that the caller registers.
-
-        Raises:
-            ParallelError: the hook cannot run on the workers, or cannot be sent to them.
-        """
+        """Check that a new hook can run on the workers."""
         check_hook(self._plan, path, table, hook)
         if table in _FORWARD and not is_of_library(hook):
             model: Any = self._model()
             pack(model, [Hook(path, table, 0, hook)], [])
 
     def note(self, path: str, table: str) -> None:
-        """Record that a module has a new hook.
-
-        Args:
-            path: path of the module; "" for the model.
-            table: name of the module's table of hooks. Tables of backward hooks are ignored.
-        """
+        """Record that a module has a new hook; backward hooks are ignored."""
         if table in _FORWARD:
             model: Any = self._model()
             with self._paths_lock:
@@ -139,13 +113,6 @@ class HookRegistry:
 
 class CallHooks:
     """The hooks of one call in the caller's process.
-
-    Args:
-        model: model with the hooks.
-        hooks: hooks of the call.
-
-    Raises:
-        ParallelError: a hook cannot be sent to the workers.
 
     Attributes:
         packed: message with the hooks for the workers.
@@ -158,11 +125,7 @@ class CallHooks:
         self.packed = pack(model, hooks, self._local, self._state.followed())
 
     def check_apart_from(self, arguments: ObjectState) -> None:
-        """Check that no hook shares an object with the arguments of the call: only one changed copy can return.
-
-        Raises:
-            ParallelError: a hook and an argument share an object.
-        """
+        """Check that no hook shares an object with the arguments of the call: only one changed copy can return."""
         if self._state.shares(arguments):
             raise ParallelError(
                 "a forward hook shares an object with a logits processor, a stopping criterion or"
@@ -170,12 +133,7 @@ class CallHooks:
             )
 
     def bring_home(self, changes: HookChanges | None, receive: Callable[[Handle], Any]) -> None:
-        """Apply the changes of the hooks on rank 0 to the caller's objects and modules.
-
-        Args:
-            changes: changes on rank 0; None if no hook was installed.
-            receive: function that returns the caller's object for the handle of a cache.
-        """
+        """Apply the changes of the hooks on rank 0 to the caller's objects and modules."""
 
         def local_object(handle: Handle) -> Any:
             if handle.kind == "module":
@@ -212,15 +170,7 @@ class _Table(OrderedDict):
 
 
 def check(model: nn.Module, plan: ShardPlan) -> None:
-    """Check before parallelization that all hooks of a model can run on the workers.
-
-    Args:
-        model: model that is not parallelized yet.
-        plan: plan of the model.
-
-    Raises:
-        ParallelError: a hook cannot run on the workers or be sent to them, or torch has a global module hook.
-    """
+    """Check before parallelization that all hooks of a model can run on the workers."""
     _refuse_global_hooks()
     for path, module in model.named_modules():
         for table in (*_FORWARD, *_BACKWARD):
@@ -232,17 +182,7 @@ def check(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
-    """Check that a hook can run on the workers, as far as its module and its kind decide.
-
-    Args:
-        path: path of the module; "" for the model.
-        table: name of the module's table of hooks.
-        plan: plan of the model, with the sharded blocks.
-        hook: the hook. A hook of torch or transformers is not checked.
-
-    Raises:
-        ParallelError: the hook is a backward hook, is on a module inside a sharded block, or belongs to a module.
-    """
+    """Check that a hook can run on the workers, as far as its module and its kind decide."""
     if is_of_library(hook):
         return
     who = f"{described(hook)} on {path or 'the model'}"
@@ -267,7 +207,6 @@ def check_hook(plan: ShardPlan, path: str, table: str, hook: Any) -> None:
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[Hook]:
-    """Yield the forward hooks that the caller has registered on a module."""
     for kind in _FORWARD:
         with_kwargs = vars(module)[f"{kind}_with_kwargs"]
         always = module._forward_hooks_always_called if kind == "_forward_hooks" else {}

@@ -24,11 +24,7 @@ _NO_ADAPTER = "__base__"  # peft's name for a row without an adapter
 
 
 def within(model: Any) -> tuple[Any, list[nn.Module]]:
-    """Return (inner model, list of its peft wrappers); for a model without peft, (the model, empty list).
-
-    Raises:
-        UnsupportedModelError: an adapter is neither LoRA nor IA3.
-    """
+    """Return (inner model, list of its peft wrappers); for a model without peft, (the model, empty list)."""
     if not hasattr(type(model), "get_base_model"):
         return model, []
     for name, config in model.peft_config.items():
@@ -42,16 +38,7 @@ def within(model: Any) -> tuple[Any, list[nn.Module]]:
 
 
 def with_peft_adapters(model: Any, directories: Mapping[str, str]) -> Any:
-    """Return a peft wrapper around `model` with the loaded adapters; the first adapter is active.
-
-    Args:
-        model: the model to wrap.
-        directories: adapter name → directory or hub id of the adapter.
-
-    Raises:
-        ParallelError: peft is not installed.
-        CheckpointError: an adapter does not fit this model, or its files are damaged.
-    """
+    """Return a peft wrapper around `model` with the loaded adapters; the first adapter is active."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -93,15 +80,12 @@ def surround(around: list[nn.Module], model: nn.Module) -> None:
 
 @functools.cache
 def _surrounding(cls: Any) -> Any:
-    """Return a subclass of `cls` with the same name, for peft wrappers of a parallelized model."""
     members: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"__enter__": lambda self: self, "__exit__": _end, "_whole_class": cls}
-    for name in (*REFUSED, *REFUSED_OF_PEFT):
+    places = dict.fromkeys((*REFUSED, *REFUSED_OF_PEFT), "refused") | dict.fromkeys(SWITCHES, "switched")
+    for name, place in places.items():
         if hasattr(cls, name) and not hasattr(nn.Module, name):
-            members[name] = replaced("refused", name, getattr(cls, name))
-    for name in SWITCHES:
-        if hasattr(cls, name):
-            members[name] = replaced("switched", name, getattr(cls, name))
+            members[name] = replaced(place, name, getattr(cls, name))
     if hasattr(cls, "_enable_peft_forward_hooks") and hasattr(cls, "get_base_model"):
         members |= {"_enable_peft_forward_hooks": _with_names, "agenerate": _agenerate}
     if hasattr(cls, "save_pretrained"):
@@ -115,12 +99,7 @@ def _end(self: Any, *_: object) -> None:
 
 @contextlib.contextmanager
 def _with_names(self: Any, *_: Any, adapter_names: list[str] | None = None, **__: Any) -> Iterator[None]:
-    """Replace peft's handling of `adapter_names` in `forward` and `generate`: run the call with the named adapter.
-
-    Raises:
-        ParallelError: `adapter_names` has several distinct names.
-        ValueError: no adapter has that name; peft raises the same error.
-    """
+    """Replace peft's handling of `adapter_names` in `forward` and `generate`: run the call with the named adapter."""
     if adapter_names is None:
         yield
         return
@@ -158,20 +137,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def state_of_adapters(model: Any, names: Sequence[str], embeddings: bool | str = "auto") -> dict[str, torch.Tensor]:
-    """Return the model's state dict, with only the tensors that peft writes fetched from the workers.
-
-    Args:
-        model: peft wrapper, or transformers model with adapters.
-        names: names of the adapters to write.
-        embeddings: whether the model's embeddings are written too; with "auto" peft decides.
-
-    Returns:
-        Name → tensor, with the whole shape and the model's data type: on CPU if peft writes it, otherwise unread.
-
-    Raises:
-        KeyError: the model has no adapter of one of the names.
-        GroupError, CheckpointError: see `Deployment.read`.
-    """
+    """Return the model's state dict, with only the tensors that peft writes fetched from the workers."""
     from peft import get_peft_model_state_dict  # a model with adapters needs peft, so peft is installed
 
     state = model.state_dict(keep_vars=True)

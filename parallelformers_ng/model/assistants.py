@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from parallelformers_ng.autopolicy.code_check import CodeCheck
 from parallelformers_ng.autopolicy.planning import make_plan
 from parallelformers_ng.checkpoint.loading import Checkpoint
 from parallelformers_ng.checkpoint.progress import progress_bar
@@ -28,7 +27,6 @@ from parallelformers_ng.model.caller_state import Edits
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.marks import REMOTE
-from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import FitOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.limits import turn
@@ -41,42 +39,29 @@ _PLAIN = (int, float, str, type(None))
 
 
 class Assistants:
-    """The assistant of one group of workers.
+    """The assistant of one group of workers."""
 
-    Args:
-        replica: the replica with the workers.
-        show_progress: whether to show a progress bar while weights are sent.
-    """
-
-    def __init__(self, replica: Replica, show_progress: bool) -> None:
-        self._replica = replica
-        self._show_progress = show_progress
+    def __init__(self) -> None:
         self._turn = threading.RLock()
         self._latest: _Assistant | None = None
         self._sent: tuple[int, _Assistant] | None = None  # the incarnation of the workers, and the assistant they have
 
     @contextlib.contextmanager
-    def turn(self, assistant: Any, arguments: dict[str, Any]) -> Iterator[Assistance]:
+    def turn(
+        self, ready: tuple[WorkerGroup, int, float], assistant: Any, arguments: dict[str, Any], show_progress: bool
+    ) -> Iterator[Assistance]:
         """Wait for other calls with an assistant, send the assistant to the ranks, and yield its stand-in for the call.
 
         Weights are sent only if the ranks do not have this assistant yet, or if it has changed.
-
-        Args:
-            assistant: value of `assistant_model`.
-            arguments: all arguments of `generate`.
-
-        Raises:
-            NotPortableError: the ranks cannot run the assistant; the message says why.
-            GroupError: the workers failed or have ended, or the deadline has passed.
         """
-        group, incarnation, end = self._replica.ready()
+        group, incarnation, end = ready
         _refuse(assistant, arguments, group)
         late = "calls with an assistant run one after another; earlier calls ended too late"
         with turn(self._turn, end, late):
             latest = self._latest
             if latest is None or not latest.is_still(assistant):
                 self._latest = latest = None  # first, so that the memory of the earlier weights can be freed
-                self._latest = latest = _found(assistant, group) or _made(assistant, group, self._show_progress)
+                self._latest = latest = _found(assistant, group) or _made(assistant, group, show_progress)
             if self._sent != (incarnation, latest):
                 self._sent = None  # if an error or Ctrl-C comes before the end, the ranks have neither assistant
                 group.call("assistant.build", latest.stored.skeleton, deadline=end)
@@ -86,16 +71,7 @@ class Assistants:
 
 
 class _Assistant:
-    """An assistant in the form from which ranks load it.
-
-    Args:
-        model: the assistant.
-        stored: the assistant without and with weights, in shared memory or files.
-        edits: changes of the assistant since `stored` was made.
-
-    Attributes:
-        stored: argument `stored`.
-    """
+    """An assistant in the form from which ranks load it."""
 
     def __init__(self, model: nn.Module, stored: StoredModel, edits: Edits) -> None:
         self._model = weakref.ref(model)
@@ -133,8 +109,8 @@ def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> No
         "its tokenizer differs from the model's": arguments.get("assistant_tokenizer") is not None,
         "its modules have forward hooks": bool(hooks),
         "it is in training mode": any(module.training for module in assistant.modules()),
-        "speculation_type is set": any(
-            each is not None for each in (arguments.get("speculation_type"), getattr(config, "speculation_type", None))
+        "speculation_type is set": (
+            (arguments.get("speculation_type"), getattr(config, "speculation_type", None)) != (None, None)
         ),
         "its weights cannot be sent to other hosts": group.hosts is not None and not group.hosts.are_here,
         "it has adapters": getattr(assistant, "_hf_peft_config_loaded", False),
@@ -145,15 +121,11 @@ def _refuse(assistant: Any, arguments: dict[str, Any], group: WorkerGroup) -> No
 
 
 def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
-    """Return a parallelized assistant, whose weights are in memory or files already; None for another assistant.
-
-    Raises:
-        NotPortableError: the group cannot load the assistant.
-    """
+    """The assistant if it is parallelized, so that its weights are in memory or files already; otherwise None."""
     remote = vars(assistant).get(REMOTE)
     if remote is None:
         return None
-    deployment, edits = remote.calls.deployment, remote.calls.dispatchers[0].edits
+    deployment, edits = remote.calls.deployment, remote.calls.edits
     stored: StoredModel | None = deployment.stored
     reasons = {
         "only its own workers have its weights": stored is None,
@@ -174,16 +146,11 @@ def _found(assistant: Any, group: WorkerGroup) -> _Assistant | None:
 
 
 def _made(assistant: Any, group: WorkerGroup, show_progress: bool) -> _Assistant:
-    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them.
-
-    Raises:
-        NotPortableError: the group cannot run the assistant.
-        GroupError: the workers failed or have ended.
-    """
+    """Copy the weights of an ordinary assistant to shared memory, as the plan for the group divides them."""
     name = type(assistant).__name__
     try:
         plan = make_plan(assistant, group.world_size, None, None, FitOptions())
-        code = LiveCode(assistant, CodeCheck(assistant, plan, plan.selection))
+        code = LiveCode(assistant, plan)
         if code.compare(functools.partial(group.call, "differences")) is not None:
             raise NotPortableError("its code was changed in this process")
         skeleton = Skeleton.of(assistant, plan, code.by_value)

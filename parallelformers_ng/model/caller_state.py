@@ -1,9 +1,10 @@
-"""Keeps the state that a call sends besides its arguments: the random state, and changes of configurations, module
-attributes and environment variables that the workers do not have yet."""
+"""Keeps the state that a call sends besides its arguments: the random state, the active adapters, and changes of
+configurations, module attributes and environment variables that the workers do not have yet."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
@@ -12,13 +13,16 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.runtime.group import WorkerGroup
+from parallelformers_ng.runtime.limits import set_within
+from parallelformers_ng.sharding.active_adapters import ActiveAdapters, layers_with_adapters
 from parallelformers_ng.sharding.attributes import (
     CONFIGURATIONS,
     REMOVED,
@@ -39,13 +43,13 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/Generator.cpp). A wait f
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """Return the state of a generator that other threads may use: uint8 `[bytes]` on CPU."""
+    """State of a generator that other threads may use: uint8 `[bytes]` on CPU."""
     with _generators:
         return generator.get_state()
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    """Set the state of a generator that other threads may use; `state` is a result of `state_of`."""
+    """Set the state of a generator that other threads may use."""
     with _generators:
         generator.set_state(state)
 
@@ -71,13 +75,6 @@ class RandomStream:
         """Yield the random state at the start of a call, and the function that stores the state after the call.
 
         A state is a uint8 tensor `[bytes]` on CPU, the same as from `torch.get_rng_state`.
-
-        Args:
-            seed: 64-bit seed of this call; with None, the call uses the stream, or a drawn seed beside a call on the
-                stream.
-
-        Raises:
-            ValueError, RuntimeError: `seed` is not a 64-bit integer; torch's error.
         """
         if seed is None and not self._follower.acquire(blocking=False):
             seed = self.draw_seed()  # otherwise both concurrent calls would start from the same state
@@ -93,6 +90,38 @@ class RandomStream:
         """Return a new 64-bit seed for a concurrent call, without advancing the stream."""
         state = state_of(self._stream)
         return zlib.crc32(state.numpy()) << 32 | next(self._draws)
+
+
+_adapters = contextvars.ContextVar[tuple[object, ActiveAdapters] | None]("adapters", default=None)
+
+
+class Adapters:
+    """The adapters (LoRA or IA3) of one model.
+
+    Attributes:
+        switching: lock for switching adapters and for reading which adapters are active.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.switching = threading.RLock()
+        self._layers = layers
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapters | None:
+        layers = layers_with_adapters(model)
+        return cls(layers) if layers else None
+
+    def active(self) -> ActiveAdapters:
+        """Return the adapters of this thread's current call, or the active adapters outside of a call."""
+        of_call = _adapters.get()
+        if of_call is not None and of_call[0] is self:
+            return of_call[1]
+        with self.switching:
+            return ActiveAdapters.of(self._layers)
+
+    def of_call(self, active: ActiveAdapters | None = None) -> contextlib.AbstractContextManager[None]:
+        """Fix the adapters of this thread's requests inside the `with` block, even if other threads switch adapters."""
+        return set_within(_adapters, (self, active or self.active()))
 
 
 class Snapshot:
@@ -117,18 +146,13 @@ class Snapshot:
         because comparing two dicts is fast for values that are identical objects."""
         if len(configs) != len(self._roots) or not all(configs.get(root) is config for root, config in self._roots):
             return False
-        try:
-            same = all(vars(part) == values for _, part, values in self._parts)
-        except (RuntimeError, ValueError):  # of tensors or arrays in a list
-            same = all(are_equal(vars(part), values) for _, part, values in self._parts)
-        return same and not self.moved()
+        return all(are_equal(vars(part), values) for _, part, values in self._parts) and not self.moved()
 
     def moved(self) -> set[str]:
         """Return the dotted names of attributes whose value, an object of the program or a tensor, changed inside."""
         return {name for name, state in self._states.items() if not state.holds()}
 
     def with_value(self, name: str, value: Any) -> Snapshot:
-        """Return a copy of the snapshot with another value of an attribute, by its dotted name."""
         snapshot = copy.copy(self)
         snapshot._parts = [
             (prefix, part, {**values, name[len(prefix) :]: _copied(value)})
@@ -139,7 +163,6 @@ class Snapshot:
         return snapshot
 
     def values(self) -> dict[str, Any]:
-        """Return dotted name → value of all attributes except nested configurations."""
         inner = {id(part) for _, part, _ in self._parts}
         return {
             prefix + name: value
@@ -154,31 +177,24 @@ _VARIABLES: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 
 
 class Edits:
-    """The caller's changes since the model was parallelized, and which changes the workers do not have yet.
-
-    Args:
-        model: the model, in the state that the workers have.
-        code: the code that the model runs in this process.
-    """
+    """The caller's changes since the model was parallelized, and which changes the workers do not have yet."""
 
     def __init__(self, model: nn.Module, code: LiveCode) -> None:
         self._model, self._code = weakref.ref(model), code
         self._owners = owners_of_configurations(model)
         self._built = Snapshot(self._configurations())  # configurations of a new incarnation
-        # (path, name) → when it was set, value, incarnation of the workers that set it themselves
-        self._attributes: dict[tuple[str, str], tuple[int, Any, int | None]] = {}
+        # (path, name) → when it was set, value, who has it already: None if the program has set it
+        self._attributes: dict[tuple[str, str], tuple[int, Any, WorkerGroup | Literal["nobody"] | None]] = {}
         self._taken: dict[tuple[str, str], State] = {}
         self._count = 0
         self._moved: dict[tuple[str, str], int] = {}  # latest numbers of `LiveCode.moved` that were taken over
         self._lock = threading.Lock()
-        # State of the workers: incarnation, configurations, number of attribute changes, number of code changes,
-        # environment variables.
-        self._began = {**_VARIABLES}
-        self._known = (0, self._built, 0, 0, self._began)
+        # What workers have: configurations, number of attribute changes, number of code changes, environment variables.
+        self._of_new_workers = self._built, 0, 0, {**_VARIABLES}
+        self._known = weakref.WeakKeyDictionary[WorkerGroup, tuple[Snapshot, int, int, dict[Any, Any]]]()
 
     @property
     def model(self) -> Any:
-        """The model, which exists while a call of it runs."""
         return self._model()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
@@ -189,27 +205,20 @@ class Edits:
         if name in CONFIGURATIONS and (path, name) not in self._owners:
             self._owners.append((path, name))
 
-    def take_attribute(self, path: str, name: str, value: Any, incarnation: int = -1) -> None:
-        """Record an attribute that a call has set, for other workers than those of `incarnation`, which have it."""
+    def take_attribute(self, path: str, name: str, value: Any, group: WorkerGroup | None) -> None:
+        """Record an attribute that a call has set, for other workers than those of `group`, which have it."""
         with self._lock:
             self._count += 1
-            self._attributes[path, name] = self._count, value, incarnation
+            self._attributes[path, name] = self._count, value, group or "nobody"
             self._taken[path, name] = State(vars(self.model.get_submodule(path)).get(name))
 
-    def take_config(self, name: str, value: Any) -> None:
-        """Record an attribute of a configuration that a call has set, by its dotted name; the workers have it."""
-        self._known = self._known[0], self._known[1].with_value(name, value), *self._known[2:]
+    def take_config(self, group: WorkerGroup, name: str, value: Any) -> None:
+        """Record an attribute of a configuration that a call of `group` has set, by its dotted name."""
+        known = self._known.get(group, self._of_new_workers)
+        self._known[group] = known[0].with_value(name, value), *known[1:]
 
     def code_count(self, only_step: bool = False) -> int:
-        """Check the code for changes, and return how often it has changed since the model was parallelized.
-
-        Args:
-            only_step: check only the code of a forward pass.
-
-        Raises:
-            ParallelError: see `LiveCode.update`.
-            NotPortableError: see `LiveCode.update`.
-        """
+        """Check the code for changes, and return how often it has changed since the model was parallelized."""
         if not (self._code.step.holds() and (only_step or self._code.rest.holds())):
             self._code.update()
         for (path, name), (number, value) in [*self._code.moved.items()]:
@@ -220,29 +229,16 @@ class Edits:
         return self._code.count
 
     def has_changes(self) -> bool:
-        """Return whether the model has changed since it was built, apart from its `generation_config`.
-
-        Raises:
-            ParallelError, NotPortableError: see `code_count`.
-        """
+        """Return whether the model has changed since it was built, apart from its `generation_config`."""
         before, now = self._built.values(), Snapshot(self._configurations()).values()
         changed = {name for name in before.keys() | now.keys() if not are_equal(before.get(name), now.get(name))}
         changed |= self._built.moved()
         return bool(self.code_count() or self._attributes or any("generation_config" not in name for name in changed))
 
-    def put_into(self, call: Call, incarnation: int) -> Callable[[], None]:
-        """Add to a call the changes that the workers of this incarnation do not have yet.
-
-        Returns:
-            Function to call after the request has succeeded; it records that the workers have the changes.
-
-        Raises:
-            ParallelError: the plan of the model is not valid for the changed code.
-            NotPortableError: a change of the code cannot be sent.
-        """
-        known_incarnation, known_configs, time, code_count, variables = self._known
-        if known_incarnation != incarnation:
-            known_configs, time, code_count, variables = self._built, 0, 0, self._began
+    def put_into(self, call: Call, group: WorkerGroup) -> Callable[[], None]:
+        """Add to a call the changes that the workers do not have yet; return the function to call after the request has
+        succeeded."""
+        known_configs, time, code_count, variables = self._known.get(group, self._of_new_workers)
         if code_count != (codes := self.code_count(call.method == "__call__")):
             call.code = self._code.changes
         configs, count = self._configurations(), self._count
@@ -256,7 +252,7 @@ class Edits:
         before, now = known_configs.values(), current.values()
         with self._lock:
             newer = {key: (value, of) for key, (then, value, of) in self._attributes.items() if then > time}
-        call.attributes = {key: value for key, (value, of) in newer.items() if of != incarnation}
+        call.attributes = {key: value for key, (value, of) in newer.items() if of is not group}
         moved = known_configs.moved()
         call.configs = {
             name: value
@@ -270,7 +266,7 @@ class Edits:
                 call.code = self._code.changes
 
         def arrived() -> None:
-            self._known = incarnation, current, count, codes, variables_now
+            self._known[group] = current, count, codes, variables_now
 
         return arrived
 
@@ -285,5 +281,4 @@ _CONTAINERS = (list, dict, set)
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of a list, dict or set; return a value of any other type unchanged."""
     return copy.deepcopy(value) if isinstance(value, _CONTAINERS) else value

@@ -14,24 +14,21 @@ from typing import Any
 import torch
 
 from parallelformers_ng.batching.batch_proof import Trial
-from parallelformers_ng.cuda_graphs.modes import StaticSteps, check_compiler, eager_generation, static_generation
+from parallelformers_ng.cuda_graphs.modes import check_compiler, eager_generation, static_generation
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.caches import map_caches
 from parallelformers_ng.generation.call_arguments import stateful_arguments
 from parallelformers_ng.generation.written_globals import globals_written_by
-from parallelformers_ng.hooks.registry import HookRegistry
 from parallelformers_ng.live_code.self_changes import changes_itself
 from parallelformers_ng.live_code.watch import refuse_modes
-from parallelformers_ng.model.adapter_state import Adapters
-from parallelformers_ng.model.assistants import Assistants
-from parallelformers_ng.model.caller_state import Edits, RandomStream, set_state, state_of
-from parallelformers_ng.model.deployment import Deployment
+from parallelformers_ng.model.caller_state import set_state, state_of
+from parallelformers_ng.model.deployment import Deployment, Replica
+from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
 from parallelformers_ng.model.marks import has_own_loop, own_loop
-from parallelformers_ng.model.methods import OPTIONS, generates, is_streamer, options_of_class
+from parallelformers_ng.model.methods import OPTIONS, is_streamer, options_of_class
 from parallelformers_ng.model.outside import OutsideWeights
-from parallelformers_ng.model.replica import CallOptions, Dispatcher, may_be_hooked
-from parallelformers_ng.model.seen_modes import Modes
+from parallelformers_ng.model.seen_modes import words_reached
 from parallelformers_ng.model.shared_calls import SharedCalls
 from parallelformers_ng.option_checks import checked_seconds
 from parallelformers_ng.options import BatchingOptions
@@ -41,82 +38,36 @@ from parallelformers_ng.sharding.tensors import dotted, is_within
 log = logging.getLogger("parallelformers_ng")
 
 
-class Calls:
+class Calls(Dispatcher):
     """Carries out the calls of one parallelized model.
 
-    Args:
-        model: the parallelized model.
-        deployment: workers and weights of the model.
-        seed: seed of the model's own random stream; with None, calls use torch's default generator in this process.
-        steps: mode that compiles or captures decode steps; None for ordinary decode steps.
-        batching: limits of the calls that each replica decodes together; None if each call runs alone.
-        prove_at_once: whether the first call waits for the proof of batching; see `Trial`.
-
     Attributes:
-        deployment: argument `deployment`.
-        hooks: forward hooks that the caller has registered on the model.
-        adapters: adapters of the model; None if the model has no adapters.
-        dispatchers: dispatcher of each replica.
         shared: for each replica, the calls that are decoded together; empty if each call runs alone.
         outside: weights that the program can change outside of the model's tables.
     """
 
     def __init__(
-        self,
-        model: Any,
-        deployment: Deployment,
-        seed: int | None,
-        steps: StaticSteps | None,
-        batching: BatchingOptions | None,
-        prove_at_once: bool,
+        self, model: Any, deployment: Deployment, seed: int | None, batching: BatchingOptions | None, at_once: bool
     ) -> None:
-        self.deployment = deployment
-        self.hooks = HookRegistry(model, deployment.plan)
-        self.adapters = Adapters.of(model)
-        self._stream = RandomStream(seed)
-        self._said: set[tuple[str, int]] = set()
-        self._modes = Modes(model, deployment.code)
+        super().__init__(model, deployment, seed)
         self.outside = OutsideWeights(model, deployment.code.check.edits.objects())
-        self.dispatchers = [
-            Dispatcher(
-                replica,
-                self._stream,
-                self.hooks,
-                self.adapters,
-                steps,
-                Edits(model, deployment.code),
-                deployment.state,
-                self._modes,
-            )
-            for replica in deployment.replicas
-        ]
-        for each in self.dispatchers:
-            each.others = [other.edits for other in self.dispatchers if other is not each]
+        self.shared: dict[Replica, SharedCalls] = {}
         self._changes_itself = changes_itself(model)
+        self._said: set[tuple[str, int]] = set()
         self._one_at_a_time = threading.RLock()
-        self.shared: list[SharedCalls] = []
-        if batching is not None:
-            trial = Trial(prove_at_once, deployment.code.check.edits)
-            needs_graphs = not prove_at_once and deployment.replicas[0].group.device == "cuda"
-            self.shared = [SharedCalls(batching, trial, each, needs_graphs) for each in self.dispatchers]
-        self._assistants = {each: Assistants(each.replica, deployment.show_progress) for each in self.dispatchers}
         self._lock = threading.Lock()
+        trial = Trial(at_once, deployment.code.check.edits)
+        if batching is not None:
+            for replica in deployment.replicas:
+                needs_graphs = not at_once and replica.group.device == "cuda"
+                self.shared[replica] = SharedCalls(batching, trial, self, replica, needs_graphs)
 
     def names(self, name: str) -> bool:
         """Return whether the program's code of the model, or the code of a hook, contains a name, also as a string."""
         return name in self.deployment.code.words or name in self.hooks.words()
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
-        """Have the workers set an attribute of a module before the next call.
-
-        Args:
-            path: dotted path of the module; "" for the model.
-            name: name of the attribute.
-            value: new value of the attribute, or REMOVED to delete it.
-
-        Raises:
-            ParallelError: the attribute is cut, so that each rank has a different value.
-        """
+        """Have the workers set an attribute of a module before the next call, or delete it if `value` is REMOVED."""
         for layer in self.deployment.plan.layers:
             if layer.path == path and any(is_within(each, name) for each in layer.attributes[0]):
                 raise ParallelError(
@@ -125,21 +76,14 @@ class Calls:
                 )
         self.deployment.state.accept(dotted(path, name))
         self.outside.put(path, name, value)
-        self._modes.add(value)
-        for dispatcher in self.dispatchers:
-            dispatcher.edits.set_attribute(path, name, value)
+        self.modes.add(words_reached([value]))
+        self.edits.set_attribute(path, name, value)
 
     def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Run a method on the workers of one replica; see `Dispatcher.call` for arguments, result and further errors.
-
-        Raises:
-            ParallelError: a torch function mode or dispatch mode of the program is active, or the caches of the call
-                are on several replicas.
-            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
-        """
+        """Run a method on the workers of one replica."""
         self._check_state_of_caller()
-        with self.with_adapters(), self._turn(args, kwargs) as dispatcher:
-            return dispatcher.call(path, method, args, kwargs, options)
+        with self.with_adapters(), self._turn(args, kwargs) as replica:
+            return self.dispatch(replica, path, method, args, kwargs, options)
 
     def generate(
         self, model: Any, module: Any, path: str, original: Callable[..., Any], arguments: dict[str, Any]
@@ -147,102 +91,89 @@ class Calls:
         """Run `generate` on the workers. If an argument cannot be sent, run the loop here with one request per token.
 
         Each reason why an argument cannot be sent is logged once, as a warning. An `assistant_model` is sent to the
-        workers, which keep it for the next calls; see `Assistants`.
-
-        Args:
-            model: the parallelized model.
-            module: the model, or the submodule that generates.
-            path: dotted path of `module` in the model; "" for the model.
-            original: `generate` of the module's class.
-            arguments: arguments of `generate` by name, with `seed` (64 bits), `timeout` (seconds) and `streamer`.
-
-        Returns:
-            Result of `generate`: token ids, int64 `[rows, tokens]`, or a `ModelOutput`, on CPU.
-
-        Raises:
-            ParallelError: see `Calls.call`. Also: on several CUDA ranks, the call's compile mode makes CUDA graphs.
-            BatchingError: the call exceeds a limit of the batch, too many calls are waiting, or the batch failed.
-            StaleCacheError: see `Dispatcher.call`.
-            GroupError: the workers failed or have ended, the call was cancelled, or the deadline has passed. An error
-                that a rank raised also has its original type.
+        workers, which keep it for the next calls.
         """
         self._check_state_of_caller()
-        with self.with_adapters(), self._turn((), arguments) as dispatcher:
+        with self.with_adapters(), self._turn((), arguments) as replica:
             own = options_of_class(original)
             own = own - {"streamer"} if own and is_streamer(arguments.get("streamer")) else own
             options = CallOptions(**{name: arguments.pop(name, None) for name in OPTIONS if name not in own})
             try:
                 if (assistant := arguments.get("assistant_model")) is not None:
-                    with self._limit(options), self._assistants[dispatcher].turn(assistant, arguments) as assistance:
+                    show, assistants = self.deployment.show_progress, replica.assistants
+                    with (
+                        self._limit(options),
+                        assistants.turn(replica.ready(), assistant, arguments, show) as assistance,
+                    ):
                         arguments_there = {**arguments, "assistant_model": assistance}
-                        return self._generate_alone(dispatcher, module, path, arguments_there, options)
+                        return self._generate_alone(replica, module, path, arguments_there, options)
                 if not path and self.shared:
-                    sequence = self._generate_together(dispatcher, model, arguments, options)
+                    sequence = self._generate_together(replica, model, arguments, options)
                     if sequence is not None:
                         return sequence
-                return self._generate_alone(dispatcher, module, path, arguments, options)
+                return self._generate_alone(replica, module, path, arguments, options)
             except NotPortableError as error:
                 what = "generate runs its loop in this process, a request per token, which is slower"
-                self._say_once(what, str(error))
-                return self._generate_here(module, original, arguments, options)
+                self.say_once(what, str(error))
+                with self._limit(options):
+                    return self._generate_here(module, original, arguments, options)
 
     def _generate_together(
-        self, dispatcher: Dispatcher, model: Any, arguments: dict[str, Any], options: CallOptions
+        self, replica: Replica, model: Any, arguments: dict[str, Any], options: CallOptions
     ) -> torch.Tensor | None:
-        """Decode a call in a shared batch; return None if the call has to run alone."""
         if self._changes_itself or model.training:
             return None  # a batch runs other forward passes than its calls alone
-        shared = self.shared[self.dispatchers.index(dispatcher)]
-        busy = dispatcher.replica.current[0].busy
+        shared, busy = self.shared[replica], replica.group.busy
         if not shared.trial.is_due and not busy:  # by default, batching starts when two calls first run together
             return None
-        alone = may_be_hooked(self.hooks) or has_own_loop() or torch.is_autocast_enabled("cpu")
-        if alone or any(self._modes.are_seen(stateful_arguments(arguments))):
+        roots = [*stateful_arguments(arguments)]
+        if self.hooks.may_apply() or has_own_loop() or torch.is_autocast_enabled("cpu"):
             return None
-        if any(globals_written_by(root) for root in stateful_arguments(arguments) if root is not None):
+        if any(self.modes.are_seen(roots)) or any(globals_written_by(root) for root in roots if root is not None):
             return None
         # Each concurrent call needs its own seed: concurrent calls draw from one generator in no fixed order.
-        draw_seed = self._stream.draw_seed if shared.batch.busy or busy else None
-        sequence = shared.generate(model, arguments, options.seed, options.timeout, options.streamer, draw_seed)
+        draw_seed = self.stream.draw_seed if shared.batch.busy or busy else None
+        sequence = shared.generate(model, arguments, options, draw_seed)
         if isinstance(sequence, str):
             log.debug("generate runs alone: %s", sequence)
             return None
         return sequence
 
     def _generate_alone(
-        self, dispatcher: Dispatcher, module: Any, path: str, arguments: dict[str, Any], options: CallOptions
+        self, replica: Replica, module: Any, path: str, arguments: dict[str, Any], options: CallOptions
     ) -> Any:
-        steps = None if path or self._changes_itself else dispatcher.steps
+        steps = None if path or self._changes_itself else replica.steps
         eager = arguments
-        if dispatcher.replica.current[0].device == "cuda":
+        if replica.group.device == "cuda":
             check_compiler(module, arguments, self.deployment.plan.world_size)
             eager = eager_generation(module, arguments)
         static, reason = (eager, "") if steps is None else static_generation(module, arguments, steps)
         if steps is not None and (
             reason := "its modules have forward hooks" if self.hooks.paths and self.hooks.present() else reason
         ):
-            self._say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
+            self.say_once(steps.without, reason, logging.INFO if steps.by_default else logging.WARNING)
             static = eager
-        not_captured = functools.partial(self._not_captured, dispatcher)
-        captures = steps is not None and steps.captured and not reason
+        if steps is None or reason or not steps.captured:
+            return self.dispatch(replica, path, "generate", (), static, options)
+        not_captured = functools.partial(self._not_captured, replica)
         try:
-            with_steps = replace(options, not_captured=not_captured) if captures else options
-            return dispatcher.call(path, "generate", (), static, with_steps)
+            with_steps = replace(options, not_captured=not_captured)
+            return self.dispatch(replica, path, "generate", (), static, with_steps)
         except torch.OutOfMemoryError as error:
             # Tokens that were streamed cannot be taken back, so a call with a streamer is not repeated.
-            if not captures or not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
+            if not not_captured(str(error).partition("\n")[0]) or options.streamer is not None:
                 raise
-            return dispatcher.call(path, "generate", (), eager, options)
+            return self.dispatch(replica, path, "generate", (), eager, options)
 
-    def _not_captured(self, dispatcher: Dispatcher, why: str) -> bool:
-        """Log that decode steps could not be captured; if capturing is a default, stop capturing and return True."""
-        steps = dispatcher.steps
+    def _not_captured(self, replica: Replica, why: str) -> bool:
+        """Log that decode steps could not be captured; return whether no further steps will be captured."""
+        steps = replica.steps
         if steps is None:
             return False
-        self._say_once(steps.without, why)
+        self.say_once(steps.without, why)
         if steps.by_default:
-            dispatcher.steps = None
-            group, _, end = dispatcher.replica.ready()
+            replica.steps = None
+            group, _, end = replica.ready()
             group.call("forget_steps", deadline=end)
         return steps.by_default
 
@@ -251,57 +182,24 @@ class Calls:
     ) -> Any:
         if options.streamer is not None:
             arguments = {**arguments, "streamer": options.streamer}
-        if options.seed is None and not self._stream.is_own:
-            with self._limit(options), own_loop():
+        if options.seed is None and not self.stream.is_own:
+            with own_loop():
                 return original(model, **arguments)
-        with self._limit(options), self._stream.of_call(options.seed) as (before, store):
+        with self.stream.of_call(options.seed) as (before, store):
             kept = state_of(torch.default_generator)
             set_state(torch.default_generator, before)
             try:
                 with own_loop():
                     output = original(model, **arguments)
-                after = state_of(torch.default_generator)
+                store(state_of(torch.default_generator))
             finally:
                 set_state(torch.default_generator, kept)
-            store(after)
         return output
 
     @staticmethod
     def _limit(options: CallOptions) -> contextlib.AbstractContextManager[None]:
         """Return a context that limits all requests of a call together to the call's timeout."""
         return deadline(checked_seconds(options.timeout, "timeout")) if options.timeout else contextlib.nullcontext()
-
-    def run_method(
-        self, module: Any, name: str, original: Callable[..., Any], call: Callable[[], Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run a method of modelling code on the workers if possible, and otherwise in this process.
-
-        The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
-        calls `generate` also runs here if a `generate` of this thread runs its loop here.
-
-        Args:
-            module: the model, or a submodule that generates.
-            name: name of the method.
-            original: the method of the module's class.
-            call: function that runs the method on the workers.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-
-        Returns:
-            Result of the method, with tensors on CPU.
-
-        Raises:
-            ParallelError, StaleCacheError, GroupError: see `Remote.call`, or `generate` if the method runs here.
-            BatchingError: see `generate`.
-        """
-        with self.with_adapters():
-            if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
-                try:
-                    return call()
-                except NotPortableError as error:
-                    what = f"{name} runs in this process, with a request per call of a module, which is slower"
-                    self._say_once(what, str(error))
-            return original(module, *args, **kwargs)
 
     def _check_state_of_caller(self) -> None:
         """Raise ParallelError if the state of this thread or of weights would change a result, but not on the ranks."""
@@ -314,22 +212,18 @@ class Calls:
         return contextlib.nullcontext() if self.adapters is None else self.adapters.of_call()
 
     @contextlib.contextmanager
-    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Dispatcher]:
-        """Yield the dispatcher for a call: of the holder of its caches, or of the replica with the fewest calls.
-
-        Raises:
-            ParallelError: the caches are on several replicas.
-            StaleCacheError: the workers with a cache have ended.
-        """
-        if len(self.dispatchers) == 1:
-            yield self.dispatchers[0]
+    def _turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Replica]:
+        """Yield the replica for a call: the holder of its caches, or the replica with the fewest calls."""
+        replicas = self.deployment.replicas
+        if len(replicas) == 1:
+            yield replicas[0]
             return
-        holders = set[Dispatcher]()
+        holders = set[Replica]()
 
         def note(cache: Any) -> Any:
             if isinstance(cache, CacheHandle):
                 registry = cache.check()
-                holders.update(each for each in self.dispatchers if each.replica.caches is registry)
+                holders.update(replica for replica in replicas if replica.caches is registry)
             return cache
 
         map_caches((args, kwargs), note)
@@ -337,9 +231,9 @@ class Calls:
             raise ParallelError("the caches of this call are on several replicas; pass the caches of one conversation")
         with self._lock:
             # Running replicas come first, then replicas with fewer calls.
-            chosen = min(holders or self.dispatchers, key=lambda each: (not each.replica.group.alive, each.in_flight))
+            chosen = min(holders or replicas, key=lambda replica: (not replica.group.alive, replica.in_flight))
             chosen.in_flight += 1
-        is_changing = self._changes_itself or self.dispatchers[0].edits.model.training
+        is_changing = self._changes_itself or self.edits.model.training
         try:
             # A call that changes the model starts from the state of the previous call, on whichever replica.
             with self._one_at_a_time if is_changing else contextlib.nullcontext():
@@ -348,7 +242,7 @@ class Calls:
             with self._lock:
                 chosen.in_flight -= 1
 
-    def _say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
+    def say_once(self, what: str, why: str, level: int = logging.WARNING) -> None:
         if (what, level) not in self._said:
             self._said.add((what, level))
             log.log(level, "%s: %s", what, why)

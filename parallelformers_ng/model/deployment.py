@@ -1,11 +1,13 @@
-"""Manages the workers, the plan and the shard memory of a parallelized model."""
+"""Manages the groups of workers, the plan and the shard memory of a parallelized model."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,65 @@ from parallelformers_ng.checkpoint.reading import read_copy, read_shard
 from parallelformers_ng.checkpoint.skeleton import Skeleton
 from parallelformers_ng.checkpoint.store import ShardStore, hand_over, take_back
 from parallelformers_ng.checkpoint.writing import WrittenFile
+from parallelformers_ng.cuda_graphs.modes import StaticSteps
 from parallelformers_ng.errors import GroupError, PlacementError, SharedMemoryError
+from parallelformers_ng.generation.cache_registry import CacheRegistry
+from parallelformers_ng.model.assistants import Assistants
 from parallelformers_ng.model.groups import StoredModel
 from parallelformers_ng.model.live_code import LiveCode
 from parallelformers_ng.model.model_state import ModelState
-from parallelformers_ng.model.replica import Replica
 from parallelformers_ng.options import WorkerOptions
 from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.runtime.spawn import module_path
+from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import WHOLE, TensorPlan
 from parallelformers_ng.wire.frame import OUT_OF_MEMORY, why_no_memory
+
+
+class Replica(Supervisor):
+    """A group of workers that has the whole model and serves calls.
+
+    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
+
+    Args:
+        group: a group that is running or starting.
+        make_group: function that starts a new group after `group` has died. If `make_group` is None, `group`
+            belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
+
+    Attributes:
+        steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
+            failed to capture a step.
+        in_flight: number of running calls; with one replica, always 0.
+    """
+
+    def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
+        if group.in_use:
+            gc.collect()  # the other model may be garbage already
+        if group.in_use:
+            raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
+        group.user = weakref.ref(self)
+        super().__init__(group)
+        self.caches = CacheRegistry(self)
+        self.assistants = Assistants()
+        self.steps: StaticSteps | None = None
+        self.in_flight = 0
+        self._make_group = make_group
+
+    def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
+        """From now on replace the group after a worker has ended, unless the group belongs to the caller."""
+        if self._make_group is not None:
+            again = functools.partial(stored.revive, self._make_group)
+            self.supervise(again, options.max_restarts, options.restart_window)
+
+    def leave(self) -> None:
+        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent."""
+        group = self.group
+        if self._make_group is not None:
+            self.close()
+        elif group.user is not None and group.user() is self and group.alive:
+            group.call("drop")
+            group.user = None
 
 
 class Deployment:
@@ -43,7 +93,7 @@ class Deployment:
         stored: the model for the ranks of a further group; None if only this deployment's ranks have the weights.
         ended: whether the workers have ended.
         state: what calls have changed in the model.
-        show_progress, code: the arguments of the same names.
+        code: the code that the model runs in this process.
 
     Args:
         model: the model with loaded weights. After `start` the model's tensors are on `meta`.
@@ -56,11 +106,6 @@ class Deployment:
         checkpoint: files of the tensors that are not loaded in the model. The workers read the checkpoint files at the
             start and after a restart.
         original: original form of a model that was quantized in memory; `restore` restores it.
-        code: the code that the model runs in this process.
-
-    Raises:
-        UnsupportedModelError: a part of the model cannot be pickled.
-        ParallelError: the model has a hook that cannot run on a sharded model.
     """
 
     def __init__(
@@ -73,7 +118,6 @@ class Deployment:
         checkpoint: Checkpoint | None,
         show_progress: bool,
         original: ConvertedLayers | None,
-        code: LiveCode,
     ) -> None:
         self.plan = plan
         self.replicas = list(replicas)
@@ -85,8 +129,8 @@ class Deployment:
         self._options = options
         self._lock = threading.Lock()
         self.ended = False
-        self.code = code
-        self._skeleton = Skeleton.of(model, plan, code.by_value)
+        self.code = LiveCode(model, plan)
+        self._skeleton = Skeleton.of(model, plan, self.code.by_value)
         self.stored: StoredModel | None = None
         self.state = ModelState(plan, self.read)
 
@@ -95,22 +139,6 @@ class Deployment:
 
         Steps without weights run first, so that most errors occur before any weight has left the model. On failure, the
         method restores the weights of `model` and calls `close`.
-
-        Args:
-            model: the model of the constructor. Afterwards its tensors are on `meta`.
-            progress: function that is called with the number of bytes since its last call; None for no reports.
-
-        Raises:
-            StartupError: a worker could not start.
-            SharedMemoryError: the system has no memory for the shards.
-            PlacementError: the weights are in this process, and a worker is on another host.
-            CheckpointError: a checkpoint file is damaged, missing on a host, or has changed.
-            UnsupportedModelError: the ranks cannot import a class of the model, and the class cannot be pickled.
-            NotPortableError: code of the model that differs from the ranks' code cannot be sent to the ranks.
-            ParallelError: the offload folder has not enough disk space.
-            UnsupportedPlatformError: the system does not report its available memory.
-            GroupError: a worker raised an exception, ended, or missed its deadline; see `WorkerGroup.call`.
-            OSError: the shards cannot be written for another reason than memory: for example, too many files are open.
         """
         try:
             for replica in self.replicas:
@@ -173,20 +201,14 @@ class Deployment:
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each worker, replica after replica."""
         return [pid for replica in self.replicas for pid in replica.group.pids]
 
     @property
     def device_names(self) -> list[str]:
-        """Device name of each rank, replica after replica."""
         return [name for replica in self.replicas for name in replica.group.device_names]
 
     def ping(self) -> None:
-        """Wait until all ranks of one replica have exchanged a message.
-
-        Raises:
-            GroupError: every replica has failed, or has not answered in its timeout; the error of the first replica.
-        """
+        """Wait until all ranks of one replica have exchanged a message."""
         errors: list[GroupError] = []
         for replica in self.replicas:
             try:
@@ -197,11 +219,7 @@ class Deployment:
         raise errors[0]
 
     def memory(self, what: str) -> dict[str, Any]:
-        """Return device name → result of the method `what` of `worker.memory.RankMemory`: bytes, or text.
-
-        Raises:
-            GroupError: the workers of a replica failed, or did not answer in time.
-        """
+        """Device name → result of the method `what` of `worker.memory.RankMemory`."""
         memory: dict[str, Any] = {}
         for replica in self.replicas:
             group, _, deadline = replica.ready()
@@ -210,17 +228,11 @@ class Deployment:
         return memory
 
     def gathering(self, what: str, total: int) -> contextlib.AbstractContextManager[Progress]:
-        """Return a progress bar over `total` bytes; the bar is invisible if `show_progress` is false.
-
-        The context yields a function to call with the number of bytes since the last call.
-        """
+        """Progress bar over `total` bytes; invisible if `show_progress` is false."""
         return progress_bar(f"gathering {what}", total, self.show_progress)
 
     def node(self, name: str) -> Node:
-        """Return a node that reads one parameter or buffer in pieces, from files, shard memory or the ranks.
-
-        A read of the node raises the errors of `Deployment.read`.
-        """
+        """Node that reads one parameter or buffer in pieces, from files, shard memory or the ranks."""
         if (changed := self.state.changed(name)) is not None:
             return leaf_of(changed)
         if name in self._checkpoint.nodes:
@@ -231,35 +243,14 @@ class Deployment:
         return whole_node(self.plan, tensor, lambda part: of_ranks(part, functools.partial(self._exported, part)))
 
     def save(self, directory: Path, names: list[str], limit: int, progress: Progress) -> list[list[WrittenFile]]:
-        """Have every rank of replica 0 write its files of a sharded directory.
-
-        Args:
-            directory: target folder.
-            names: names of the tensors to write.
-            limit: maximum size of a file in bytes.
-            progress: function that is called with the number of bytes that rank 0 has written since its last call.
-
-        Returns:
-            List of written files for each rank.
-
-        Raises:
-            GroupError: a rank failed; the error is also an OSError if the rank could not write a file.
-        """
-        group, incarnation, _ = self.replicas[0].ready()
-        self.state.prepare(self.replicas[0], incarnation, group)
+        """Have every rank of replica 0 write its files, of at most `limit` bytes each, of a sharded directory.
+        `progress` counts the bytes of rank 0."""
+        group, *_ = self.replicas[0].ready()
+        self.state.prepare(group)
         return group.call_each("save", [(str(directory), names, limit)], on_event=progress)
 
     def gather(self, model: nn.Module) -> None:
-        """Put the weights back into the model, on CPU, and stop the workers. `restore` restores quantized layers.
-
-        Args:
-            model: the model of the constructor.
-
-        Raises:
-            WrongProcessError: this is a forked process. Reading the weights frees memory that the parent process uses.
-            GroupError: the group failed to drop the model, or only the ranks have the weights and have failed.
-            CheckpointError: a checkpoint file is damaged, or has changed.
-        """
+        """Put the weights back into the model, on CPU, and stop the workers. `restore` restores quantized layers."""
         self.replicas[0].group.check_process()
         with self._lock:
             if self.stored is not None:
@@ -277,11 +268,7 @@ class Deployment:
             self._given.restore()
 
     def close(self) -> None:
-        """Stop the workers and free the weights. Idempotent.
-
-        Raises:
-            GroupError: a group that belongs to the caller failed to drop the model.
-        """
+        """Stop the workers and free the weights. Idempotent."""
         with self._lock:
             self._leave_groups()
             self._release_store()
@@ -291,14 +278,6 @@ class Deployment:
 
         The tensor is a private mapping of the checkpoint file if it is stored whole. Otherwise it is a copy from
         checkpoint files or shared memory, or from the ranks if only the ranks have the weights.
-
-        Args:
-            tensor: plan of the parameter or buffer.
-            release: whether to free the shared memory of the tensor.
-
-        Raises:
-            GroupError: only the ranks have the weights, and the ranks failed or have ended.
-            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         if (changed := self.state.changed(tensor.name)) is not None:
             return changed

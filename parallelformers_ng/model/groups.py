@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,25 +33,9 @@ _BATCH_BYTES = 1 << 30  # size of the weights loaded with one request; small eno
 def group_makers(
     num_gpus: int | None, options: WorkerOptions, fit: FitOptions
 ) -> tuple[list[functools.partial[WorkerGroup]], FitOptions]:
-    """Return a function per replica that starts or restarts its group, and the fit options with all values filled in.
+    """A function per replica that starts or restarts its group, and the fit options with all values filled in.
 
     In a torchrun job the function returns only in the process of rank 0; the other processes become workers.
-
-    Args:
-        num_gpus: number of ranks of each replica; None uses all devices.
-        options: options of the workers.
-        fit: fit options. With stages, one rank of a replica computes at a time, so each rank gets the threads of the
-            whole replica. The ranks of a stage are on one host.
-
-    Returns:
-        (functions, fit options). A function raises the errors of `WorkerGroup`.
-
-    Raises:
-        UnsupportedPlatformError: workers cannot run on this system.
-        PlacementError: fewer devices exist than `num_gpus` and `options` ask for, `num_gpus` is less than 1, or the
-            launcher cannot start the ranks.
-        ParallelError: see `elsewhere`; or `fit` divides the model into stages, and each host has only one rank.
-        StartupError, SystemExit: see `elsewhere`.
     """
     check_platform()
     count, ids = options.replicas, options.device_ids
@@ -59,9 +44,9 @@ def group_makers(
         size, kind = placement(num_gpus, options.device, ids, count)
     else:
         size, kind = placement(remote_ranks.count, options.device, ids, count, remote_ranks.devices)
-    if remote_ranks is not None and fit.is_open:
-        ranks_per_host = remote_ranks.each(size, kind)
-        fit = fit.over([ranks_per_host] * (size // ranks_per_host))
+        if fit.is_open:
+            ranks_per_host = remote_ranks.each(size, kind)
+            fit = fit.over([ranks_per_host] * (size // ranks_per_host))
     makers = [
         functools.partial(
             WorkerGroup,
@@ -88,12 +73,6 @@ class StoredModel:
 
     A `StoredModel` has no reference to the caller's model or to its `Deployment`: the thread of a supervisor has a
     `StoredModel`, and must not keep the model alive.
-
-    Attributes:
-        skeleton: the modules without weights.
-        plan: plan of the model.
-        store: shared memory with weights.
-        checkpoint: files with all other weights.
     """
 
     skeleton: Skeleton
@@ -104,33 +83,23 @@ class StoredModel:
     def load(self, group: WorkerGroup, progress: Progress | None = None, part: str = "") -> None:
         """Make the ranks of a group load their weights, after `build`.
 
-        Args:
-            group: the ranks.
-            progress: function that is called with the number of bytes loaded since its last call.
-            part: name of the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
-
-        Raises:
-            GroupError: a rank failed or has ended, or a request took longer than the group's timeout. An exception that
-                a rank raised has its original type, too.
+        `part` names the runner's attribute that loads the model, with a dot at its end; "" for the runner itself.
         """
         fds = [tuple(FileDescriptor(fd) for fd in self.store.fds_for(rank)) for rank in range(self.plan.world_size)]
         stored = self.checkpoint.as_stored(self.plan)
         group.call_each(part + "attach", [(of_rank, stored) for of_rank in fds])
-        for names, size in _batches(self.plan.as_stored, stored):
+        tensors = deque(tensor for tensor in self.plan.as_stored.stored() if stored.is_read(tensor))
+        while tensors:
+            names, size = list[str](), 0
+            while tensors and size < _BATCH_BYTES:
+                names.append(tensors[0].name)
+                size += tensors.popleft().bytes_whole
             group.call(part + "load", names)
             if progress is not None:
                 progress(size)
         group.call(part + "loaded")
 
     def revive(self, make_group: Callable[[], WorkerGroup]) -> WorkerGroup:
-        """Start a group, load the model onto its ranks, and return the group. If loading fails, close the group.
-
-        Args:
-            make_group: function that starts a group.
-
-        Raises:
-            GroupError: the group could not start, or a rank failed. Other errors of `make_group` are passed on.
-        """
         group = make_group()
         try:
             group.call("build", self.skeleton)
@@ -139,21 +108,6 @@ class StoredModel:
             group.close()
             raise
         return group
-
-
-def _batches(plan: ShardPlan, checkpoint: Checkpoint) -> Iterator[tuple[list[str], int]]:
-    """Yield batches of tensor names, each loaded with one request, and the size of each batch in bytes."""
-    names: list[str] = []
-    size = 0
-    for tensor in plan.stored():
-        if checkpoint.is_read(tensor):
-            names.append(tensor.name)
-            size += tensor.bytes_whole
-            if size >= _BATCH_BYTES:
-                yield names, size
-                names, size = [], 0
-    if names:
-        yield names, size
 
 
 def start_group(num_gpus: int | None = None, **options: Any) -> WorkerGroup:

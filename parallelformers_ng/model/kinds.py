@@ -12,16 +12,21 @@ from parallelformers_ng.model.parallelized import is_parallelized
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a model is of a kind that `parallelize` supports, whatever its policy.
-
-    Raises:
-        AlreadyParallelizedError: the model is parallelized already.
-        UnsupportedModelError: the model is compiled, no `PreTrainedModel`, spread by `device_map`, or has a tensor of a
-            class of its own.
-    """
+    """Check that a model is of a kind that `parallelize` supports, whatever its policy."""
     if is_parallelized(model):
         raise AlreadyParallelizedError(f"{type(model).__name__} is parallelized already; call deparallelize() first")
-    refuse_compiled(model)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} is a TorchScript module, which cannot be sent to the workers. Pass the"
+                " model with the module that was scripted or traced"
+            )
+        compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if compiled or "_orig_mod" in module._modules:
+            raise UnsupportedModelError(
+                f"{path or type(model).__name__} is compiled by torch.compile, but the workers cannot run code compiled"
+                " for the whole model. Pass the model without torch.compile; decode='compile' compiles the decode steps"
+            )
     if not isinstance(model, PreTrainedModel):
         cls = type(model)
         hint = "; pass the result of model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
@@ -38,24 +43,3 @@ def check_model(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is spread by device_map={model.hf_device_map}; load it without device_map"
         )
-
-
-def refuse_compiled(model: nn.Module) -> None:
-    """Check that neither `torch.compile` nor `torch.jit` has compiled a module of a model.
-
-    Raises:
-        UnsupportedModelError: `torch.compile` has replaced a module of the model or a module's `forward`, or a module
-            is TorchScript.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"{path or type(model).__name__} is a TorchScript module, which cannot be sent to the workers. Pass the"
-                " model with the module that was scripted or traced"
-            )
-        compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        if compiled or "_orig_mod" in module._modules:
-            raise UnsupportedModelError(
-                f"{path or type(model).__name__} is compiled by torch.compile, but the workers cannot run code compiled"
-                " for the whole model. Pass the model without torch.compile; decode='compile' compiles the decode steps"
-            )

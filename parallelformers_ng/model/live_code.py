@@ -29,6 +29,7 @@ from parallelformers_ng.live_code.reach import Slot, module_of, reach
 from parallelformers_ng.live_code.state import PLAIN, State, is_code, is_same
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
+from parallelformers_ng.sharding.plan import ShardPlan
 
 log = logging.getLogger("parallelformers_ng")
 
@@ -36,12 +37,7 @@ log = logging.getLogger("parallelformers_ng")
 class LiveCode:
     """The code that calls of a model use in this process, and its differences from the code on the ranks.
 
-    Args:
-        model: the model, before it is parallelized.
-        check: test whether the plan is valid for changed code.
-
     Attributes:
-        check: argument `check`.
         by_value: names of modules whose code is sent by value, because ranks cannot import the same code.
         changes: values of places that changed since `compare`; None before the first change.
         count: number of changes since `compare`.
@@ -50,10 +46,10 @@ class LiveCode:
         rest: watch of the code that only `generate` and other methods use.
     """
 
-    def __init__(self, model: nn.Module, check: CodeCheck) -> None:
+    def __init__(self, model: nn.Module, plan: ShardPlan) -> None:
+        self.check = CodeCheck(model, plan, plan.selection)
         self._classes = classes_of(model)
-        self._functions = check.edits.functions
-        self.check = check
+        self._functions = self.check.edits.functions
         self._attentions = attentions_of(model)
         self._slots = reach(self._classes, self._reached, self._attentions)
         self._on_ranks: Digests = {}
@@ -70,7 +66,6 @@ class LiveCode:
 
     @property
     def _reached(self) -> list[Any]:
-        """Functions and objects in attributes of modules."""
         return [*self._functions, *(value for _, _, value in self.check.edits.objects())]
 
     @property
@@ -88,19 +83,9 @@ class LiveCode:
         return frozenset().union(*(names_in(function.__code__) for function in functions))
 
     def compare(self, differences: Callable[[Digests], Digests]) -> CodeChanges | None:
-        """Find the code that differs from the ranks' imported code.
+        """The code that differs from the ranks' imported code; `differences` compares digests with the code of a rank.
 
         A module whose code the ranks lack entirely is added to `by_value`, and is not part of the result.
-
-        Args:
-            differences: function that compares digests with the code of a rank; see `live_code.changes.differences`.
-                Exceptions of the function are passed on.
-
-        Returns:
-            Code to send to the ranks; None if no code differs.
-
-        Raises:
-            NotPortableError: code that differs cannot be sent to the ranks.
         """
         local_digests = digests_of(self._slots)
         unlike = {p: d for p, d in differences(local_digests).items() if not is_filled_in(self._slots[p], d)}
@@ -114,37 +99,19 @@ class LiveCode:
         return pack({place: self._slots[place] for place in unlike}, self._on_ranks, self.by_value)
 
     def update(self) -> None:
-        """Compare code and values with their last known state, and prepare changed values for the ranks.
-
-        Raises:
-            ParallelError: code was changed, or the plan of the model is not valid for a changed value.
-            NotPortableError: a changed value cannot be sent to the ranks.
-        """
+        """Compare code and values with their last known state, and prepare changed values for the ranks."""
         with self._lock:
             if not (self.step.holds() and self.rest.holds()):
                 self._update()
 
     def take_settings(self, model: Any, attributes: Mapping[tuple[str, str], Any], configs: Mapping[str, Any]) -> None:
-        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name.
-
-        Args:
-            model: the parallelized model.
-            attributes: attributes that the program set: (path of a module, name) → value.
-            configs: dotted name of an attribute of a configuration → new value.
-
-        Raises:
-            ParallelError: the plan of the model is not valid for the settings, or the program registered the attention
-                function later.
-        """
+        """Check that the plan fits new settings, and that ranks have the code of the attention functions they name."""
         with self._lock:
             attention = getattr(model.config, "_attn_implementation", None)
             if why := self.check.objection_to_settings(attributes, configs, attention):
                 names = [f"{path}.{name}" for path, name in attributes]
                 names += [name.removesuffix("_internal") for name in configs]
-                raise ParallelError(
-                    f"{', '.join(names[:3])} was changed after the model was parallelized, and the plan is not valid"
-                    f" for the new value: {why}. Restore the value, or call deparallelize(), then parallelize() again"
-                )
+                raise _refused(names, f"the plan is not valid for the new value: {why}")
             named = {value for name, value in configs.items() if name.endswith(ATTENTION_SETTING)} - self._attentions
             if named or not all(isinstance(value, PLAIN) for value in attributes.values()):
                 slots = {**reach(self._classes, self._reached, self._attentions | named), **self._slots}
@@ -175,10 +142,7 @@ class LiveCode:
         self._refuse_code({**current, **before}, changed)
         for owner, state in self._of_functions.items():
             if not state.holds():
-                raise ParallelError(
-                    f"a value that {owner} reads was changed after the model was parallelized, and the workers have"
-                    " their own copy of it. Restore the value, or call deparallelize(), then parallelize() again"
-                )
+                raise _refused([f"a value that {owner} reads"], "the workers have their own copy of it")
         changed |= {place for place, state in self._of_places.items() if not state.holds()}
         if changed:
             self._take_values(now, changed)
@@ -200,20 +164,12 @@ class LiveCode:
             names = ["a function that the program assigned to a module"]
         names += [f"{path}.{name}" for (path, name), (_, state) in self._of_modules.items() if state.has_other_code()]
         if names:
-            raise ParallelError(
-                f"{', '.join(names[:3])} was changed after the model was parallelized, and the workers keep the code"
-                " that they got: code is frozen, only values may change. Restore it, or call deparallelize(), then"
-                " parallelize() again"
-            )
+            why = "the workers keep the code that they got: code is frozen, only values may change"
+            raise _refused(names, why, "it")
 
     def _take_values(self, slots: Mapping[str, Slot], changed: set[str]) -> None:
-        """Prepare the new values of some places for the ranks."""
         if why := self.check.objection(changed):
-            raise ParallelError(
-                f"{', '.join([*map(_in_short, sorted(changed))][:3])} was changed after the model was parallelized, and"
-                f" the plan is not valid for the new value: {why}. Restore the value, or call deparallelize(), then"
-                " parallelize() again"
-            )
+            raise _refused([*map(_in_short, sorted(changed))], f"the plan is not valid for the new value: {why}")
         later = self._later | changed
         self.changes = pack({place: slots[place] for place in later}, self._on_ranks, self.by_value)
         self._later = later
@@ -235,8 +191,14 @@ class LiveCode:
         self.rest = CodeWatch(slot for slot in self._slots.values() if not slot.of_step)
 
 
+def _refused(names: list[str], why: str, what: str = "the value") -> ParallelError:
+    return ParallelError(
+        f"{', '.join(names[:3])} was changed after the model was parallelized, and {why}. Restore {what}, or call"
+        " deparallelize(), then parallelize() again"
+    )
+
+
 def _value_of(slot: Slot) -> Any:
-    """Return the present value of a place; `_REMOVED` without one."""
     return value_in(slot.holder, slot.key, _REMOVED)
 
 

@@ -29,11 +29,7 @@ _own_loop = contextvars.ContextVar("own_loop", default=False)
 
 
 def hf_device_map(model: nn.Module) -> dict[str, torch.device]:
-    """Return submodule name → device of its inputs (always CPU), in the form that accelerate uses.
-
-    Raises:
-        AttributeError: the machine has no accelerator, or `generate` runs its loop in this process.
-    """
+    """Return submodule name → device of its inputs (always CPU), in the form that accelerate uses."""
     if _own_loop.get() or not torch.accelerator.is_available():
         raise AttributeError("hf_device_map")
     return dict.fromkeys(["", *(name for name, _ in model.named_children())], torch.device("cpu"))

@@ -16,46 +16,36 @@ from transformers import GenerationMixin, PreTrainedModel
 
 Place = Literal["local", "forwarded", "generated", "refused", "saved", "switched"]
 
-_TRAINS = "is for training, and the workers compute without gradients"
-_CHOSEN = "changes modules on the workers; pass it to from_pretrained"
-_DRIVES = "drives the model's modules itself; call generate"
-_CUT = "changes the shape of weights that are cut"
-_DRAWS = "draws new weights"
-_ADDS = "adds weights that the workers do not have"
 _CHANGES = "changes weights that the workers hold"
-
-REFUSED = {
-    "resize_token_embeddings": _CUT,
-    "resize_position_embeddings": _CUT,
-    "init_weights": _DRAWS,
-    "initialize_weights": _DRAWS,
-    "post_init": _DRAWS,
-    "load_state_dict": "writes weights that the workers hold",
-    "load_adapter": _ADDS,
-    "add_adapter": _ADDS,
-    "delete_adapter": "removes weights that the workers hold",
-    "enable_peft_hotswap": "prepares adapters, whose weights the workers do not have",
-    "dequantize": _CHANGES,
-    "to_empty": "drops weights that the workers hold",
-    "compile": 'compiles modules that have no weights here; pass decode="compile" to parallelize',
-    "gradient_checkpointing_enable": _TRAINS,
-    "activation_checkpointing_enable": _TRAINS,
-    "enable_input_require_grads": _TRAINS,
-    "set_attn_implementation": _CHOSEN,
-    "set_experts_implementation": _CHOSEN,
-    "set_use_kernels": _CHOSEN,
-    "generate_batch": _DRIVES,
-    "continuous_batching_context_manager": _DRIVES,
-    "init_continuous_batching": _DRIVES,
-    "push_to_hub": "writes files by itself; call save_pretrained, then upload the directory",
-    "save_distributed_checkpoint": "writes weights by itself; call save_pretrained or save_sharded",
-    "set_submodule": "replaces a module, and the modules are on the workers",
-    "add_module": "adds a module, and the modules are on the workers",
-    "register_module": "adds a module, and the modules are on the workers",
-    "register_parameter": "adds a weight that the workers do not have",
-    "register_buffer": "adds a tensor that the workers do not have",
-    "set_extra_state": "writes state that the workers hold",
-}
+_ADDS = "adds weights that the workers do not have"
+_REASONS = {
+    "changes the shape of weights that are cut": ("resize_token_embeddings", "resize_position_embeddings"),
+    "draws new weights": ("init_weights", "initialize_weights", "post_init"),
+    "writes weights that the workers hold": ("load_state_dict",),
+    "removes weights that the workers hold": ("delete_adapter",),
+    "drops weights that the workers hold": ("to_empty",),
+    "prepares adapters, whose weights the workers do not have": ("enable_peft_hotswap",),
+    'compiles modules that have no weights here; pass decode="compile" to parallelize': ("compile",),
+    "is for training, and the workers compute without gradients": (
+        "gradient_checkpointing_enable", "activation_checkpointing_enable", "enable_input_require_grads",
+    ),
+    "changes modules on the workers; pass it to from_pretrained": (
+        "set_attn_implementation", "set_experts_implementation", "set_use_kernels",
+    ),
+    "drives the model's modules itself; call generate": (
+        "generate_batch", "continuous_batching_context_manager", "init_continuous_batching",
+    ),
+    "writes files by itself; call save_pretrained, then upload the directory": ("push_to_hub",),
+    "writes weights by itself; call save_pretrained or save_sharded": ("save_distributed_checkpoint",),
+    "replaces a module, and the modules are on the workers": ("set_submodule",),
+    "adds a module, and the modules are on the workers": ("add_module", "register_module"),
+    "adds a weight that the workers do not have": ("register_parameter",),
+    "adds a tensor that the workers do not have": ("register_buffer",),
+    "writes state that the workers hold": ("set_extra_state",),
+    _ADDS: ("load_adapter", "add_adapter"),
+    _CHANGES: ("dequantize",),
+}  # fmt: skip
+REFUSED = {method: reason for reason, methods in _REASONS.items() for method in methods}
 """Method → reason why the method raises ParallelError while the model is parallelized."""
 
 REFUSED_OF_PEFT = {
@@ -117,7 +107,7 @@ OPTIONS = ("seed", "timeout", "streamer")
 
 @functools.cache
 def options_of_class(generate: Any) -> frozenset[str]:
-    """Return the names in `OPTIONS` that a class's own `generate` takes: as parameters, or by name from `**kwargs`."""
+    """Names in `OPTIONS` that a class's own `generate` takes: as parameters, or by name from `**kwargs`."""
     function = inspect.unwrap(generate)
     if function is inspect.unwrap(GenerationMixin.generate) or not isinstance(function, types.FunctionType):
         return frozenset()
@@ -131,7 +121,6 @@ def is_streamer(value: Any) -> bool:
 
 
 def public_methods(cls: type) -> list[str]:
-    """Return the names of all public methods of a module class, inherited ones included."""
     return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
 
 

@@ -18,7 +18,9 @@ from parallelformers_ng.checkpoint.lazy import RemoteTensor
 from parallelformers_ng.checkpoint.nodes import FetchedLeaf, of_ranks
 from parallelformers_ng.checkpoint.reading import read_copy
 from parallelformers_ng.errors import StateLostError
+from parallelformers_ng.model.caller_state import Edits
 from parallelformers_ng.model.marks import REMOTE
+from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.sharding.attributes import REMOVED, NewBuffer, OnWorkers, put_attribute
 from parallelformers_ng.sharding.plan import ShardPlan
 from parallelformers_ng.sharding.tensor_plan import TensorPlan
@@ -45,36 +47,29 @@ class ModelState:
         self._whole: dict[str, torch.Tensor] = {}  # storage name → tensor that calls have changed
         self.is_changed = False
         self._count = 0  # number of changes of `whole`
-        self._sent: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of the changes that it has
-        self._confirmed: dict[Any, tuple[int, int]] = {}  # replica → incarnation, number of its last report
-        self._kept_there: dict[str, tuple[tuple[Any, int], str]] = {}  # what only workers have → which workers, and why
+        self._sent = weakref.WeakKeyDictionary[WorkerGroup, int]()  # number of the changes that the group has
+        self._confirmed = weakref.WeakKeyDictionary[WorkerGroup, int]()  # number of the group's last report
+        self._kept_there: dict[str, tuple[WorkerGroup, str]] = {}  # what only workers have → which workers, and why
         self._lost: dict[str, str] = {}
         self.new_buffers: dict[str, NewBuffer] = {}
         self._lock = threading.RLock()
 
-    def prepare(self, replica: Any, incarnation: int, group: Any) -> int:
-        """Give the ranks of a group the state that they lack, before a call.
-
-        Returns:
-            Number of the group's last report that this process has applied.
-
-        Raises:
-            StateLostError: workers have ended with state that this process does not have.
-            GroupError: the group failed.
-        """
+    def prepare(self, group: WorkerGroup) -> int:
+        """Before a call, give the ranks of a group the state that they lack. Return the number of the group's last
+        report that this process has applied."""
         if not self.is_changed:
             return 0
         with self._lock:
-            for name, ((where, when), why) in [*self._kept_there.items()]:
-                if where is replica and when != incarnation:
+            for name, (where, why) in [*self._kept_there.items()]:
+                if where is not group and not where.alive:
                     self._lost[name] = f"the workers have ended, and {why}"
                     del self._kept_there[name]
             self._check()
-            if self._count and self._sent.get(replica, (incarnation, 0)) != (incarnation, self._count):
+            if self._sent.get(group, 0) != self._count:
                 ranks = range(self._plan.world_size)
                 group.call_each("put_state", [({n: self._part(n, rank) for n in self._whole},) for rank in ranks])
-                self._sent[replica] = incarnation, self._count
-            return self._last_report(replica, incarnation)
+                self._sent[group] = self._count
+            return self._confirmed.get(group, 0)
 
     def _part(self, storage: str, rank: int) -> torch.Tensor:
         plan, whole = self._plan.tensors[storage], self._whole[storage]
@@ -95,18 +90,9 @@ class ModelState:
                 + ". Set these attributes again, or call accept_lost_state() to go on with the values in this process"
             )
 
-    def take(self, of: Any, incarnation: int, reports: Sequence[StateReport | None], failed: bool) -> None:
-        """Apply the reports of a group's ranks to the model in this process.
-
-        Args:
-            of: dispatcher of the group's replica.
-            incarnation: incarnation of the group.
-            reports: report of each rank.
-            failed: whether the call has failed, so that ranks may have stopped at different points.
-
-        Raises:
-            StateLostError: ranks that must be equal have different values.
-        """
+    def take(self, edits: Edits, group: WorkerGroup, reports: Sequence[StateReport | None], failed: bool) -> None:
+        """Apply the reports of a group's ranks to the model in this process. After a failed call, ranks may have
+        stopped at different points."""
         told: dict[Any, dict[int, Change]] = collections.defaultdict(dict)
         for rank, report in enumerate(reports):
             for key, change in report.changes.items() if report is not None else ():
@@ -114,17 +100,17 @@ class ModelState:
         number = max((report.number for report in reports if report is not None), default=0)
         everyone = len(reports) if self._plan.stages == 1 else 1
         with self._lock:
-            if not told or number <= self._last_report(of.replica, incarnation):
+            if not told or number <= self._confirmed.get(group, 0):
                 return
             self.is_changed = True
-            count, is_sent = self._count, self._sent.get(of.replica, (incarnation, 0)) == (incarnation, self._count)
+            count, is_sent = self._count, self._sent.get(group, 0) == self._count
             for (kind, path, name), changes in told.items():
                 change = max(changes.values(), key=lambda each: each.value is not None)  # the first with a value
                 alike = len({each.digest for each in changes.values()}) == 1 and len(changes) >= everyone
                 if kind == "tensor":
                     plan = self._plan.tensors[path]
                     alike |= not plan.is_replicated
-                    self._take_tensor(of.edits.model, plan, changes, change)
+                    self._take_tensor(edits.model, plan, changes, change)
                     if not alike and not failed:
                         self._lost[path] = "the workers have different values of it"
                     is_sent &= alike
@@ -132,20 +118,15 @@ class ModelState:
                 elif kind == "config":
                     value = REMOVED if change.value is None else unpack(*change.value)
                     owner, _, last = path.rpartition(".")
-                    put_attribute(attrgetter(owner)(of.edits.model), last, value)
-                    of.edits.take_config(path, value)
+                    put_attribute(attrgetter(owner)(edits.model), last, value)
+                    edits.take_config(group, path, value)
                 elif not change.of_library or ((alike or failed) and not change.why_kept):
                     # The layers of transformers keep shards of their state on the ranks.
-                    self._take_attribute(of, incarnation, (path, name), change, alike, failed)
+                    self._take_attribute(edits, group, (path, name), change, alike, failed)
             if self._count > count:
-                self._sent[of.replica] = incarnation, self._count if is_sent else -1
-            self._confirmed[of.replica] = incarnation, number
+                self._sent[group] = self._count if is_sent else -1
+            self._confirmed[group] = number
             self._check()
-
-    def _last_report(self, replica: Any, incarnation: int) -> int:
-        """Return the number of a group's last report that this process has applied."""
-        when, number = self._confirmed.get(replica, (incarnation, 0))
-        return number if when == incarnation else 0
 
     def _take_tensor(self, model: Any, plan: TensorPlan, changes: dict[int, Change], change: Change) -> None:
         if plan.is_replicated:
@@ -174,7 +155,7 @@ class ModelState:
             dict.__setitem__(table, name.rpartition(".")[2], RemoteTensor(leaf))
 
     def changed(self, name: str) -> Any:
-        """Return a copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
+        """Copy of a parameter or buffer that calls have changed or registered; None for other tensors."""
         if name in self.new_buffers:
             return self.new_buffers[name].tensor.clone()
         whole = self._whole.get(self._plan.tensors[name].storage)
@@ -187,13 +168,13 @@ class ModelState:
             model.get_submodule(path)._buffers[short] = self.changed(name)
 
     def _take_attribute(
-        self, of: Any, incarnation: int, where: tuple[str, str], change: Change, alike: bool, failed: bool
+        self, edits: Edits, group: WorkerGroup, where: tuple[str, str], change: Change, alike: bool, failed: bool
     ) -> None:
         """Apply the new value of an attribute; `where` is the path of its module, and its name."""
-        name, module = dotted(*where), of.edits.model.get_submodule(where[0])
+        name, module = dotted(*where), edits.model.get_submodule(where[0])
         self._kept_there.pop(name, None)
         if change.why_kept:
-            self._kept_there[name] = (of.replica, incarnation), change.why_kept
+            self._kept_there[name] = group, change.why_kept
             vars(module)[where[1]] = OnWorkers(f"{name} is only on the workers: {change.why_kept}")
             return
         value: Any = OnWorkers(
@@ -212,9 +193,7 @@ class ModelState:
             vars(module).pop(where[1], None)
         elif not (change.in_place and type(before) is type(value) and _is_refilled(before, value)):
             vars(module)[where[1]] = value
-        of.edits.take_attribute(*where, value, incarnation if alike and not isinstance(value, OnWorkers) else -1)
-        for each in of.others:
-            each.take_attribute(*where, value)
+        edits.take_attribute(*where, value, group if alike and not isinstance(value, OnWorkers) else None)
 
 
 def _is_refilled(before: Any, value: Any) -> bool:
@@ -223,9 +202,8 @@ def _is_refilled(before: Any, value: Any) -> bool:
         fits = before.shape == value.shape and before.dtype == value.dtype and not before.requires_grad
         return bool(fits and before.copy_(value) is before)
     is_container = isinstance(before, (list, collections.deque, dict, set))
-    old: Any
-    new: Any
-    old, new = (before, value) if is_container else (getattr(each, "__dict__", None) for each in (before, value))
+    contents: list[Any] = [each if is_container else getattr(each, "__dict__", None) for each in (before, value)]
+    old, new = contents
     if old is not None:
         old.clear()
         (old.extend if isinstance(old, (list, collections.deque)) else old.update)(new)

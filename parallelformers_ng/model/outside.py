@@ -21,10 +21,6 @@ from parallelformers_ng.sharding.attributes import REMOVED
 class OutsideWeights:
     """The values of attributes with weights, and what the weights contained at the last call.
 
-    Args:
-        model: the model, whose own weights have left this process.
-        attributes: path of a module, name and value of the attributes to look at.
-
     Attributes:
         known: (path of a module, name of an attribute) → value, its tensors, digests of the tensors.
         shared: name → original values of the model's own weights whose memory other tensors of the program share.
@@ -38,18 +34,13 @@ class OutsideWeights:
             self.put(path, name, value)
 
     def put(self, path: str, name: str, value: Any) -> None:
-        """Take over the new value of an attribute, or REMOVED."""
         tensors = [] if value is REMOVED else [*_weights_in(value, set(self._inside))]
         self.known.pop((path, name), None)
         if tensors:
             self.known[path, name] = value, tensors, [*map(_content, tensors)]
 
     def changed(self) -> list[tuple[str, str, Any]]:
-        """Return path, name and value of the attributes whose weights have changed since the last call.
-
-        Raises:
-            ParallelError: the values of a weight in `shared` have changed.
-        """
+        """Path, name and value of the attributes whose weights have changed since the last call."""
         for name, original in self.shared.items():
             if is_written(original):
                 raise ParallelError(
@@ -65,7 +56,6 @@ class OutsideWeights:
 
 
 def _weights_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors with values in a list, a dictionary, a module or an object of the program."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -37,12 +37,7 @@ _THREADS = ThreadPoolExecutor(1024, thread_name_prefix="agenerate")  # threads s
 
 
 class _Watched(BaseStreamer):
-    """A streamer that ends a call of `agenerate` at the first token after the call was cancelled.
-
-    Args:
-        streamer: the caller's streamer, or None.
-        cancellation: cancellation of the call.
-    """
+    """A streamer that ends a call of `agenerate` at the first token after the call was cancelled."""
 
     def __init__(self, streamer: Any, cancellation: Cancellation) -> None:
         self._streamer = streamer
@@ -126,7 +121,11 @@ class Parallelized(RemoteModule):
 
         Raises:
             CancelledError: the task was cancelled.
-            ParallelError, BatchingError, StaleCacheError, GroupError: see `Calls.generate`.
+            ParallelError: an argument has a wrong value, or a hook or a change of the model cannot reach the workers.
+            BatchingError: the call exceeds a limit of the batch, too many calls are waiting, or the batch failed.
+            StaleCacheError: the workers with a cache of the arguments have ended.
+            GroupError: the workers failed or have ended, or the deadline has passed. An error that a worker raised also
+                has its original type.
             Exception: another error of `generate`, or an error of the streamer.
         """
         model: Any = self
@@ -234,12 +233,7 @@ class Parallelized(RemoteModule):
 
 
 def enter(model: nn.Module, calls: Calls) -> None:
-    """Make `model` a parallelized model, in place.
-
-    Args:
-        model: the model, whose weights the workers have.
-        calls: calls of the model.
-    """
+    """Make `model` a parallelized model, in place."""
     deployment = calls.deployment
     for names in names_of_each(model, deployment.plan):
         tensor = get_tensor(model, names[0], deployment.plan.tensors[names[0]].is_buffer)
@@ -252,7 +246,6 @@ def enter(model: nn.Module, calls: Calls) -> None:
 
 
 def _fetch(reference: weakref.ref[nn.Module], deployment: Deployment, name: str) -> torch.Tensor:
-    """Return one whole weight: from the workers, or from the model after the parallelization."""
     if not deployment.ended:
         return deployment.read(deployment.plan.tensors[name])
     model = reference()
@@ -289,11 +282,7 @@ def is_parallelized(model: object) -> bool:
 
 
 def deployment_of(model: object) -> Deployment:
-    """Return the workers and weights behind a parallelized model, or behind peft's wrapper of such a model.
-
-    Raises:
-        NotParallelizedError: the model is not parallelized.
-    """
+    """The workers and weights behind a parallelized model, or behind peft's wrapper of such a model."""
     remote = getattr(model, "__dict__", {}).get(REMOTE)
     if remote is None or remote.path:
         raise NotParallelizedError(f"{type(model).__name__} is not parallelized")

@@ -23,13 +23,6 @@ def is_frozen_code(
     """Return whether an attribute that is about to be set or deleted is the program's code, which the ranks may run.
 
     Methods of `nn.Module` and `generate` are called in the caller's process, unless the program's code names them.
-
-    Args:
-        module: the module.
-        name: name of the attribute.
-        value: new value of the attribute, or REMOVED.
-        names: same as in `may_be_read`.
-        here: names of attributes that only this process has.
     """
     before = vars(module).get(name, _ABSENT)
     value = before if value is REMOVED else value if before is not value else None
@@ -51,12 +44,6 @@ def may_be_read(module: nn.Module, name: str, value: Any, names: Callable[[str],
     is not callable. Otherwise, a private attribute is sent only if the module itself has the attribute and the value is
     a number, string or data type: libraries use private attributes for bookkeeping. Attributes that select peft's
     active adapters are not sent, because each call sends the active adapters.
-
-    Args:
-        module: the module.
-        name: name of the attribute.
-        value: new value of the attribute, or REMOVED if the attribute is deleted.
-        names: function that returns whether the program's code contains a name.
     """
     own = vars(module)
     if own.get(name, _ABSENT) is value or name in SWITCHES:

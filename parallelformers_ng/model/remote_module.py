@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationMixin
 
 from parallelformers_ng.checkpoint.lazy import RemoteTensor, values
 from parallelformers_ng.checkpoint.progress import Progress
 from parallelformers_ng.checkpoint.read_only import ReadOnlyTensor
-from parallelformers_ng.errors import ParallelError
+from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.model.calls import Calls
-from parallelformers_ng.model.gradients import refuse_gradients
-from parallelformers_ng.model.marks import REMOTE
-from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT
+from parallelformers_ng.model.dispatcher import CallOptions
+from parallelformers_ng.model.marks import REMOTE, has_own_loop
+from parallelformers_ng.model.methods import REFUSED, REFUSED_OF_PEFT, generates
 from parallelformers_ng.model.read_attributes import AGAIN, FROZEN, is_frozen_code, may_be_read
-from parallelformers_ng.model.replica import CallOptions
 from parallelformers_ng.sharding.attributes import REMOVED
 from parallelformers_ng.sharding.wholeness import Alone, alone, part_refusal
 
@@ -39,13 +39,7 @@ FIXED = frozenset({"__class__", "forward", "use_kernels", "hf_device_map"})
 class Remote:
     """The connection of a module of a parallelized model to the workers.
 
-    Args:
-        model: the parallelized model.
-        calls: calls of the model.
-        path: dotted path of the module in the model; "" for the model itself.
-
     Attributes:
-        calls, path: the arguments of the same names.
         parts: for the model itself, its remote submodules; otherwise empty.
         plain_parts: for the model itself, its submodules that also compute in the caller's process; otherwise empty.
         around: for the model itself, peft's wrappers of the model; otherwise empty.
@@ -65,11 +59,7 @@ class Remote:
 
     @property
     def model(self) -> Any:
-        """The parallelized model.
-
-        Raises:
-            ParallelError: the model was deleted, and its workers have ended.
-        """
+        """The parallelized model."""
         model = self._model()
         if model is None:
             raise ParallelError(f"{self.path} belongs to a parallelized model that was deleted; its weights are gone")
@@ -91,18 +81,45 @@ class Remote:
         return "cut=(" + ": ".join(kinds) + ")" if kinds else ""
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the module on the workers and return its result, see `Dispatcher.call`.
-
-        A backward pass of the result raises ParallelError; see `refuse_gradients`.
-
-        Raises:
-            ParallelError: the module's result would be only one rank's part of the whole result; see also `Calls.call`.
-            StaleCacheError, NotPortableError, GroupError: see `Dispatcher.call`.
-        """
+        """Run a method of the module on the workers and return its result. A backward pass of the result raises
+        ParallelError."""
         if self.alone is Alone.PART:
             raise ParallelError(part_refusal(self.path))
         options = CallOptions(unsure=self.alone is Alone.UNSURE)
-        return refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
+        return _refuse_gradients(self.model, self.calls.call(self.path, method, args, kwargs, options), (args, kwargs))
+
+
+class _NoGradients(torch.autograd.Function):
+    """The identity function of an output, with a backward pass that raises ParallelError."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, name: str, *_: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(output)  # the same tensor object is returned, so the output keeps it
+        ctx.name = name
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ParallelError(
+            f"{ctx.name} is parallelized and does not support training: the workers compute without gradients. Call"
+            " deparallelize() first"
+        )
+
+
+def _refuse_gradients(model: nn.Module, output: Any, inputs: Any) -> Any:
+    """Make the backward pass of an output raise ParallelError.
+
+    As in the plain model, an output requires a gradient if gradients are enabled in this thread, and a weight or an
+    input requires one. Only floating-point tensors are changed.
+    """
+    if torch.is_grad_enabled():
+        sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            sources.append(torch.empty(0, device="cpu", requires_grad=True))
+        for leaf in tree_leaves(output) if sources else ():
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                _NoGradients.apply(leaf, type(model).__name__, *sources)
+    return output
 
 
 class RemoteModule(nn.Module):
@@ -115,29 +132,16 @@ class RemoteModule(nn.Module):
         table = self._table_of(name)
         if table is not None and table[name] is value:
             return
-        if table is not None or name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(refusal(self, f"setting {name}", "its modules and weights are on the workers"))
-        remote = remote_of(self)
-        if is_frozen_code(self, name, value, remote.calls.names, remote.here):
-            raise ParallelError(refusal(self, f"setting {name}", FROZEN, AGAIN))
-        if may_be_read(self, name, value, remote.calls.names):
-            remote.calls.set_attribute(remote.path, name, value)
-        elif name not in vars(self):
-            remote.here.add(name)
+        is_part = table is not None or isinstance(value, (nn.Module, nn.Parameter))
+        if not _send_attribute(self, name, value, "setting", is_part) and name not in vars(self):
+            remote_of(self).here.add(name)
         super().__setattr__(name, value)
 
     def _table_of(self, name: str) -> dict[str, Any] | None:
-        """Return the table of parameters, buffers or children that holds `name`."""
         return next((vars(self)[table] for table in _TABLES if name in vars(self)[table]), None)
 
     def __delattr__(self, name: str) -> None:
-        if self._table_of(name) is not None or name in FIXED:
-            raise ParallelError(refusal(self, f"deleting {name}", "its modules and weights are on the workers"))
-        remote = remote_of(self)
-        if is_frozen_code(self, name, REMOVED, remote.calls.names, remote.here):
-            raise ParallelError(refusal(self, f"deleting {name}", FROZEN, AGAIN))
-        if may_be_read(self, name, REMOVED, remote.calls.names):
-            remote.calls.set_attribute(remote.path, name, REMOVED)
+        _send_attribute(self, name, REMOVED, "deleting", self._table_of(name) is not None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -156,11 +160,7 @@ class RemoteModule(nn.Module):
         return self
 
     def _changed_by(self, move: Callable[[nn.Module], Any], recurse: bool = True) -> bool:
-        """Return whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight.
-
-        Raises:
-            Exception: an error of `move`, for example because torch has no CUDA device.
-        """
+        """Whether `move`, such as a call of `to`, changes a CPU tensor with the data type of any weight."""
         probe = nn.Module()
         for dtype in {tensor.dtype for tensor in (*self.parameters(recurse), *self.buffers(recurse))}:
             probe.register_buffer(str(len(probe._buffers)), torch.empty(0, dtype=dtype, device="cpu"))
@@ -176,7 +176,8 @@ class RemoteModule(nn.Module):
         With `keep_vars=True` the values are the parameters themselves, and a weight is gathered only when it is read.
 
         Raises:
-            GroupError, CheckpointError: a weight cannot be gathered, see `Deployment.read`.
+            GroupError: only the workers have the weights, and the workers failed or have ended.
+            CheckpointError: a checkpoint file is damaged, or has changed.
         """
         kwargs.update(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         if kwargs.get("keep_vars") or isinstance(kwargs.get("keep_vars"), _Gathered):
@@ -191,6 +192,19 @@ class RemoteModule(nn.Module):
         for short, tensor in (*self._parameters.items(), *self._buffers.items()):
             if prefix + short in destination and isinstance(tensor, RemoteTensor) and isinstance(keep_vars, _Gathered):
                 destination[prefix + short] = keep_vars.whole(tensor)
+
+
+def _send_attribute(module: RemoteModule, name: str, value: Any, doing: str, is_part: bool) -> bool:
+    """Have the workers set or delete an attribute if they may read it; return whether they may."""
+    if is_part or name in FIXED:
+        raise ParallelError(refusal(module, f"{doing} {name}", "its modules and weights are on the workers"))
+    remote = remote_of(module)
+    if is_frozen_code(module, name, value, remote.calls.names, remote.here):
+        raise ParallelError(refusal(module, f"{doing} {name}", FROZEN, AGAIN))
+    may_read = may_be_read(module, name, value, remote.calls.names)
+    if may_read:
+        remote.calls.set_attribute(remote.path, name, value)
+    return may_read
 
 
 class _Gathered:
@@ -234,37 +248,23 @@ def lock(module: nn.Module) -> None:
 
 
 def unlock(module: nn.Module) -> None:
-    """Undo `lock`: restore the original tables of parameters, buffers and children."""
     vars(module).update(remote_of(module).tables)
 
 
 def remote_of(module: nn.Module) -> Remote:
-    """Return the connection of a module of a parallelized model."""
     return vars(module)[REMOTE]
 
 
 def refusal(module: Any, what: str, why: str, advice: str = "Call deparallelize() first") -> str:
-    """Return the error message for an operation that a parallelized model or its submodule does not support.
-
-    Args:
-        module: the model or submodule.
-        what: the operation.
-        why: the reason, a clause.
-        advice: the next step.
-    """
+    """Error message for an operation that a parallelized model or its submodule does not support; `why` is a clause."""
     path = remote_of(module).path if isinstance(module, RemoteModule) else ""
     whose = f"{path} belongs to a parallelized model" if path else f"{type(module).__name__} is parallelized"
     return f"{whose} and does not support {what}: {why}. {advice}"
 
 
 def replaced(place: str, name: str, original: Callable) -> Callable:
-    """Return the replacement of a method. The replacement keeps the signature, which `generate` and pipelines inspect.
-
-    Args:
-        place: "forwarded", "generated", "refused" or "switched"; see `methods.place_of`, and the functions below.
-        name: name of the method.
-        original: method of the module's class. For a module that is not remote, the replacement runs `original`.
-    """
+    """Replacement of a method. It keeps the signature, which `generate` and pipelines inspect. For a module that is not
+    remote, it runs the original method."""
     run = _REPLACEMENTS[place]
 
     @functools.wraps(original)
@@ -277,19 +277,26 @@ def replaced(place: str, name: str, original: Callable) -> Callable:
 
 
 def _forwarded(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run a method on the workers; raise the errors of `Remote.call`.
+    """Run a method of modelling code on the workers if possible, and otherwise in this process.
 
-    A method other than `forward` may run in this process instead; see `Calls.run_method`.
+    The method runs in this process if an argument or the result, such as a generator, cannot be sent. A method that
+    calls `generate` also runs here if a `generate` of this thread runs its loop here.
     """
     remote = remote_of(module)
-    run = functools.partial(remote.call, name, args, kwargs)
     if name == "forward":
-        return run()
-    return remote.calls.run_method(module, name, original, run, args, kwargs)
+        return remote.call(name, args, kwargs)
+    with remote.calls.with_adapters():
+        if not (has_own_loop() and generates(type(module), original)):  # type: ignore[arg-type]
+            try:
+                return remote.call(name, args, kwargs)
+            except NotPortableError as error:
+                what = f"{name} runs in this process, with a request per call of a module, which is slower"
+                remote.calls.say_once(what, str(error))
+        return original(module, *args, **kwargs)
 
 
 def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Run `generate` on the workers, or run its loop here; see `Calls.generate`, also for its errors."""
+    """Run `generate` on the workers, or run its loop here."""
     remote = remote_of(module)
     return remote.calls.generate(
         remote.model, module, remote.path, original, {**_by_name(original, args, kwargs), **kwargs}
@@ -297,15 +304,10 @@ def _generated(module: Any, name: str, original: Callable, args: Any, kwargs: An
 
 
 def _refused(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Raise ParallelError with the reason."""
     raise ParallelError(refusal(module, f"{name}()", f"it {(REFUSED | REFUSED_OF_PEFT)[name]}"))
 
 
 def _switched(module: Any, name: str, original: Callable, args: Any, kwargs: Any) -> Any:
-    """Switch adapters in this process; calls that start after the method has returned use the new adapters.
-
-    Errors of `original`, for example ValueError for an unknown adapter, are passed on.
-    """
     adapters = remote_of(module).calls.adapters
     with contextlib.nullcontext() if adapters is None else adapters.switching:
         return original(module, *args, **kwargs)
@@ -317,12 +319,9 @@ _REPLACEMENTS: dict[str, Callable[[Any, str, Callable, Any, Any], Any]] = {
 
 
 def _by_name(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the positional arguments of a `generate` by their names.
+    """Positional arguments of a `generate` by their names.
 
     A `generate` of the program that takes `*args` passes them on to transformers' `generate`, which has the names.
-
-    Raises:
-        TypeError: there are too many arguments, or an argument is also in `kwargs`.
     """
     parameters = inspect.signature(generate).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -49,51 +49,33 @@ class PlainPart(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
-            raise ParallelError(_refusal_of_part(self, f"setting {name}"))
-        self._send(name, value)
+        self._send(name, value, "setting")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in FIXED:
-            raise ParallelError(_refusal_of_part(self, f"deleting {name}"))
-        self._send(name, REMOVED)
+        self._send(name, REMOVED, "deleting")
         super().__delattr__(name)
 
-    def _send(self, name: str, value: Any) -> None:
+    def _send(self, name: str, value: Any, doing: str) -> None:
         """Have the workers of every parallelized model with this module set or delete an attribute."""
-        for home, path in _homes.get(self, []):
+        homes = _homes.get(self, [])
+        whose = f"{homes[0][1] if homes else type(self).__name__} belongs to a parallelized model and does not support"
+        if name in FIXED or isinstance(value, (nn.Module, nn.Parameter)):
+            raise ParallelError(
+                f"{whose} {doing} {name}: the workers have a copy of the module. Call deparallelize() first"
+            )
+        for home, path in homes:
             calls = home()
             if calls is None:
                 continue
             if is_frozen_code(self, name, value, calls.names):
-                raise ParallelError(_refusal_of_part(self, f"changing {name}", FROZEN, AGAIN))
+                raise ParallelError(f"{whose} changing {name}: {FROZEN}. {AGAIN}")
             if name != "training" and may_be_read(self, name, value, calls.names):
                 calls.set_attribute(path, name, value)
 
 
-def _refusal_of_part(
-    part: PlainPart,
-    what: str,
-    why: str = "the workers have a copy of the module",
-    advice: str = "Call deparallelize() first",
-) -> str:
-    """Return the error message for an operation that a plain part does not support."""
-    homes = _homes.get(part, [])
-    return (
-        f"{homes[0][1] if homes else type(part).__name__} belongs to a parallelized model and does not support {what}:"
-        f" {why}. {advice}"
-    )
-
-
 def enter(model: nn.Module, calls: Calls, root: type) -> None:
-    """Make the modules of `model` remote modules, in place.
-
-    Args:
-        model: the model.
-        calls: calls of the model.
-        root: mixin class of the model itself; submodules get `RemoteModule`, or `PlainPart` if they compute here.
-    """
+    """Make the modules of `model` remote modules, in place. `root` is the mixin class of the model itself."""
     remote, plain = list[tuple[str, nn.Module]](), list[tuple[str, nn.Module]]()
     for path, module in model.named_modules():
         (plain if path and _computes_here(module) else remote).append((path, module))
@@ -111,12 +93,7 @@ def enter(model: nn.Module, calls: Calls, root: type) -> None:
 
 
 def leave(model: nn.Module, gather: Callable[[], None]) -> None:
-    """Undo `enter`; if `gather` raises an exception, the modules stay remote, and the exception is passed on.
-
-    Args:
-        model: the parallelized model.
-        gather: function that puts the weights back into the model.
-    """
+    """Undo `enter`. `gather` puts the weights back into the model; if it raises an error, the modules stay remote."""
     modules = (model, *remote_of(model).parts)
     for module in modules:
         unlock(module)
@@ -139,8 +116,8 @@ def leave(model: nn.Module, gather: Callable[[], None]) -> None:
 
 
 def _computes_here(module: nn.Module) -> bool:
-    """Return whether a module computes the same here as on a rank: the module and its submodules have no weights or
-    buffers, and do not read `training` in `forward`."""
+    """Whether a module computes the same here as on a rank: the module and its submodules have no weights or buffers,
+    and do not read `training` in `forward`."""
     for part in module.modules():
         code = getattr(type(part).forward, "__code__", None)
         if part._parameters or part._buffers or (code is not None and "training" in code.co_names):
@@ -171,19 +148,12 @@ class _StandIn(type):
 
 
 def _as_whole(cls: _StandIn) -> Any:
-    """Reduce a replacement class for pickle: unpickling returns the original class."""
     return operator.itemgetter(0), ((cls._whole_class,),)
 
 
 @functools.cache
 def _replacement(mixin: type, cls: Any) -> Any:
-    """Return a subclass of `cls` with the same name and module, so that saved and printed names are the original's.
-
-    Args:
-        mixin: class whose methods come before the methods of `cls`. With another mixin than `PlainPart`, methods of
-            `cls` that do not run in this process are replaced, too.
-        cls: the original class.
-    """
+    """Subclass of `cls` with the same name and module, so that saved and printed names are the original's."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     own = {name for base in cls.__mro__ if package_of(base) not in LIBRARIES for name in vars(base)}
     members |= {name: inspect.getattr_static(cls, name) for name in own & _of_class(mixin)}

@@ -35,10 +35,6 @@ _MOST = 2000
 class Modes:
     """What the code of a model can see of the caller's thread.
 
-    Args:
-        model: the model, before it is parallelized.
-        code: the code that the model runs.
-
     Attributes:
         seen: whether the model's code sees the grad mode, and whether it draws from `random` or NumPy.
     """
@@ -47,28 +43,20 @@ class Modes:
         classes = {type(module) for module in model.modules()}
         own = [*filter(_is_of_program, classes), *code.check.edits.functions]
         self.seen = False, _DRAWS in code.names
-        self._note(code.words)
-        self.add([*own, *(value for _, _, value in code.check.edits.objects())])
+        self.add(code.words)
+        self.add(words_reached([*own, *(value for _, _, value in code.check.edits.objects())]))
         self._of_roots: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
 
-    def add(self, value: Any) -> None:
-        """Take over the value of an attribute that the program sets."""
-        self._note(words_reached([value]))
-
-    def _note(self, words: frozenset[str]) -> None:
+    def add(self, words: frozenset[str]) -> None:
         self.seen = tuple(map(operator.or_, self.seen, _seen_by(words)))
 
     def are_seen(self, roots: Iterable[Any]) -> tuple[bool, bool]:
-        """Return whether code sees the grad mode, and whether code draws from `random` or NumPy.
-
-        Args:
-            roots: further code of the call: hooks, processors, criteria.
-        """
+        """Whether code sees the grad mode, and whether code draws from `random` or NumPy. `roots` are further code of
+        the call: hooks, processors, criteria."""
         seen = [self.seen, *map(self._seen_of, roots)]
         return any(grad for grad, _ in seen), any(draws for _, draws in seen)
 
     def put_into(self, call: Call, roots: Iterable[Any]) -> None:
-        """Add this thread's modes and the states of the generators to a call, if code can see them."""
         sees_grad_mode, draws = self.are_seen(roots)
         if sees_grad_mode and not torch.is_inference_mode_enabled():
             call.grad = torch.is_grad_enabled()

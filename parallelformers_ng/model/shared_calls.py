@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from parallelformers_ng.batching.sharing import SharedCall, shared_call, tokens_
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.cuda_graphs.modes import MOST_POSITIONS, static_generation
 from parallelformers_ng.errors import BatchingError, DeadlineExpiredError
-from parallelformers_ng.model.replica import Dispatcher
+from parallelformers_ng.model.deployment import Replica
+from parallelformers_ng.model.dispatcher import CallOptions, Dispatcher
 from parallelformers_ng.options import BatchingOptions
-from parallelformers_ng.runtime.group import WorkerGroup
 from parallelformers_ng.wire.message import parcel
 from parallelformers_ng.worker.call import Call
 
@@ -27,67 +26,38 @@ from parallelformers_ng.worker.call import Call
 class SharedCalls:
     """The calls of one model that share a batch.
 
-    Args:
-        options: limits of the batch.
-        trial: trial that shows whether calls of the model may share a batch.
-        dispatcher: dispatcher of the replica whose workers decode the calls.
-        needs_graphs: whether calls may share a batch only if decode steps become CUDA graphs.
-
     Attributes:
-        trial: argument `trial`.
         batch: calls that the current group decodes together.
     """
 
-    def __init__(self, options: BatchingOptions, trial: Trial, dispatcher: Dispatcher, needs_graphs: bool) -> None:
+    def __init__(
+        self, options: BatchingOptions, trial: Trial, dispatcher: Dispatcher, replica: Replica, needs_graphs: bool
+    ) -> None:
         self.trial = trial
-        self._options = options
-        self._replica, self._edits = dispatcher.replica, dispatcher.edits
-        self._adapters, self._hooks = dispatcher.adapters, dispatcher.hooks
-        self._needs_graphs = needs_graphs
+        self._options, self._replica, self._needs_graphs = options, replica, needs_graphs
+        self._edits, self._adapters, self._hooks = dispatcher.edits, dispatcher.adapters, dispatcher.hooks
         self._places = threading.Semaphore(options.rows + options.waiting)
         self._lock = threading.Lock()
         self._coming = set[int]()  # threads that prepare a call
-        steps = dispatcher.steps if dispatcher.steps is not None and dispatcher.steps.captured else None
-        self.batch = Batch(options, trial, self._replica.group, steps)
+        steps = replica.steps if replica.steps is not None and replica.steps.captured else None
+        self.batch = Batch(options, trial, replica.group, steps)
 
     def generate(
-        self,
-        model: Any,
-        arguments: dict[str, Any],
-        seed: int | None,
-        timeout: float | None,
-        streamer: Any,
-        draw_seed: Callable[[], int] | None,
+        self, model: Any, arguments: dict[str, Any], options: CallOptions, draw_seed: Callable[[], int] | None
     ) -> torch.Tensor | str:
         """Decode a call in the shared batch.
 
-        Args:
-            model: the parallelized model.
-            arguments: arguments of `generate`, by name.
-            seed: seed of the call, or None.
-            timeout: maximum duration of the call in seconds; None uses the group's timeout.
-            streamer: streamer that receives the prompt, int64 `[1, tokens]`, and then each token, int64 `[1]`; or None.
-            draw_seed: function that returns a seed for a sampling call without one; None if no other call runs.
-
-        Returns:
-            Prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone.
-
-        Raises:
-            BatchingError: the call may need more tokens than a limit allows, too many calls are waiting, or the batch
-                ended with an internal error.
-            ParallelError: `timeout` is not a positive number, a hook cannot run on the workers, or the plan is not
-                valid for changed code of the model.
-            NotPortableError: an argument cannot be sent; nothing was run.
-            GroupError: the workers failed, the call was cancelled, or the deadline has passed; see `Ticket.wait`.
+        Return prompt and new tokens, int64 `[1, tokens]`; or the reason why the call has to run alone. `draw_seed`
+        gives a seed to a sampling call without one; None if no other call runs.
         """
         if self._needs_graphs and not self._positions(model):
             return "its decode steps do not become CUDA graphs"
         self._check(*tokens_of(model, arguments))
-        thread, end = threading.get_ident(), self._replica.group.deadline(timeout)
+        thread, end = threading.get_ident(), self._replica.group.deadline(options.timeout)
         try:
             self._coming.add(thread)
             call: Any = self.trial.why_alone(type(model), model.config, self._edits.code_count(), end)
-            call = call or shared_call(model, arguments, seed, draw_seed)
+            call = call or shared_call(model, arguments, options.seed, draw_seed)
         finally:
             self._coming.discard(thread)
         if isinstance(call, str):
@@ -95,7 +65,11 @@ class SharedCalls:
         call.adapters = None if self._adapters is None else self._adapters.active()
         if time.monotonic() >= end:
             raise DeadlineExpiredError("'generate' was not sent: its deadline has passed")
-        with self._place():
+        if not self._places.acquire(blocking=False):
+            calls, rows = self._options.rows + self._options.waiting, self._options.rows
+            raise _refused("waiting", f"{calls} calls run or wait for {rows} rows already; call later, or allow more")
+        try:
+            streamer = options.streamer
             if streamer is None:
                 return self._wait(model, call, end, None)
 
@@ -107,18 +81,12 @@ class SharedCalls:
             sequence = self._wait(model, call, end, put)
             streamer.end()
             return sequence
+        finally:
+            self._places.release()
 
     def _positions(self, model: Any) -> int:
-        """Return the largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
-
-        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs.
-
-        Args:
-            model: the parallelized model, whose class and settings may exclude CUDA graphs.
-
-        Raises:
-            ParallelError: a hook of the model cannot run on the workers.
-        """
+        """The largest cache, in rows × tokens, whose decode steps become CUDA graphs; 0 for no CUDA graphs.
+        `sys.maxsize` stands for no limit: the caller asked for CUDA graphs."""
         steps = self.batch.steps
         if steps is None or self._hooks.present() or static_generation(model, {"max_new_tokens": 1}, steps)[1]:
             return 0
@@ -129,14 +97,17 @@ class SharedCalls:
     ) -> torch.Tensor:
         """Add a call to the batch and return its sequence; if the workers are restarted meanwhile, try again."""
         while True:
-            group, incarnation, _ = self._replica.ready(end)
+            group, *_ = self._replica.ready(end)
             if not group.alive:  # and the supervisor starts no new group
                 raise group.error()
             followed = call.objects.followed(call.objects.has_own_code) if call.objects.parts else None
             message = Call("", "generate", (), call.kwargs, adapters=call.adapters, followed=followed)
-            arrived = self._edits.put_into(message, incarnation)
+            arrived = self._edits.put_into(message, group)
             ticket = Ticket(call, parcel(message), self._positions(model), arrived, on_tokens)
-            batch = self._batch_of(group)
+            with self._lock:
+                if self.batch.group is not group:
+                    self.batch = Batch(self._options, self.trial, group, self.batch.steps)
+                batch = self.batch
             try:
                 batch.add(ticket, self._coming)
                 sequence = ticket.wait(end)
@@ -147,33 +118,8 @@ class SharedCalls:
             if sequence is not None:
                 return sequence
 
-    def _batch_of(self, group: WorkerGroup) -> Batch:
-        with self._lock:
-            if self.batch.group is not group:
-                self.batch = Batch(self._options, self.trial, group, self.batch.steps)
-            return self.batch
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Reserve a place among the running and waiting calls; raise BatchingError if no place is free."""
-        if not self._places.acquire(blocking=False):
-            calls, rows = self._options.rows + self._options.waiting, self._options.rows
-            raise _refused("waiting", f"{calls} calls run or wait for {rows} rows already; call later, or allow more")
-        try:
-            yield
-        finally:
-            self._places.release()
-
     def _check(self, prompt: int, tokens: int) -> None:
-        """Raise an error if a call may need more tokens than the limits allow.
-
-        Args:
-            prompt: number of tokens of the prompt.
-            tokens: maximum number of tokens of the sequence, prompt included.
-
-        Raises:
-            BatchingError: the prompt, the new tokens or the whole sequence exceed a limit of `BatchingOptions`.
-        """
+        """Refuse a call that may need more tokens than the limits allow; `tokens` includes the prompt."""
         limits = {
             "prompt_tokens": ("has a prompt of", prompt, self._options.prompt_tokens),
             "new_tokens": ("asks for", tokens - prompt, self._options.new_tokens),
@@ -187,12 +133,7 @@ class SharedCalls:
 
 
 def _refused(option: str, message: str) -> BatchingError:
-    """Return the error of a call that a limit refuses.
-
-    Args:
-        option: option of `batching=` that sets the limit.
-        message: description of the problem.
-    """
+    """The error of a call that a limit, `option` of `batching=`, refuses."""
     error = BatchingError(f"{message} with batching={{{option!r}: …}}")
     error.option = option
     return error

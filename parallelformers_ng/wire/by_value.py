@@ -147,12 +147,7 @@ class ReferencePickler(ByValuePickler):
 
 
 class ReferenceUnpickler(pickle.Unpickler):
-    """Unpickler for pickles of `ReferencePickler`.
-
-    Args:
-        data: the pickle.
-        resolve: function that returns the object of a reference.
-    """
+    """Unpickler for pickles of `ReferencePickler`."""
 
     def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))

@@ -44,8 +44,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class FrameKind(enum.IntEnum):
-    """The purpose of a frame."""
-
     REQUEST = 1
     RESULT = 2
     ERROR = 3
@@ -74,26 +72,17 @@ class FileDescriptor:
     """A value that sends an open file to the other process.
 
     The sender keeps its own descriptor. The receiver gets a new descriptor, which it must close.
-
-    Args:
-        fd: file descriptor of this process.
     """
 
     fd: int
 
     def close(self) -> None:
-        """Close the descriptor in this process."""
         os.close(self.fd)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """A value that refers to an object in the process that sent the value.
-
-    Args:
-        kind: kind of the object, for example `"cache"`.
-        payload: value by which the owner finds the object.
-    """
+    """A value that refers to an object in the process that sent the value."""
 
     kind: str
     payload: Any = None
@@ -114,7 +103,6 @@ class Packed:
     memfds: list[int]
 
     def close(self) -> None:
-        """Close this process's descriptors of the memfds; the descriptors of receivers stay open."""
         close_all(self.memfds)
 
 
@@ -139,12 +127,10 @@ class Frame:
     fds: list[int]
 
     def discard(self) -> None:
-        """Close the descriptors that came with the frame."""
         close_all(self.fds)
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close file descriptors, and empty their list."""
     while descriptors:
         os.close(descriptors.pop())
 
@@ -152,16 +138,8 @@ def close_all(descriptors: list[int]) -> None:
 def read_fixed_part(data: bytes | bytearray, begin: int, descriptors: int) -> tuple[FrameKind, int, int, int, int, int]:
     """Decode and check the fixed part of a frame, before any memory is allocated for the variable part.
 
-    Args:
-        data: received bytes, with at least `FIXED_PART.size` bytes from `begin` on.
-        begin: offset of the frame.
-        descriptors: number of received file descriptors, possibly with descriptors of later frames.
-
-    Returns:
-        Kind, flags, sequence, bytes of the variable part, number of objects outside the pickle, number of descriptors.
-
-    Raises:
-        ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
+    `descriptors` is the number of received file descriptors, possibly with descriptors of later frames. Return kind,
+    flags, sequence, bytes of the variable part, number of objects outside the pickle, number of descriptors.
     """
     magic, version, kind, flags, sequence, size, outside, count = FIXED_PART.unpack_from(data, begin)
     if magic != MAGIC or version != VERSION or kind not in _KINDS or flags & ~_ALL_FLAGS:
@@ -183,19 +161,7 @@ def why_no_memory(error: OSError) -> str:
 
 
 def write_memfd(parts: Iterable[bytes | memoryview], size: int) -> int:
-    """Write bytes to a new sealed memfd.
-
-    Args:
-        parts: the bytes, in parts.
-        size: total number of bytes.
-
-    Returns:
-        Descriptor of the memfd; the caller must close it.
-
-    Raises:
-        SharedMemoryError: the system has no memory left for the memfd.
-        OSError: this process cannot open more files.
-    """
+    """Write bytes, `size` in all, to a new sealed memfd, which the caller must close."""
     fd = os.memfd_create("parallelformers_ng", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Reserve all memory before the first write: a lack of memory is then an error here, not a SIGBUS later.
@@ -221,13 +187,6 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
 
     Some kernels need tensors in memory that is aligned to 64 bytes, as torch's memory is (`gAlignment` in its
     `c10/core/alignment.h`).
-
-    Args:
-        body: variable part of the frame.
-        outside: number of objects outside the pickle.
-
-    Raises:
-        RuntimeError: the system has no memory left; MemoryError if no objects are outside the pickle.
     """
     if not outside:
         return memoryview(bytes(body))
@@ -237,16 +196,7 @@ def own_copy(body: memoryview, outside: int) -> memoryview:
 
 
 def map_memfd(fd: int, size: int) -> memoryview:
-    """Map the bytes of a received memfd, privately and writable. The descriptor may be closed afterwards.
-
-    Args:
-        fd: descriptor of the memfd.
-        size: number of bytes to map, from the beginning.
-
-    Raises:
-        ProtocolError: the file is not a sealed memfd of at least `size` bytes.
-        RuntimeError: the kernel refuses the mapping.
-    """
+    """Map the first `size` bytes of a received memfd, privately and writable. Its descriptor may be closed then."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         length = os.fstat(fd).st_size

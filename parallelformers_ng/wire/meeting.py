@@ -51,16 +51,8 @@ class Listener:
     Caller and listener prove to each other that they know the key, by HMAC-SHA256 signatures of random bytes. The key
     itself is never sent.
 
-    Args:
-        host: address of one interface of this machine, IPv4 or IPv6.
-        key: secret key of the callers.
-
     Attributes:
         address: host, and the port that the system chose.
-
-    Raises:
-        ValueError: the address means every interface, for example "0.0.0.0".
-        OSError: this machine has no such address, or this process cannot open more files.
     """
 
     def __init__(self, host: str, key: bytes) -> None:
@@ -76,19 +68,11 @@ class Listener:
         self._poll.register(self._socket, select.POLLIN)
 
     def accept(self, deadline: float) -> tuple[bytes, tuple[socket.socket, Session]]:
-        """Wait for the next caller that knows the key, and disconnect callers that do not know the key.
+        """Wait for the next caller that knows the key: its purpose, its non-blocking connection and the connection's
+        keys.
 
         A caller has 5 s to prove that it knows the key. If more than 256 callers have not proved this yet, the listener
         disconnects the earliest of these callers.
-
-        Args:
-            deadline: latest time on the clock of `time.monotonic`, in seconds.
-
-        Returns:
-            The purpose, the connection and the connection keys of the caller. The connection is non-blocking.
-
-        Raises:
-            RequestTimeoutError: no such caller came before the deadline.
         """
         while True:
             for fd, _ in self._poll.poll(0):
@@ -164,22 +148,7 @@ class Listener:
 
 
 def call(address: Address, key: bytes, purpose: bytes, deadline: float) -> tuple[socket.socket, Session]:
-    """Connect to a listener that knows the key.
-
-    Args:
-        address: host and port of the listener.
-        key: secret key of the listener and the caller.
-        purpose: purpose of the connection, up to 32 bytes.
-        deadline: latest time on the clock of `time.monotonic`, in seconds.
-
-    Returns:
-        The connection and its keys.
-
-    Raises:
-        ChannelClosedError: no process listens at the address, or the listener closed the connection.
-        ProtocolError: the listener does not know the key, or the process at the address is no listener.
-        RequestTimeoutError: the listener did not answer before the deadline.
-    """
+    """Connect to a listener that knows the key, for a purpose of up to 32 bytes."""
     assert len(purpose) <= _PURPOSE
     where = f"{address[0]}, port {address[1]},"
     connection = None

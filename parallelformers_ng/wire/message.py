@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import signal
 import struct
 import sys
+import traceback
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +40,6 @@ from parallelformers_ng.wire.frame import (
     own_copy,
     write_memfd,
 )
-from parallelformers_ng.wire.signal_handlers import is_of_handler
 
 TENSOR_CLASSES: set[type] = {torch.Tensor}
 """Tensor classes that can be sent as bytes, data type and shape alone."""
@@ -79,24 +80,15 @@ def encode(value: Any, place: str = "") -> Encoded:
     """Pickle a value.
 
     The result shares the memory of contiguous CPU tensors in the value, so these tensors must not change before the
-    value is sent. Other tensors are copied to the CPU.
-
-    Args:
-        value: the value.
-        place: name of the value in error messages; by default, errors name the keys of a dict.
-
-    Raises:
-        NotPortableError: a part of the value cannot be pickled, and the message names that part. Or the value has more
-            than 252 open files, or more than 2²⁰ tensors and open files.
+    value is sent. Other tensors are copied to the CPU. `place` is the name of the value in error messages; by default,
+    errors name the keys of a dict.
     """
     buffer = io.BytesIO()
     pickler = _MessagePickler(buffer)
     try:
         pickler.dump(value)
-    except NotPortableError:
-        raise
     except Exception as error:  # reducers are foreign code and may raise anything
-        if is_of_handler(error):
+        if isinstance(error, NotPortableError) or _is_of_handler(error):
             raise
         raise _not_portable(value, place, error) from error
     if len(pickler.fds) >= MAX_DESCRIPTORS or len(pickler.outside) > MAX_OUTSIDE:
@@ -107,51 +99,29 @@ def encode(value: Any, place: str = "") -> Encoded:
 
 
 def pack(kind: FrameKind, sequence: int, encoded: Encoded, flags: int = 0, apart: bool = False) -> Packed:
-    """Pack a message into a frame. A message of more than 64 KiB is written to a memfd.
-
-    Args:
-        kind: purpose of the frame.
-        sequence: number of the request that the frame belongs to.
-        encoded: the message; `NOTHING` for a frame without a message.
-        flags: bits of `Flag`, without `Flag.MEMFD`.
-        apart: whether several large tensors are sent in memory of their own.
-
-    Raises:
-        SharedMemoryError: the system has no memory left for the message.
-        OSError: this process cannot open more files.
-    """
-    fds, memfds = encoded.fds, list[int]()
+    """Pack a message into a frame; `apart` sends several large tensors in memory of their own."""
+    memfds, large = list[int](), dict[int, memoryview]()
     try:
-        own: list[int] = []
-        if apart and not fds:
-            own = [i for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES][
-                :_MOST_OWN
-            ]
-        for index in own if len(own) > 1 else ():
-            part = encoded.outside[index]
-            assert part is not None
-            memfds.append(write_memfd([part], len(part)))
-        parts, size = _parts(encoded, own if memfds else ())
+        if apart and not encoded.fds:
+            large = {i: part for i, part in enumerate(encoded.outside) if part is not None and len(part) >= _OWN_BYTES}
+        own = [*large][:_MOST_OWN] if len(large) > 1 else []
+        for index in own:
+            memfds.append(write_memfd([large[index]], len(large[index])))
+        parts, size = _parts(encoded, own)
         if size > INLINE_BYTES:
             memfds.append(write_memfd(parts, size))
             parts, flags = [], flags | Flag.MEMFD
     except BaseException:
         close_all(memfds)
         raise
-    fds = [*fds, *memfds]
+    fds = [*encoded.fds, *memfds]
     fixed = FIXED_PART.pack(MAGIC, VERSION, kind, flags, sequence, size, len(encoded.outside), len(fds))
     return Packed(b"".join([fixed, *parts]), fds, memfds)
 
 
 def parcel(value: Any) -> tuple[bytes, int]:
-    """Encode a value as a part of another message; `unpack` decodes the value separately from that message.
-
-    Returns:
-        The encoded value, and the number of objects outside its pickle.
-
-    Raises:
-        NotPortableError: a part of the value cannot be pickled, or the value has open files or more than 2²⁰ tensors.
-    """
+    """Encode a value as a part of another message; `unpack` decodes it separately. Return also the number of objects
+    outside its pickle."""
     encoded = encode(value)
     if encoded.fds:
         raise NotPortableError("open files cannot be sent with this call")
@@ -159,27 +129,13 @@ def parcel(value: Any) -> tuple[bytes, int]:
 
 
 def unpack(data: bytes, outside: int, device: torch.device | None = None) -> Any:
-    """Decode a value that `parcel` encoded.
-
-    Args:
-        data: the encoded value.
-        outside: number of objects outside its pickle.
-        device: target device of all tensors in the value; None for the CPU.
-
-    Raises:
-        RuntimeError: the system has no memory left.
-        ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError: see `decode`.
-    """
+    """Decode a value that `parcel` encoded; all its tensors are put on `device`."""
     return decode(Frame(FrameKind.REQUEST, 0, 0, own_copy(memoryview(data), outside), outside, []), device)
 
 
 def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | memoryview], int]:
-    """Return the parts of a message in their order, padding included, and the total size in bytes.
-
-    Args:
-        encoded: the message.
-        own: indices of the tensors that are sent in memory of their own, and so are no parts.
-    """
+    """The parts of a message in their order, padding included, and the total size in bytes. `own` tensors are sent in
+    memory of their own, and so are no parts."""
     if not encoded.pickle:
         return [], 0
     sizes = [len(encoded.pickle), *(_FILE if part is None else len(part) for part in encoded.outside)]
@@ -196,32 +152,15 @@ def _parts(encoded: Encoded, own: Collection[int] = ()) -> tuple[list[bytes | me
 
 
 def decode(frame: Frame, device: torch.device | None = None) -> Any:
-    """Decode the message of a frame.
+    """Decode the message of a frame. Its tensors are views of the frame's memory, or of one copy on the device.
 
-    Args:
-        frame: the frame. Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the
-            descriptors.
-        device: target device of all tensors in the value, with one copy for all. None keeps the tensors on CPU.
-
-    Returns:
-        The value. Its tensors are views of the frame's memory, or of the copy on the device.
-
-    Raises:
-        ProtocolError: the sizes in the frame do not match its contents.
-        NotPortableError: an object could not be rebuilt in this process.
-        torch.OutOfMemoryError: the device has no memory for the tensors.
-        torch.AcceleratorError: the device reports an error.
+    Afterwards the value owns the frame's descriptors; if decoding fails, `decode` closes the descriptors.
     """
     fds, frame.fds = frame.fds, []
     descriptors = iter([*fds])
     try:
         pickled, parts = _parts_of(frame)
-        outside: Iterator[Any] = iter(())
-        if parts:
-            on_device = None
-            if device is not None and device.type != "cpu":
-                on_device = torch.frombuffer(frame.body, dtype=torch.uint8).to(device)
-            outside = _outside(frame, on_device, parts, descriptors, fds)
+        outside = _outside(frame, device, parts, descriptors, fds)
         value = pickle.loads(pickled, buffers=outside)
         if next(outside, None) is not None or next(descriptors, None) is not None:
             raise ProtocolError("a message does not use all tensors and files that came with it")
@@ -229,7 +168,7 @@ def decode(frame: Frame, device: torch.device | None = None) -> Any:
     except BaseException as error:
         close_all(fds)
         passed_on = (ProtocolError, NotPortableError, torch.OutOfMemoryError, torch.AcceleratorError)
-        if isinstance(error, passed_on) or not isinstance(error, Exception) or is_of_handler(error):
+        if isinstance(error, passed_on) or not isinstance(error, Exception) or _is_of_handler(error):
             raise
         # Rebuilding an object runs its code, which may raise anything.
         raise NotPortableError(
@@ -262,12 +201,15 @@ def _parts_of(frame: Frame) -> tuple[memoryview, list[tuple[int, int]]]:
 
 
 def _outside(
-    frame: Frame, on_device: torch.Tensor | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
+    frame: Frame, device: torch.device | None, parts: list[tuple[int, int]], fds: Iterator[int], open_fds: list[int]
 ) -> Iterator[Any]:
     """Yield the object for each reference in the pickle: a tensor, uint8 `[bytes]`, or a file descriptor.
 
     On CPU each tensor has a storage of its own: only its bytes are saved with it, and it has its own version.
     """
+    on_device = None
+    if parts and device is not None and device.type != "cpu":
+        on_device = torch.frombuffer(frame.body, dtype=torch.uint8).to(device)
     copies = frame.kind is FrameKind.RESULT and len(frame.body) > INLINE_BYTES and len(parts) > 1
     for offset, size in parts:
         if size > _FILE:
@@ -294,20 +236,15 @@ def _aligned(offset: int) -> int:
 
 
 def _tensor(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor from bytes outside a pickle, uint8 `[bytes]`."""
     return flat.view(_DTYPE_OF_NAME[dtype]).view(shape)
 
 
 class _MessagePickler(ByValuePickler):
-    """Pickler that puts the bytes of tensors, and open files, outside the pickle.
-
-    Attributes:
-        outside: same as in `Encoded`.
-        fds: same as in `Encoded`.
-    """
+    """Pickler that puts the bytes of tensors, and open files, outside the pickle."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
-        super().__init__(buffer, buffer_callback=self._take)
+        # True puts a buffer into the pickle, as buffers of numpy; pickle asks for every buffer.
+        super().__init__(buffer, buffer_callback=lambda buffer: id(buffer) not in self._mine)
         self.outside: list[memoryview | None] = []
         self.fds: list[int] = []
         # Buffers of tensors and files by id; keeping a buffer keeps its id unique.
@@ -334,19 +271,13 @@ class _MessagePickler(ByValuePickler):
             self.fds.append(fd)
         return buffer
 
-    def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer goes into the pickle, as buffers of numpy do; pickle calls this for every buffer."""
-        return id(buffer) not in self._mine
-
 
 def _is_of_library(obj: Any) -> bool:
-    """Return whether a class or function can be found by its name in torch, transformers or parallelformers_ng."""
     name: str = obj.__module__ or ""
     return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:
-    """Return the values of a tensor as a numpy array of bytes, contiguous and on CPU."""
     if tensor.requires_grad or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -380,8 +311,15 @@ def _is_portable(value: Any) -> bool:
     return True
 
 
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised an exception, so that it must reach the caller unchanged."""
+    handlers = [*filter(callable, map(signal.getsignal, signal.valid_signals()))]
+    codes = {getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def _steps(value: Any) -> list[tuple[str, Any]]:
-    """Return the expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
+    """The expression that reaches each part of a value (such as `[0]` or `.name`), and the part."""
     if isinstance(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):

@@ -47,11 +47,7 @@ class Session:
 
 
 class Signer:
-    """Signer and checker of the data in one direction of a connection.
-
-    Args:
-        key: key of the direction.
-    """
+    """Signer and checker of the data in one direction of a connection."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -76,11 +72,6 @@ class SignedChannel(Channel):
 
     An open file of a message is sent as its content. The receiver gets a new file in memory with that content. The
     errors are those of `Channel`, and OSError if this process cannot read or open a file.
-
-    Args:
-        connection: a TCP socket whose other end knows the session's keys.
-        session: the keys of this end of the connection.
-        blocking: whether all waits are without a deadline, as in `Channel`.
     """
 
     _sends_apart = False
@@ -120,7 +111,6 @@ class SignedChannel(Channel):
 
 @contextlib.contextmanager
 def _content(fd: int) -> Iterator[mmap.mmap | bytes]:
-    """Yield the content of a file."""
     if not os.fstat(fd).st_size:
         yield b""
         return
@@ -151,7 +141,6 @@ def _frame(body: memoryview) -> Frame:
 
 
 def _as_descriptors(contents: Sequence[memoryview]) -> list[int]:
-    """Return descriptors of new files in memory, one file for each of the contents."""
     descriptors: list[int] = []
     try:
         for content in contents:

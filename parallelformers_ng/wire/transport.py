@@ -60,7 +60,6 @@ class Channel:
         self._readable.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
-        """Return the file descriptor of the socket, so that `select.poll` can watch a channel."""
         return self.connection.fileno()
 
     @property
@@ -69,18 +68,8 @@ class Channel:
         return self._end > self._begin
 
     def spin(self, until: float) -> bool:
-        """Poll for a frame without sleeping; yield the CPU to other processes between polls.
-
-        Args:
-            until: end of polling on the clock of `time.monotonic`, in seconds.
-
-        Returns:
-            Whether a frame, or a part of a frame, was read ahead.
-
-        Raises:
-            ChannelClosedError: the other end is gone.
-            ProtocolError: more file descriptors came than the limits allow.
-        """
+        """Poll for a frame without sleeping, until a time of `time.monotonic`; yield the CPU to other processes between
+        polls. Return whether a frame, or a part of it, was read ahead."""
         while self._end == self._begin and not self._read_ahead(_AT_ONCE):
             if time.monotonic() >= until:
                 return False
@@ -93,22 +82,7 @@ class Channel:
         close_all(self._fds)
 
     def send(self, kind: FrameKind, sequence: int, obj: Any, deadline: float = math.inf, place: str = "") -> None:
-        """Encode a value and send it.
-
-        Args:
-            kind: purpose of the frame.
-            sequence: number of the request that the frame belongs to.
-            obj: any value that `encode` takes.
-            deadline: latest time on the clock of `time.monotonic`, in seconds.
-            place: name of the value in error messages, see `encode`.
-
-        Raises:
-            NotPortableError: a part of the value cannot be pickled; nothing was sent.
-            SharedMemoryError: the system has no memory left for the message; nothing was sent.
-            OSError: this process cannot open more files; nothing was sent.
-            ChannelClosedError: the other end is gone.
-            RequestTimeoutError: the other end did not read the frame before the deadline.
-        """
+        """Encode a value and send it; `place` is its name in error messages."""
         packed = pack(kind, sequence, encode(obj, place), apart=kind is FrameKind.RESULT and self._sends_apart)
         try:
             self.send_packed(packed, deadline)
@@ -116,16 +90,6 @@ class Channel:
             packed.close()
 
     def send_packed(self, packed: Packed, deadline: float = math.inf) -> None:
-        """Send a frame, which the caller closes afterwards.
-
-        Args:
-            packed: the frame.
-            deadline: latest time on the clock of `time.monotonic`, in seconds.
-
-        Raises:
-            ChannelClosedError: the other end is gone.
-            RequestTimeoutError: the other end did not read the frame before the deadline.
-        """
         self._send(packed.data, packed.fds, deadline)
 
     def _send(self, rest: bytes | memoryview, fds: list[int], deadline: float) -> None:
@@ -146,30 +110,12 @@ class Channel:
                 rest, fds = memoryview(rest)[count:], []
 
     def recv(self, deadline: float = math.inf) -> tuple[FrameKind, int, Any]:
-        """Receive and decode one frame; return its kind, sequence and value.
-
-        Args:
-            deadline: latest time on the clock of `time.monotonic`, in seconds.
-
-        Raises:
-            NotPortableError: an object could not be rebuilt in this process.
-            ChannelClosedError, ProtocolError, RequestTimeoutError, RuntimeError: see `receive`.
-        """
+        """Receive and decode one frame; return its kind, sequence and value."""
         frame = self.receive(deadline)
         return frame.kind, frame.sequence, decode(frame)
 
     def receive(self, deadline: float = math.inf) -> Frame:
-        """Receive one frame without decoding its message.
-
-        Args:
-            deadline: latest time on the clock of `time.monotonic`, in seconds.
-
-        Raises:
-            ChannelClosedError: the other end is gone.
-            ProtocolError: the bytes are no frame, or the frame announces sizes beyond the limits.
-            RequestTimeoutError: no whole frame came before the deadline.
-            RuntimeError: the system has no memory left for the frame.
-        """
+        """Receive one frame without decoding its message."""
         try:
             self._fill(FIXED_PART.size, deadline)
             kind, flags, sequence, variable, outside, count = read_fixed_part(self._ahead, self._begin, len(self._fds))
@@ -194,7 +140,6 @@ class Channel:
         return Frame(kind, flags, sequence, body, outside, fds)
 
     def _fill(self, size: int, deadline: float) -> None:
-        """Read ahead until at least `size` bytes are not taken yet."""
         while self._end - self._begin < size:
             if size > len(self._ahead):
                 self._resize(size)
@@ -239,19 +184,8 @@ class Channel:
 
 
 def wait(poll: select.poll, deadline: float, late: str) -> list[int]:
-    """Wait until a watched descriptor is ready, or until the deadline, but at most an hour.
-
-    Args:
-        poll: the watched descriptors.
-        deadline: latest time on the clock of `time.monotonic`, in seconds.
-        late: text of the error.
-
-    Returns:
-        The ready descriptors, possibly none.
-
-    Raises:
-        RequestTimeoutError: the deadline had already passed at the call.
-    """
+    """Wait until a watched descriptor is ready, or until the deadline, but at most an hour. Return the ready
+    descriptors."""
     rest = deadline - time.monotonic()
     if rest <= 0:
         raise RequestTimeoutError(late)

@@ -370,7 +370,8 @@ def test_awaited_calls_are_those_of_generate(groups, batching):
 def test_sharing_starts_once_two_calls_meet(groups):
     prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 50, "do_sample": False}
     with parallelize(gpt2(), workers=groups(2)) as model, ThreadPoolExecutor(2) as pool:
-        most, trial = rows_of_each_round(model), remote_of(model).calls.shared[0].trial
+        most, (shared,) = rows_of_each_round(model), remote_of(model).calls.shared.values()
+        trial = shared.trial
         want = model.generate(prompt, **options)
         model.generate(prompt, **options)
         assert trial._thread is None, "the proof ran for calls that came one after another"
@@ -660,7 +661,8 @@ def test_bad_options_are_named(groups):
 
 def test_ranks_measure_their_prompts(groups: Any) -> None:
     with parallelize(gpt2(), workers=groups(2), batching={"prefill_patience": 50}) as model:
-        batch = remote_of(model).calls.shared[0].batch
+        (shared,) = remote_of(model).calls.shared.values()
+        batch = shared.batch
         ids = torch.arange(3, 33)[None]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(lambda _: model.generate(ids, max_new_tokens=9, do_sample=False), range(3)))

@@ -20,6 +20,7 @@ from parallelformers_ng.batching import pace
 from parallelformers_ng.batching.penalties import Penalties
 from parallelformers_ng.batching.ticket import Ticket
 from parallelformers_ng.errors import RequestCancelledError, WorkerDiedError
+from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
 from parallelformers_ng.runtime.group import WorkerGroup
@@ -64,7 +65,8 @@ def test_shared_calls_get_solo_tokens(monkeypatch: pytest.MonkeyPatch, pretended
             pretended.call("graphs")
             got = together(model, calls())
             assert pretended.call("graphs")[1] > 0
-            assert not remote_of(model).calls.shared[0].trial.why_alone(type(model), model.config)
+            (shared,) = remote_of(model).calls.shared.values()
+            assert not shared.trial.why_alone(type(model), model.config)
             assert all(map(torch.equal, got, want))
 
 
@@ -265,10 +267,10 @@ def test_batching_is_off_by_default_without_captured_steps(fault: str, pretended
     specs = long_calls(30)[:2]
     want = [make().generate(**call) for call in specs]
     with parallelize(make(), workers=pretended_one, decode="eager" if fault == "eager" else "auto") as model:
-        shared = remote_of(model).calls.shared
+        shared = [*remote_of(model).calls.shared.values()]
         assert bool(shared) == (fault == "states")
         end = time.monotonic() + 60
-        while shared and shared[0].generate(model, specs[0], None, 60, None, None) != ALONE:
+        while shared and shared[0].generate(model, specs[0], CallOptions(timeout=60), None) != ALONE:
             assert time.monotonic() < end
             assert all(map(torch.equal, together(model, specs), want))
         assert all(map(torch.equal, together(model, specs), want))

@@ -12,7 +12,8 @@ from parallelformers_ng.model.remote_module import remote_of
 
 def rows_of_each_round(model: Any) -> list[int]:
     """Return a list that gets the number of rows of each later round, until the workers restart."""
-    batch, counts = remote_of(model).calls.shared[0].batch, [0]
+    (shared,), counts = remote_of(model).calls.shared.values(), [0]
+    batch = shared.batch
     next_round = batch.next_round
 
     def counting() -> Any:

@@ -16,10 +16,11 @@ import torch
 
 from parallelformers_ng import parallelize, start_group
 from parallelformers_ng.errors import GroupError, ParallelError, PlacementError, StaleCacheError
+from parallelformers_ng.model.deployment import Replica
+from parallelformers_ng.model.dispatcher import CallOptions
 from parallelformers_ng.model.groups import group_makers
 from parallelformers_ng.model.parallelized import deployment_of
 from parallelformers_ng.model.remote_module import remote_of
-from parallelformers_ng.model.replica import CallOptions, Replica
 from parallelformers_ng.options import FitOptions, WorkerOptions
 from parallelformers_ng.runtime.cores import usable_cpus
 from tests.helpers.patience import PROMPTLY, await_end, await_incarnation, kill
@@ -75,8 +76,8 @@ def test_each_replica_equals_the_whole_model(ranks: int) -> None:
     with replicated(ranks) as model:
         assert len(model.memory_allocated()) == len(set(deployment_of(model).pids)) == 2 * ranks
         pids = deployment_of(model).pids
-        for dispatcher in remote_of(model).calls.dispatchers:
-            assert dispatcher.replica.group.call("ping") == list(range(ranks))
+        for replica in deployment_of(model).replicas:
+            assert replica.group.call("ping") == list(range(ranks))
         for _ in range(2):
             assert torch.allclose(model(**text_inputs()).logits, want, atol=1e-5)
     await_end(*pids)
@@ -121,8 +122,8 @@ def test_changes_by_the_caller_reach_all_replicas(model: Any) -> None:
     model.generation_config.max_new_tokens = 3
     try:
         calls = remote_of(model).calls
-        for dispatcher in calls.dispatchers:
-            short = dispatcher.call("", "generate", (IDS,), {"do_sample": False}, CallOptions())
+        for replica in deployment_of(model).replicas:
+            short = calls.dispatch(replica, "", "generate", (IDS,), {"do_sample": False}, CallOptions())
             assert torch.equal(short, before[:, : IDS.shape[1] + 3])
     finally:
         model.generation_config.max_new_tokens = None

@@ -1,90 +1,28 @@
-"""Manages one replica of a model: its group of workers, their caches, and how calls are sent to the workers."""
+"""Turns calls of a model into requests for one of its groups of workers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
-from parallelformers_ng.cuda_graphs.modes import StaticSteps
-from parallelformers_ng.errors import GroupError, NotPortableError, PlacementError, WorkerError
-from parallelformers_ng.generation.cache_registry import CacheRegistry
+from parallelformers_ng.errors import GroupError, NotPortableError, WorkerError
 from parallelformers_ng.generation.caches import PLAIN, map_caches, map_handles
 from parallelformers_ng.generation.call_arguments import roots_of, stateful_arguments, tensors_of
 from parallelformers_ng.generation.object_parts import put_items
 from parallelformers_ng.generation.object_state import TAKEN, ObjectState
 from parallelformers_ng.generation.streaming import deliver
 from parallelformers_ng.hooks.registry import HookRegistry
-from parallelformers_ng.model.adapter_state import Adapters
-from parallelformers_ng.model.caller_state import Edits, RandomStream
-from parallelformers_ng.model.groups import StoredModel
-from parallelformers_ng.model.model_state import ModelState
+from parallelformers_ng.model.caller_state import Adapters, Edits, RandomStream
+from parallelformers_ng.model.deployment import Deployment, Replica
 from parallelformers_ng.model.seen_modes import Modes
-from parallelformers_ng.options import WorkerOptions
-from parallelformers_ng.runtime.group import WorkerGroup
-from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.worker.call import Answer, Call
 from parallelformers_ng.worker.caller_modes import set_draw_states
-
-
-class Replica(Supervisor):
-    """A group of workers that has the whole model and serves calls.
-
-    If a worker ends, all ranks of its group end. After `keep_alive`, a new group then maps the same memory.
-
-    Args:
-        group: a group that is running or starting.
-        make_group: function that starts a new group after `group` has died. If `make_group` is None, `group`
-            belongs to the caller: `leave` does not end the group, and a dead group is not replaced.
-
-    Attributes:
-        caches: registry of the caches on the workers.
-
-    Raises:
-        PlacementError: the group serves another model.
-    """
-
-    def __init__(self, group: WorkerGroup, make_group: Callable[[], WorkerGroup] | None) -> None:
-        if group.in_use:
-            gc.collect()  # the other model may be garbage already
-        if group.in_use:
-            raise PlacementError("the group in workers= serves another model; end that model first, or use a new group")
-        group.user = weakref.ref(self)
-        super().__init__(group)
-        self.caches = CacheRegistry(self)
-        self._make_group = make_group
-
-    def keep_alive(self, stored: StoredModel, options: WorkerOptions) -> None:
-        """From now on replace the group after a worker has ended, unless the group belongs to the caller.
-
-        Args:
-            stored: model that a new group loads.
-            options: limit of restarts.
-        """
-        if self._make_group is not None:
-            again = functools.partial(stored.revive, self._make_group)
-            self.supervise(again, options.max_restarts, options.restart_window)
-
-    def leave(self) -> None:
-        """Stop the workers; a group that belongs to the caller only drops the model. Idempotent.
-
-        Raises:
-            GroupError: the caller's group failed to drop the model.
-        """
-        group = self.group
-        if self._make_group is not None:
-            self.close()
-        elif group.user is not None and group.user() is self and group.alive:
-            group.call("drop")
-            group.user = None
 
 
 @dataclass(frozen=True)
@@ -107,83 +45,48 @@ class CallOptions:
     unsure: bool = False
 
 
-def may_be_hooked(hooks: HookRegistry) -> bool:
-    """Return whether the caller may have registered forward hooks, so that a call must collect them.
-
-    Raises:
-        ParallelError: a hook cannot run on the workers.
-    """
-    return bool((hooks.paths and hooks.present()) or torch_module._has_any_global_hook())
-
-
-@dataclass(eq=False)
 class Dispatcher:
-    """Turns calls of a model into requests for one group of workers.
+    """What all calls of one model have in common, and their way to the workers.
 
     Attributes:
-        replica: the replica with the workers.
-        stream: random stream of calls without a seed.
-        hooks: forward hooks of the caller.
+        hooks: forward hooks that the caller has registered on the model.
         adapters: adapters of the model; None if the model has no adapters.
-        steps: mode that compiles or captures decode steps; None for ordinary decode steps, also after the workers have
-            failed to capture a step.
-        edits: changes of the model's attributes, configurations and code that the workers do not have yet.
-        state: what calls have changed in the model.
+        edits: changes of the model's attributes, configurations and code that workers do not have yet.
+        stream: random stream of calls without a seed.
         modes: what code in a call can see of the caller's thread.
-        in_flight: number of running calls; with one replica, always 0.
-        others: edits of the other replicas.
     """
 
-    replica: Replica
-    stream: RandomStream
-    hooks: HookRegistry
-    adapters: Adapters | None
-    steps: StaticSteps | None
-    edits: Edits
-    state: ModelState
-    modes: Modes
-    in_flight: int = 0
-    others: list[Edits] = field(default_factory=list)
+    def __init__(self, model: Any, deployment: Deployment, seed: int | None) -> None:
+        self.deployment = deployment
+        self.hooks = HookRegistry(model, deployment.plan)
+        self.adapters = Adapters.of(model)
+        self.edits = Edits(model, deployment.code)
+        self.stream = RandomStream(seed)
+        self.modes = Modes(model, deployment.code)
 
-    def call(self, path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
-        """Run a method on the workers and return its result.
+    def dispatch(
+        self, replica: Replica, path: str, method: str, args: Any, kwargs: dict[str, Any], options: CallOptions
+    ) -> Any:
+        """Run a method on the workers; the result has tensors on CPU, and a `CacheHandle` instead of each cache.
 
-        The call also changes state in this process: the random stream, caches, and objects of the caller such as
-        logits processors and forward hooks.
-
-        Args:
-            path: dotted path of the module; "" for the model.
-            method: name of the module's method.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-            options: options of this call.
-
-        Returns:
-            Result of the method on rank 0, with tensors on CPU, and with a `CacheHandle` instead of each cache.
-
-        Raises:
-            ParallelError: `timeout` is not a positive number, or a cache belongs to another model or was filled in
-                this process. Also: a hook cannot run on the workers, or the plan is not valid for changed code.
-            StaleCacheError: the workers with a cache of the arguments have ended, or the cache's length is unknown.
-            NotPortableError: an argument cannot be sent by value; nothing was run.
-            GroupError: the workers failed or have ended, or the deadline has passed; see `WorkerGroup.call`.
-            ValueError, RuntimeError: `options.seed` is not a 64-bit integer.
+        The call also changes state in this process: the random stream, caches, and objects of the caller such as logits
+        processors and forward hooks.
         """
-        end = self.replica.current[0].deadline(options.timeout)
-        registry, caches = self.replica.caches, dict[int, Cache]()
+        end = replica.group.deadline(options.timeout)
+        registry, caches = replica.caches, dict[int, Cache]()
         is_plain = all(isinstance(value, PLAIN) for value in (*args, *kwargs.values()))
         roots = [] if is_plain else roots_of(args, kwargs)
         state = ObjectState(roots) if roots else None
         # Calls whose objects may be shared run one after another: each call starts with the changes of the last call.
         alone = state is not None and bool(state.parts) and (method != "generate" or state.has_own_code)
         with (
-            self.hooks.turn(end) if alone or may_be_hooked(self.hooks) else contextlib.nullcontext() as hooks,
+            self.hooks.turn(end) if alone or self.hooks.may_apply() else contextlib.nullcontext() as hooks,
             self.stream.of_call(options.seed) as stream,
         ):
             # Get the group first: the message below is valid only for this incarnation of the workers.
-            group, incarnation = self.replica.current
+            group, incarnation = replica.current
             if not group.alive:
-                group, incarnation, _ = self.replica.ready(end)
+                group, incarnation, _ = replica.ready(end)
             receive = functools.partial(registry.receive, incarnation=incarnation)
             live, tensors = alone and method != "forward", tensors_of(args, kwargs)
             if not is_plain:
@@ -206,14 +109,13 @@ class Dispatcher:
                 captured=options.not_captured is not None,
                 hooks=None if hooks is None else hooks.packed,
                 adapters=None if self.adapters is None else self.adapters.active(),
+                confirmed=self.deployment.state.prepare(group),
             )
-            if self.state.is_changed:
-                call.confirmed = self.state.prepare(self.replica, incarnation, group)
             code = [] if hooks is None else [hook.call for hook in self.hooks.present()]
             code += [] if state is None else stateful_arguments(kwargs)
             if code or any(self.modes.seen):
                 self.modes.put_into(call, code)
-            arrived = self.edits.put_into(call, incarnation)
+            arrived = self.edits.put_into(call, group)
             if registry.unwanted:
                 call.freed_caches = registry.take_freed()
             on_event = None if options.streamer is None else functools.partial(deliver, options.streamer)
@@ -233,7 +135,7 @@ class Dispatcher:
                 answer: Answer = values[0]
                 arrived()
                 if answer.changes is not None or any(values[1:]):
-                    self.state.take(self, incarnation, [answer.changes, *values[1:]], failed=False)
+                    self.deployment.state.take(self.edits, group, [answer.changes, *values[1:]], failed=False)
                 if answer.rng is not None:
                     stream[1](answer.rng.clone())  # torch needs a tensor with its own storage
                 if answer.draws is not None:
@@ -257,7 +159,8 @@ class Dispatcher:
                 registry.free_after_failure(incarnation, [*call.freed_caches, call.cache_block], caches)
                 if isinstance(error, WorkerError) and not isinstance(error, NotPortableError):
                     with contextlib.suppress(GroupError):
-                        self.state.take(self, incarnation, group.call_each("state_changes", [()]), failed=True)
+                        reports = group.call_each("state_changes", [()])
+                        self.deployment.state.take(self.edits, group, reports, failed=True)
                     # The rank that raised has run the same code as one process; other ranks were interrupted.
                     try:
                         if call.followed is not None and state is not None:
