@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping, Sequence
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+import dacite
 
 from parallelformers_ng.errors import CheckpointError, ParallelError, did_you_mean
 
@@ -51,29 +53,29 @@ def read_options(cls: type[_Options], options: _Options | Mapping[str, Any] | No
         return cls()
     if not isinstance(options, Mapping):
         raise ParallelError(f"{argument} is {options!r}; it takes {cls.__name__}(…) or a dict of its fields")
-    known = get_type_hints(cls)
-    for name in sorted(options, key=str):
-        if name not in known:
-            hint = _SUCCESSORS.get(name) or did_you_mean(str(name), known) or f"; it takes {', '.join(known)}"
-            raise ParallelError(f"{argument} has no option {name!r}{hint}")
-    for name, value in options.items():
-        if not _is_a(value, known[name]):
-            raise ParallelError(f"{argument}: {name} is {value!r}; it takes {_words(known[name])}")
-    return cls(**options)
+    # dacite copies each value with the class of the value, which a defaultdict does not allow.
+    values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    kinds = get_type_hints(cls)
+    try:
+        return dacite.from_dict(cls, values, _STRICTLY)
+    except dacite.UnexpectedDataError as error:
+        name = min(map(str, error.keys))
+        hint = _SUCCESSORS.get(name) or did_you_mean(name, kinds) or f"; it takes {', '.join(kinds)}"
+        raise ParallelError(f"{argument} has no option {name!r}{hint}") from None
+    except dacite.WrongTypeError as error:
+        name = str(error.field_path)
+        kind = inspect.formatannotation(kinds[name]).replace("bool", "True or False")
+        raise ParallelError(f"{argument}: {name} is {options[name]!r}; it takes {kind}") from None
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    """Return whether a value has the type `kind`: a class, a union, a list, a dictionary, or a tuple of any length."""
-    if kind is Any:
-        return True
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (UnionType, Union):  # Python 3.14 and later return Union for `int | str`
-        return any(_is_a(value, each) for each in inner)
-    if not isinstance(value, origin or kind):
-        return False
-    if origin is dict:
-        return all(_is_a(key, inner[0]) and _is_a(item, inner[1]) for key, item in value.items())
-    return all(_is_a(item, inner[0]) for item in value) if origin in (list, tuple) else True
+def _no_switch(value: Any) -> Any:
+    """Refuse True and False as numbers. Python would take True as 1."""
+    if isinstance(value, bool):
+        raise dacite.WrongTypeError(int, value)
+    return value
+
+
+_STRICTLY = dacite.Config(strict=True, type_hooks={int: _no_switch, float: _no_switch})
 
 
 def checked_seconds(seconds: Any, name: str) -> Seconds:
@@ -139,7 +141,3 @@ def check_devices(max_memory: Mapping[int | str, object], devices: Sequence[int]
     for key in devices:
         if key not in max_memory:
             raise ParallelError(f"fit: max_memory has no size for device {key}; give a size for each of {known}")
-
-
-def _words(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("NoneType", "None")

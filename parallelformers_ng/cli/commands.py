@@ -15,7 +15,7 @@ from parallelformers_ng import __version__
 from parallelformers_ng.cli import serve as serving
 from parallelformers_ng.cli.arguments import Parser, checked, count, numbers
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.option_checks import parse_size
+from parallelformers_ng.option_checks import parse_size, read_options
 from parallelformers_ng.options import DTYPES, QUANTIZE_HELP, SCHEMES, STRATEGIES, FitOptions
 from parallelformers_ng.planner.devices import device_named
 from parallelformers_ng.serving.listening import folder_of
@@ -55,7 +55,7 @@ def plan(options: argparse.Namespace) -> None:
             f"--{next(iter(layout))} is for a plan, but --device makes a forecast, which chooses the strategy; leave"
             " one of the two flags out"
         )
-    fit = FitOptions(**layout)
+    fit = read_options(FitOptions, layout, "fit")
     fit.parts(options.num_gpus)
     import parallelformers_ng
     from parallelformers_ng.checkpoint.model_class import empty_model

@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-ABSENT = {"dacite", "fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}
+ABSENT = {"fastapi", "flask", "gevent", "llguidance", "openai", "playwright", "uvicorn"}
 
 
 class _Absent(MetaPathFinder):

@@ -268,7 +268,8 @@ def test_layout_options_reach_the_workers(tmp_path, monkeypatch):
     [
         ('model = "a"\nprot = 1', "did you mean 'port'"),
         ('model = "a"\nprefill_chunk = 64', "no option 'prefill_chunk'; set prefill_patience"),
-        ('model = "a"\nport = "x"', "port is 'x'"),
+        ('model = "a"\nport = "x"', "port is 'x'; it takes int"),
+        ('model = "a"\nport = true', "port is True; it takes int"),
         ('model = "a"\nport = 70000', "65535"),
         ('model = "a"\nrows = 0', "at least 1"),
         ("port = 1", "no model"),
