@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from parallelformers_ng.live_code.functions import contents_of, function_behind
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
-from parallelformers_ng.live_code.state import attributes_of, in_slots
+from parallelformers_ng.live_code.object_graph import attributes_of
 
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
@@ -40,7 +39,7 @@ def digest(value: Any) -> bytes:
 
 
 def original(value: Any) -> Any:
-    """Return the original of a function that this package has wrapped; return any other value unchanged."""
+    """The original of a function that this package has wrapped; any other value unchanged."""
     while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         if not value.__globals__.get("__name__", "").startswith("parallelformers_ng."):
             break
@@ -80,20 +79,20 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     elif type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
         hasher.update(f"{value.shape}{value.dtype}".encode())
         hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif type(value) in (tuple, list, collections.deque):
+    elif isinstance(value, (tuple, list, collections.deque)):
         for part in value:
             _feed(hasher, part, inner)
-    elif type(value) is dict:
-        for key, part in value.items():
+    elif isinstance(value, dict):
+        for key, part in dict.items(value):
             _feed(hasher, key, inner)
             _feed(hasher, part, inner)
-    elif type(value) in (set, frozenset):
+    elif isinstance(value, (set, frozenset)):
         hasher.update(b"".join(sorted(map(digest, value))))
     elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
         _feed(hasher, wrapped, inner)
     elif type(value) is np.ndarray and value.nbytes <= _LARGEST and not value.dtype.hasobject:
         hasher.update(f"{value.shape}{value.dtype}".encode() + value.tobytes())
-    elif (attributes := attributes_of(value) or _in_slots(value)) is not None:
+    elif attributes := attributes_of(value):
         hasher.update(type(value).__qualname__.encode())
         _feed(hasher, {name: part for name, part in attributes.items() if not name.startswith("_")}, inner)
     else:
@@ -103,11 +102,6 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
                 hasher.update(pickle.dumps(value, 5))  # of a decimal, an ordered dictionary, a pattern
 
 
-def _in_slots(value: Any) -> dict[str, Any] | None:
-    """Return the attributes that an object of the program has in slots; None if it has none."""
-    return None if package_of(type(value)) in LIBRARIES else in_slots(value) or None
-
-
 def is_equal_code(first: Any, second: Any) -> bool:
     """Whether two functions compute the same, as after a reload of their module; a class equals only itself."""
     return isinstance(first, types.FunctionType) and type(first) is type(second) and digest(first) == digest(second)
@@ -115,7 +109,7 @@ def is_equal_code(first: Any, second: Any) -> bool:
 
 @functools.cache
 def instructions(code: types.CodeType) -> bytes:
-    """Return a code object as bytes that are equal in every process that has read the same file.
+    """A code object as bytes that are equal in every process that has read the same file.
 
     The bytes are in version 2 of the marshal format. Later versions have references, which depend on reference counts.
     """
@@ -123,6 +117,6 @@ def instructions(code: types.CodeType) -> bytes:
 
 
 def _without_origin(code: types.CodeType) -> types.CodeType:
-    """Return a code object without its file, class and lines, which may differ between equal code objects."""
+    """A code object without its file, class and lines, which may differ between equal code objects."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     return code.replace(co_filename="", co_qualname="", co_firstlineno=0, co_linetable=b"", co_consts=constants)
