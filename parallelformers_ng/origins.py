@@ -38,7 +38,7 @@ def is_library(module: str) -> bool:
 def is_known(part: Any) -> bool:
     """Whether a module, class or function is of a package whose computations the policies take into account.
 
-    A class of another library may compute anything. So it counts like a class of the user wherever the question is what
-    a model computes, or which objects have state; the code of that library is still frozen as a library's.
+    A class of another library may compute anything. So stock code and the state of objects are judged by this function,
+    and the code of that library is still a library's: the contract freezes it.
     """
     return package_of(part) in KNOWN

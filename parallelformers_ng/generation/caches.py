@@ -158,7 +158,6 @@ def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """Replace each handle in a value. Mappings are changed in place."""
     return mapped(value, Handle, change, in_place=True)
 
 

@@ -82,7 +82,6 @@ class JointRoom:
         return like.shape[0] == 1 and end * bytes_of_token <= MOST_JOINT_BYTES
 
     def holds(self, layers: Sequence[Any]) -> bool:
-        """Whether the layers' keys and values are the newest tensors of this memory."""
         newest = _newest(layers)
         return len(newest) == len(self._views) and all(map(operator.is_, newest, [view() for view in self._views]))
 
@@ -206,7 +205,6 @@ def _has_sole_view(tensor: Tensor) -> bool:
 
 
 def _views_of(tensor: Tensor) -> int:
-    """Number of tensors that refer to the memory of a tensor."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses - 1  # without the storage object of this call
 
@@ -235,9 +233,7 @@ def extended(
 ) -> tuple[Tensor, Tensor]:
     """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
 
-    Args:
-        key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
-            empty.
+    An empty layer needs tensors `[batch, heads, …, width]`, which give shape and data type.
     """
     keys, values = layer.keys, layer.values
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like

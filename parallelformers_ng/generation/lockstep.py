@@ -21,14 +21,13 @@ _CANCELLED, _UPDATED = 1, 2
 
 
 class LiveChanges:
-    """What other threads of the caller change in the objects of a call while the call runs."""
+    """Changes by other threads of the caller in the objects of a call, while the call runs."""
 
     def __init__(self, emit: Any, objects: ObjectState) -> None:
         self._emit, self._objects = emit, objects
         self.has_arrived: Callable[[], bool] = emit.has_update
 
     def take(self) -> None:
-        """Write the oldest change that has arrived to the objects, and tell the caller."""
         self._objects.restore(self._emit.updates.pop(0), wins=True)
         self._emit(TAKEN)
 
@@ -71,11 +70,7 @@ class AgreedCriteria(StoppingCriteriaList):
         self._length = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
-
-        Args:
-            input_ids: tokens of all sequences so far, int64 `[rows, tokens]` or `[rows, tokens, codebooks]`.
-        """
+        """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank."""
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
         has_update = self._live is not None and self._live.has_arrived()
@@ -114,8 +109,6 @@ class AgreedCriteria(StoppingCriteriaList):
         return ended if seen[0] == mine else torch.tensor(seen[0][2:], dtype=torch.bool)
 
     def check(self) -> None:
-        """Raise RequestCancelledError or DivergedError, if a rank saw a cancellation or the ranks chose different
-        tokens."""
         if self._seen is not None:
             self._compare(self._seen.tolist())
 
@@ -150,7 +143,6 @@ def agreed_criteria(
     alike: bool = True,
     live: LiveChanges | None = None,
 ) -> Iterator[None]:
-    """Make `generate` of these models use `AgreedCriteria` within the context."""
     unchecked: list[AgreedCriteria] = []
 
     def check() -> None:

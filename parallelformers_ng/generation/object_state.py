@@ -49,7 +49,7 @@ class Changes:
 
 @dataclass
 class Given:
-    """What the ranks need to follow the objects of a call.
+    """Information with which the ranks follow the objects of a call.
 
     Attributes:
         imported: classes and functions that a rank imports, before it reads functions of the same modules.
@@ -121,7 +121,8 @@ class ObjectState:
         self.parts.append(obj)
 
     def followed(self, live: bool = False) -> Given:
-        """What the ranks need to follow the same objects; `live` if `update` is called while the ranks run the call."""
+        """Information for the ranks, which follow the same objects; `live` if `update` is called while they run the
+        call."""
         places = []
         for part in self.parts:
             if isinstance(part, Place):
@@ -141,8 +142,7 @@ class ObjectState:
     def on_rank(
         cls, followed: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
     ) -> ObjectState:
-        """Return the state of a call on a rank, and remember its parts. Raise NotPortableError if the rank's copies
-        have other parts."""
+        """State of a call on a rank, whose copies must have the same parts, with the parts remembered."""
         for place, attributes, closed in followed.places:
             for name, value in attributes.items():
                 object_parts.put_attribute(place, name, value)
@@ -251,7 +251,7 @@ class ObjectState:
         return object_parts.state_of(self.parts[number]) if self._differs(now, before) else None
 
     def _changed(self, now: dict[Any, Any], before: dict[Any, Any]) -> Any:
-        """(changed items, removed keys, all keys if their order changed); None without a change."""
+        # (changed items, removed keys, all keys if their order changed)
         changed = {
             key: value
             for key, value in now.items()
@@ -264,7 +264,7 @@ class ObjectState:
         return (changed, removed, order) if changed or removed or order else None
 
     def update(self) -> Changes | None:
-        """What other threads have changed in this process, for the ranks; None until the ranks have taken the previous
+        """Changes by other threads of this process, for the ranks; None until the ranks have taken the previous
         update."""
         try:
             return None if self._unconfirmed else self.changes(again=True)
@@ -272,7 +272,6 @@ class ObjectState:
             return None
 
     def confirm(self) -> None:
-        """Note that the ranks have taken the latest update."""
         self._unconfirmed = {}
 
     def restore(self, changes: Changes | None, back: Callable[[Any], Any] | None = None, wins: bool = False) -> None:

@@ -72,7 +72,6 @@ def _begin_with_prompt(generator: AssistedCandidateGenerator) -> None:
 
 
 def _is_plain(generator: AssistedCandidateGenerator) -> bool:
-    """Whether a plain loop chooses the tokens that the assistant's `generate` chooses."""
     assistant = generator.assistant_model
     is_stock = all(
         getattr(type(assistant), name) is getattr(GenerationMixin, name) for name in ("generate", "_sample", "_prefill")

@@ -63,7 +63,7 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
 
 
 def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
-    """What the digest of a value covers: bytes, and further values."""
+    """Bytes and further values that the digest of a value covers."""
     if isinstance(value, types.FunctionType):
         module = str(value.__globals__.get("__name__"))  # equal code in another module uses other globals
         cells = map(contents_of, value.__closure__ or ())

@@ -89,7 +89,7 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
 
 
 def items_of(value: Any) -> Any:
-    """What a mutable object contains now, apart from attributes; None for any other object.
+    """The present contents of a mutable object, apart from attributes; None for any other object.
 
     A dictionary, list, set or deque is the result itself, so take a `snapshot`. Any other result is a value that is
     different after the next change.

@@ -81,7 +81,7 @@ class Answer:
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
         assistant_settings: settings of the assistant that `generate` has changed, by name.
-        changes: what calls have changed in the model, and the caller has not confirmed.
+        changes: changes of the model that the caller has not confirmed.
         draws: states of the generators after the call, as in `Call`; None if they did not change.
     """
 

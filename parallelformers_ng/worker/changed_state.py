@@ -154,7 +154,7 @@ class ChangedState:
         self.look_at_settings()
 
     def _quick(self) -> list[tuple[dict[str, Any], str, torch.Tensor, int]]:
-        """What a call of a stock model looks at: (table, name, tensor, version) of each buffer."""
+        """The first comparison of a call: (table, name, tensor, version) of each buffer."""
         return [(each.table, each.name, each.tensor, each.version) for each in self._buffers if each.version >= 0]
 
     def look_at_settings(self) -> None:

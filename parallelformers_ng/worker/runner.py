@@ -211,7 +211,7 @@ class ModelRunner(RankWeights):
         )
 
     def changes_of_failed(self, number: int) -> Changes | None:
-        """What the call with this number, which raised an error, has changed in its arguments."""
+        """Changes by the call with this number, which raised an error, in its arguments."""
         (running, state), self._running = self._running, (0, None)
         return None if state is None or running != number else state.changes()
 

@@ -39,7 +39,7 @@ class RankWeights:
         aliases: storage name of a tensor → all names of the tensor.
         staging: buffer for copies to the device; None while no copy needs the buffer.
         moves: loads layers that are not always on the device; None if all layers stay on the device.
-        state: what calls have changed in the model; None before `loaded`.
+        state: changes of the model by calls; None before `loaded`.
     """
 
     moves: Moves | None = None
@@ -123,7 +123,6 @@ class RankWeights:
         self.state.put({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def state_changes(self) -> StateReport | None:
-        """What calls have changed in the model and the caller has not confirmed, also of a failed call."""
         report: StateReport | None = self.state.report(self.emit.sequence)
         return report
 
