@@ -32,7 +32,8 @@ def is_library(module: str) -> bool:
     loaded = sys.modules.get(module) or sys.modules.get(package)
     # An editable package is imported from its checkout. A namespace package has no file.
     file = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", ())), "")
-    return "/site-packages/" in file or "/dist-packages/" in file
+    is_installed = "/site-packages/" in file or "/dist-packages/" in file
+    return is_installed and package != "__main__"  # the file of `__main__` may be a tool that runs the user's code
 
 
 def is_known(part: Any) -> bool:

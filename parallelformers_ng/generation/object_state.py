@@ -69,8 +69,7 @@ class ObjectState:
     """The mutable parts of the caller's objects, in the caller or on a worker.
 
     Args:
-        stand_in: function that returns what replaces a cache or a module in a message; None for objects that contain no
-            caches and no modules of the model.
+        stand_in: replacement of a cache or a module in a message; None for objects without caches and modules.
 
     Attributes:
         parts: mutable parts, in the order of their numbers.
