@@ -117,7 +117,7 @@ def _propose_in_a_plain_loop(generator: AssistedCandidateGenerator) -> None:
 
 
 def _is_sure(generator: AssistedCandidateGenerator, scores: Tensor, token: int) -> bool:
-    """Whether an assistant is confident of a proposal, as `ConfidenceCriteria` of transformers decides."""
+    # As `ConfidenceCriteria` of transformers decides.
     threshold = generator.generation_config.assistant_confidence_threshold
     if not threshold:
         return True

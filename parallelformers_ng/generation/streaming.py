@@ -23,7 +23,6 @@ class EmittingStreamer(BaseStreamer):
 
 
 def deliver(streamer: BaseStreamer, event: torch.Tensor | None) -> None:
-    """Pass an event of an `EmittingStreamer` to the caller's streamer in the calling thread."""
     if event is None:
         streamer.end()
     else:
