@@ -18,15 +18,13 @@ from parallelformers_ng.generation.caches import CacheInfo, parts_of
 class CacheHandle(Cache):
     """The caller's stand-in for a cache on the workers, and also an instance of that cache's class.
 
-    The handle itself knows lengths and properties. Methods that read or change the contents (`crop`,
-    `reorder_cache`, `reset`, copies) run on the workers. Reading `layers`, calling `update` and pickling raise
-    `ParallelError`, because the tensors are on the workers. The workers free the cache when the handle is
-    garbage-collected. A use of the handle raises `StaleCacheError` after a restart of the workers. A use also raises
-    `StaleCacheError` if a request failed while it wrote to the cache, because ranks may then have different lengths. A
-    use that needs the workers raises `GroupError` if the workers fail or do not answer in time.
+    The handle itself knows lengths and properties. Methods that read or change the contents (`crop`, `reorder_cache`,
+    `reset`, copies) run on the workers. Reading `layers`, calling `update` and pickling raise `ParallelError`, because
+    the tensors are on the workers. The workers free the cache when the handle is garbage-collected. A use of the handle
+    raises `StaleCacheError` after a restart of the workers, or if a request failed while it wrote to the cache, because
+    ranks may then have different lengths.
 
     Attributes:
-        number: number of the cache in the `CacheTable` of each rank.
         incarnation: incarnation of the workers that have the cache.
         info: facts about the cache after the latest request.
     """
@@ -34,21 +32,15 @@ class CacheHandle(Cache):
     number: int
     incarnation: int
     info: CacheInfo
+    # Whether a request with this cache failed; the ranks' caches are then compared before the next use.
     unverified = False
-    """Whether a request with this cache failed; the ranks' caches are then compared before the next use."""
+    # Whether ranks may have different lengths of the cache.
     inconsistent = False
-    """Whether ranks may have different lengths of the cache."""
     _registry: weakref.ref[Any]  # the `CacheRegistry`
 
     def check(self) -> Any:
-        """Return the registry of the handle.
-
-        After a failed request with the cache, the method first sends a request that compares the ranks' caches.
-
-        Raises:
-            GroupError: the comparison failed, or had no answer in time.
-            StaleCacheError: the workers with the cache are gone, or ranks may have different lengths of the cache.
-        """
+        """Return the registry of the handle, after a comparison of the ranks' caches if a request with the cache
+        failed."""
         registry = self._registry()
         if registry is None or registry.incarnation != self.incarnation:
             raise StaleCacheError(
@@ -65,7 +57,7 @@ class CacheHandle(Cache):
         return registry
 
     def place(self) -> tuple[CacheHandle, str]:
-        """Return the handle of the whole cache, and the name of the subcache; "" if this handle is the whole cache."""
+        """The handle of the whole cache, and the name of the subcache; "" if this handle is the whole cache."""
         return self, ""
 
     def _remote(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -120,21 +112,15 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
     @property
     def is_updated(self) -> dict[int, bool]:
-        """Layer index → whether the cross-attention cache of that layer is filled. Each access asks the workers.
-
-        Raises:
-            StaleCacheError, GroupError: see `check`.
-        """
+        """Layer index → whether the cross-attention cache of that layer is filled. Each access asks the workers."""
         return self._remote("__getattribute__", "is_updated")
 
     @property
     def self_attention_cache(self) -> Any:
-        """Handle of the decoder's self-attention cache. Each access makes a new handle; all these handles are equal."""
         return self._subcache("self_attention_cache")
 
     @property
     def cross_attention_cache(self) -> Any:
-        """Handle of the decoder's cross-attention cache; all handles of this cache are equal."""
         return self._subcache("cross_attention_cache")
 
     def _subcache(self, name: str) -> SubcacheHandle:
@@ -145,10 +131,7 @@ class EncoderDecoderCacheHandle(CacheHandle, EncoderDecoderCache):
 
 
 class SubcacheHandle(CacheHandle):
-    """A handle for one subcache of an encoder-decoder cache.
-
-    Its state is the state of the whole cache's handle. Two handles of the same subcache are equal.
-    """
+    """A handle for one subcache of an encoder-decoder cache. Handles of the same subcache are equal."""
 
     _whole: EncoderDecoderCacheHandle
     _name: str
@@ -181,16 +164,8 @@ class SubcacheHandle(CacheHandle):
 
 
 def adopt(cache: Cache | None, registry: Any, incarnation: int, number: int, info: CacheInfo) -> CacheHandle:
-    """Return a handle for a cache on the workers. If the caller has a cache object, that object becomes the handle.
-
-    Args:
-        cache: cache object of the caller, which loses its own attributes; None for a new handle.
-        registry: registry of the handle; the handle keeps only a weak reference.
-        incarnation, number, info: the attributes of the same names.
-
-    Raises:
-        ImportError, AttributeError: this process cannot import the class of the cache.
-    """
+    """Return a handle for a cache on the workers. A cache object of the caller loses its attributes and becomes the
+    handle."""
     cls = handle_class(_named_class(info.module, info.name) if cache is None else type(cache))  # type: ignore[arg-type]
     if cache is None:
         handle = cls.__new__(cls)
@@ -205,7 +180,7 @@ def adopt(cache: Cache | None, registry: Any, incarnation: int, number: int, inf
 
 @functools.cache
 def handle_class(cls: type[Cache], base: type[CacheHandle] = CacheHandle) -> type[CacheHandle]:
-    """Return a subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info.
+    """Subclass of `CacheHandle` and `cls` whose public methods run on the workers or use the handle's info.
 
     Args:
         cls: class of the cache on the workers; a handle class is returned unchanged.
@@ -248,10 +223,10 @@ def _named_class(module: str, name: str) -> type[Cache]:
 
 
 def is_empty(cache: Cache) -> bool:
-    """Return whether a cache of the caller has no keys and values yet, so that the workers can fill the cache."""
+    """Whether a cache of the caller has no keys and values yet, so that the workers can fill the cache."""
     return not any(_is_filled(layer) for part in parts_of(cache) for layer in part.layers)
 
 
 def _is_filled(layer: Any) -> bool:
-    """Return whether a layer has a state tensor of 3 or more dimensions; counters of an empty layer have fewer."""
+    # A state tensor has 3 or more dimensions; counters of an empty layer have fewer.
     return any(isinstance(value, torch.Tensor) and value.ndim >= 3 for value in vars(layer).values())

@@ -13,17 +13,14 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.generation.caches import parts_of
 from parallelformers_ng.generation.int8_layer import Int8Layer
+from parallelformers_ng.generation.wrapping import wrap_once
 from parallelformers_ng.sharding.cache_names import CACHE
 
 _kind: str | None = None
 
 
 def keep_caches(kind: str | None) -> None:
-    """Set the kind of every dynamic cache that this process makes from now on.
-
-    Args:
-        kind: "int8", "offload" (host memory), or None for transformers' usual caches.
-    """
+    """Set the kind of every dynamic cache that this process makes from now on: "int8", "offload", or None."""
     global _kind
     _kind = kind
     plain = getattr(DynamicCache.__init__, "__wrapped__", DynamicCache.__init__)
@@ -45,12 +42,10 @@ def order_prefetches() -> None:
     transformers 5.17 does not order prefetches after offloads. Here that order is needed, because the host does not
     wait for the device in each step.
     """
-    if not hasattr(Cache.prefetch, "__wrapped__"):
-        Cache.prefetch = _after_offloads(Cache.prefetch)
+    wrap_once(Cache, "prefetch", _after_offloads)
 
 
 def _after_offloads(usual: Any) -> Any:
-    @functools.wraps(usual)
     def prefetch(cache: Cache, *args: Any, **kwargs: Any) -> Any:
         cache.prefetch_stream.wait_stream(torch.cuda.default_stream())
         return usual(cache, *args, **kwargs)
@@ -59,14 +54,7 @@ def _after_offloads(usual: Any) -> Any:
 
 
 def take_kind(cache: Cache) -> Cache:
-    """Change the plain layers of an empty cache to int8 layers, in place, if `keep_caches` has set that kind.
-
-    Args:
-        cache: cache to change; a cache with another kind than "int8" stays as it is.
-
-    Returns:
-        `cache` itself.
-    """
+    """Change the plain layers of an empty cache to int8 layers, in place, if `keep_caches` has set that kind."""
     for part in parts_of(cache) if _kind == "int8" else ():
         if isinstance(part, DynamicCache):
             if part.layer_class_to_replicate is DynamicLayer:
@@ -78,11 +66,7 @@ def take_kind(cache: Cache) -> Cache:
 
 
 def check_kind(kind: str | None, device: str, decode: Any) -> None:
-    """Check that a kind of cache works on a device ("cpu" or "cuda") and with an argument `decode=` of `parallelize`.
-
-    Raises:
-        ParallelError: the kind does not work with the device or with `decode`; the message says why.
-    """
+    """Raise ParallelError if a kind of cache does not work on a device ("cpu" or "cuda"), or with `decode=`."""
     if kind is not None and decode not in ("auto", "eager"):
         raise ParallelError(
             f"fit: cache={kind!r} needs caches that grow, and decode={decode!r} has caches of a fixed size; leave out"
@@ -96,11 +80,7 @@ def check_kind(kind: str | None, device: str, decode: Any) -> None:
 
 
 def kind_for(model: PreTrainedModel, kind: str | None) -> str | None:
-    """Return `kind` if a model's caches can have that kind.
-
-    Raises:
-        ParallelError: the model's caches cannot have that kind; the message says why.
-    """
+    """Return `kind` if a model's caches can have that kind; otherwise raise ParallelError."""
     if kind is None:
         return None
     name = type(model).__name__

@@ -16,20 +16,16 @@ from parallelformers_ng.generation.caches import CACHE_BLOCK, CacheInfo
 from parallelformers_ng.runtime.supervisor import Supervisor
 from parallelformers_ng.wire.frame import Handle
 
+# Errors that are raised before a request reaches any rank.
 _NOTHING_SENT = (DeadlineExpiredError, NotPortableError, SharedMemoryError)
-"""Errors that are raised before a request reaches any rank."""
 
 
+# Weak reference to a handle; its key is the incarnation and the number of the handle's cache.
 _Entry = weakref.KeyedRef[tuple[int, int], CacheHandle]
-"""Weak reference to a handle; its key is the incarnation and the number of the handle's cache."""
 
 
 class CacheRegistry:
-    """The caches on the workers of one model.
-
-    Args:
-        workers: owner of the workers; the registry keeps only a weak reference.
-    """
+    """The caches on the workers of one model. The registry keeps only a weak reference to the owner of the workers."""
 
     def __init__(self, workers: Supervisor) -> None:
         self._workers = weakref.ref(workers)
@@ -52,10 +48,6 @@ class CacheRegistry:
         """Return the value that stands for a cache in a message, and add the cache to `in_flight` by its number.
 
         A subcache's handle adds the handle of the whole cache.
-
-        Raises:
-            ParallelError: the cache belongs to another model, or was filled in this process.
-            StaleCacheError, GroupError: see `CacheHandle.check`.
         """
         if isinstance(cache, CacheHandle):
             if cache.check() is not self:
@@ -78,8 +70,6 @@ class CacheRegistry:
         Args:
             cache: cache from `in_flight` of `send`; None has no effect.
             incarnation: incarnation of the workers that ran the request.
-            number: number of the cache.
-            info: facts about the cache after the request.
         """
         if isinstance(cache, CacheHandle):
             cache.info = info
@@ -87,15 +77,7 @@ class CacheRegistry:
             self._enter(adopt(cache, self, incarnation, number, info))
 
     def receive(self, handle: Handle, incarnation: int) -> Any:
-        """Return the caller's handle for a cache that a request returned.
-
-        Args:
-            handle: value that stands for the cache in the answer; see `CacheTable.handle`.
-            incarnation: incarnation of the workers that ran the request.
-
-        Raises:
-            ImportError, AttributeError: see `adopt`.
-        """
+        """Return the caller's handle for a cache that a request returned; see `CacheTable.handle`."""
         number, info, subcache = handle.payload["id"], handle.payload["info"], handle.payload["subcache"]
         entry = self._entries.get(number)
         known = None if entry is None else entry()
@@ -122,10 +104,9 @@ class CacheRegistry:
         """After a failed request, free the caches that the request made, and the caches that the request had to free.
 
         Args:
-            incarnation: incarnation of the workers that ran the request.
             numbers: numbers of caches and of blocks to free.
-            in_flight: number → cache, for the caches of the request. A handle is compared with the ranks' caches before
-                its next use. A cache that the caller made is freed on the ranks.
+            in_flight: caches of the request. A handle is compared with the ranks' caches before its next use. A cache
+                that the caller made is freed on the ranks.
         """
         for number, cache in (in_flight or {}).items():
             if isinstance(cache, CacheHandle):
@@ -139,25 +120,12 @@ class CacheRegistry:
     def call(
         self, handle: CacheHandle, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], subcache: str = ""
     ) -> Any:
-        """Call a method of a cache, or of one of its subcaches, on every rank.
+        """Call a method of a cache, or of one of its subcaches, on every rank; "copy" copies the cache.
 
         After an error of a method that may have changed the cache, the handle cannot be used any more.
 
-        Args:
-            handle: handle of the whole cache, which gets the new facts about the cache.
-            method: name of the method; "copy" copies the cache.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
-            subcache: name of the subcache; "" for the whole cache.
-
         Returns:
             Result of the method on rank 0; a new handle for a result that is a cache.
-
-        Raises:
-            StaleCacheError: see `CacheHandle.check`.
-            NotPortableError: an argument cannot be sent.
-            GroupError: the workers failed or have ended, or did not answer in time.
-            ImportError, AttributeError: the result is a cache, see `adopt`.
         """
         workers = self._workers()
         assert workers is not None, "the handle was checked"
@@ -177,11 +145,7 @@ class CacheRegistry:
             raise
 
     def is_unchanged(self, handle: CacheHandle) -> bool:
-        """Return whether the cache on every rank still matches the handle's `info`.
-
-        Raises:
-            GroupError: the workers failed, or did not answer in time.
-        """
+        """Whether the cache on every rank still matches the handle's `info`."""
         workers = self._workers()
         assert workers is not None, "the handle was checked"
         group, incarnation, deadline = workers.ready()

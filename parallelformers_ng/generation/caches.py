@@ -46,7 +46,7 @@ _FLAGS = ("is_compileable", "is_initialized", "is_croppable", "is_sliding", "is_
 
 
 def info_of(cache: Cache) -> CacheInfo:
-    """Return the facts about a cache, which are the same on all ranks: each rank has all tokens of its heads."""
+    # The facts are the same on all ranks: each rank has all tokens of its heads.
     counted, subcaches = cache, {}
     if isinstance(cache, EncoderDecoderCache):
         counted = cache.self_attention_cache
@@ -58,7 +58,7 @@ def info_of(cache: Cache) -> CacheInfo:
 
 
 def parts_of(cache: Cache) -> list[Any]:
-    """Return the two subcaches of an encoder-decoder cache; for another cache, a list of the cache itself."""
+    """The two subcaches of an encoder-decoder cache; for another cache, a list of the cache itself."""
     return [getattr(cache, name) for name in SUBCACHES] if isinstance(cache, EncoderDecoderCache) else [cache]
 
 
@@ -70,15 +70,12 @@ _COUNTING = (DynamicLayer, Int8Layer, DynamicSlidingWindowLayer, StaticLayer, St
 
 
 def shows_every_write(cache: Cache) -> bool:
-    """Return whether every write to the cache changes its lengths.
-
-    Linear-attention states and the cross-attention of an encoder-decoder cache change without a change of length.
-    """
+    # Linear-attention states and the cross-attention of an encoder-decoder cache change without a change of length.
     return not isinstance(cache, EncoderDecoderCache) and all(type(layer) in _COUNTING for layer in cache.layers)
 
 
+# Size of the block of numbers that each request has for its new caches.
 CACHE_BLOCK = 1 << 16
-"""Size of the block of numbers that each request has for its new caches."""
 
 
 class CacheTable:
@@ -94,43 +91,24 @@ class CacheTable:
         """Number of the newest cache; set to the number of the block when a request begins."""
 
     def held(self) -> int:
-        """Return the number of caches in the table."""
         return len(self._caches)
 
     def get(self, number: int, subcache: str = "") -> Cache:
-        """Return the cache of a number, or its subcache of a name.
-
-        Raises:
-            KeyError: the table has no cache with this number.
-        """
         cache = self._caches[number]
         return getattr(cache, subcache) if subcache else cache
 
     def info(self, number: int) -> CacheInfo:
-        """Return the current facts about a cache.
-
-        Raises:
-            KeyError: see `get`.
-        """
         return info_of(self._caches[number])
 
     def certain_info(self, number: int) -> CacheInfo | None:
-        """Return the current facts about a cache; None if a write to the cache may leave its lengths unchanged.
-
-        Raises:
-            KeyError: see `get`.
-        """
+        """Facts about a cache; None if a write to the cache may leave its lengths unchanged."""
         return self.info(number) if shows_every_write(self._caches[number]) else None
 
     def adopt(self, number: int, cache: Cache) -> None:
-        """Add a cache that the caller made, under the caller's number."""
         self._caches[number] = cache
 
     def free(self, numbers: Sequence[int]) -> None:
-        """Remove caches from the table. The number of a block stands for all caches of that request.
-
-        Numbers without a cache have no effect.
-        """
+        """Remove caches from the table. The number of a block stands for all caches of that request."""
         blocks = {number for number in numbers if number > 0 and number % CACHE_BLOCK == 0}
         numbers_in_blocks = [
             number for number in self._caches if number > 0 and number - number % CACHE_BLOCK in blocks
@@ -139,18 +117,14 @@ class CacheTable:
             self._caches.pop(number, None)
 
     def handle(self, cache: Cache, known: Container[int] = ()) -> Handle:
-        """Return the value that stands for a cache in an answer to the caller.
-
-        Args:
-            cache: the cache; a new cache is added to the table.
-            known: numbers of caches whose info the answer contains already.
-        """
+        """Return the value that stands for a cache in an answer, without facts if its number is `known` to the
+        caller."""
         number, subcache = self._place_of(cache)
         info = None if number in known else info_of(self._caches[number])
         return Handle("cache", {"id": number, "info": info, "subcache": subcache})
 
     def _place_of(self, cache: Cache) -> tuple[int, str]:
-        """Return (number, ""), or for a subcache the number of the whole cache and the name of the subcache."""
+        """(number, ""), or for a subcache the number of the whole cache and the name of the subcache."""
         for number, kept in self._caches.items():
             if kept is cache:
                 return number, ""
@@ -164,22 +138,13 @@ class CacheTable:
     def run(
         self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], block: int, subcache: str = ""
     ) -> tuple[Any, CacheInfo]:
-        """Call a method of a cache or of a subcache, for the caller.
+        """Call a method of a cache or of a subcache, for the caller; "copy" copies the cache.
 
         Args:
-            number: number of the cache.
-            method: name of the method; "copy" copies the cache.
-            args: positional arguments of the method.
-            kwargs: keyword arguments of the method.
             block: number of the request's block, which a new cache's number follows.
-            subcache: name of the subcache; "" for the whole cache.
 
         Returns:
             Result of the method, a `Handle` for a cache; and the new facts about the whole cache.
-
-        Raises:
-            KeyError: see `get`.
-            Exception: the error of the method.
         """
         self.last_number = block
         cache = self.get(number, subcache)
@@ -189,22 +154,17 @@ class CacheTable:
 
 
 def map_caches(value: Any, change: Callable[[Cache], Any]) -> Any:
-    """Return a value with each cache inside replaced. Containers and model outputs keep their types."""
     return mapped(value, Cache, change, in_place=False)
 
 
 def map_handles(value: Any, change: Callable[[Handle], Any]) -> Any:
-    """Return a value with each handle inside replaced. Mappings are changed in place."""
     return mapped(value, Handle, change, in_place=True)
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any], in_place: bool) -> Any:
-    """Return a value with all objects of a kind inside replaced. Containers and model outputs keep their types.
+    """Replace all objects of a kind in a value. Containers and model outputs keep their types.
 
     Args:
-        value: any value, also nested tuples, lists and dictionaries.
-        kind: class of the objects to replace, or several classes.
-        change: function that returns the replacement of an object.
         in_place: whether to change mappings in place, for a value without other users; copies of outputs are slow.
     """
     if isinstance(value, kind):
@@ -227,5 +187,5 @@ def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], An
     return value
 
 
+# Classes of values that contain no other values.
 PLAIN = (torch.Tensor, str, bytes, int, float, type(None))
-"""Classes of values that contain no other values."""

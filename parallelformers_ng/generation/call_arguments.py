@@ -15,15 +15,12 @@ from parallelformers_ng.generation.caches import PLAIN
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import TENSOR_CLASSES
 
+# Arguments of `generate` that accept objects with the caller's code.
 STATEFUL = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` that accept objects with the caller's code."""
 
 
 def code_of(root: Any) -> Any:
-    """Return the function that runs if a callable is called.
-
-    For a callable object, that is `__call__` of its class; for a partial object, the innermost function.
-    """
+    """The function that runs if a function, a method, a partial function or an object is called."""
     while isinstance(root, functools.partial):
         root = root.func
     if isinstance(root, types.MethodType):
@@ -32,10 +29,7 @@ def code_of(root: Any) -> Any:
 
 
 def stateful_arguments(kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments of `generate` that contain the caller's code, one object at a time.
-
-    An absent argument yields None; a list or tuple yields its items.
-    """
+    """Yield the arguments of `generate` that contain the caller's code; None for an absent argument."""
     for name in STATEFUL:
         value = kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else [value]
@@ -47,11 +41,10 @@ def _settings() -> frozenset[str]:
 
 
 def roots_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments of a call that may be objects of the program. Settings of `generate` and caches are none."""
+    """Arguments of a call that may be objects of the program: neither settings of `generate` nor caches."""
     values = (*args, *(value for name, value in kwargs.items() if name not in _settings()))
     return [value for value in values if not isinstance(value, (*PLAIN, Handle, Cache))]
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the arguments of a call that are tensors, which the called method may write to."""
     return [value for value in (*args, *kwargs.values()) if type(value) in TENSOR_CLASSES]

@@ -9,7 +9,6 @@ checks late only on MPS devices; this module enables late checks on CUDA devices
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,28 +16,27 @@ import torch
 from torch import Tensor
 from transformers.generation import utils
 
+from parallelformers_ng.generation.wrapping import wrap_once
 from parallelformers_ng.sharding import look_ups
 
 _DEFERRING = torch.device("mps")
+# Whether the current request may run an extra step that nobody can observe.
 _allowed = False
-"""Whether the current request may run an extra step that nobody can observe."""
 
 
 def defer_stops() -> None:
     """Let generations of this process end one step late within `deferring(True)`, from now on. Idempotent.
 
-    The function replaces methods of `DeferredStopCheck` in `transformers.generation.utils`. Ids that the extra step
-    looks up raise no error, although the position of that step may be out of range.
+    Ids that the extra step looks up raise no error, although the position of that step may be out of range.
     """
     check = utils.DeferredStopCheck
     if not hasattr(check.finish, "__wrapped__"):
         check.is_supported = staticmethod(_supported(check.is_supported))
-        check.__call__ = _saving_look_ups(check.__call__)
-        check.finish = _restoring_look_ups(check.finish)
+    wrap_once(check, "__call__", _saving_look_ups)
+    wrap_once(check, "finish", _restoring_look_ups)
 
 
 def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(usual)
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         unseen = _allowed and not cache_is_returned
         return unseen and usual(_DEFERRING, cache, cache_is_returned, is_assistant)
@@ -47,7 +45,6 @@ def _supported(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _saving_look_ups(usual: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(usual)
     def call(check: Any, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
         stops = usual(check, unfinished_sequences, tokens, length)
         if not stops:
@@ -58,7 +55,6 @@ def _saving_look_ups(usual: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(usual)
     def finish(check: Any) -> int:
         undone = usual(check)
         if undone:
@@ -70,11 +66,7 @@ def _restoring_look_ups(usual: Callable[..., int]) -> Callable[..., int]:
 
 @contextlib.contextmanager
 def deferring(allowed: bool) -> Iterator[None]:
-    """Allow or forbid an extra step of `generate` during a request.
-
-    Args:
-        allowed: whether nobody can observe an extra step. A generation that returns its cache never has an extra step.
-    """
+    # A generation that returns its cache never has an extra step.
     global _allowed
     _allowed = allowed
     try:

@@ -5,7 +5,6 @@ transformers instead copies all keys and values of a layer into a longer tensor 
 
 from __future__ import annotations
 
-import functools
 import operator
 import struct
 import weakref
@@ -16,24 +15,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from parallelformers_ng.generation.wrapping import wrap_once
+
 LEAST_SPARE_TOKENS = 128
+# Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and are
+# slow to read anyway.
 MOST_JOINT_BYTES = 64 << 20
-"""Most bytes of the tokens in a `JointRoom`. While it grows, it exists twice; larger caches grow layer by layer, and
-are slow to read anyway."""
 
 
 class _Room(NamedTuple):
-    """The newest key and value tensors of a layer, and the capacity of their memory.
+    """The newest key and value tensors of a layer, and the capacity of their memory in tokens and sequences.
 
     Only this layer may write into the spare memory, and only while the layer's keys and values are these very tensors.
     After a reorder or a copy, the layer first copies its keys and values to new memory. After a crop the layer also
     copies them if other code holds tensors of the same memory, because a later token would overwrite cropped tokens.
-
-    Attributes:
-        owner: id of the layer.
-        keys, values: weak references to tensors `[batch, …, tokens, width]`.
-        room: capacity of the memory in tokens.
-        rows: capacity of the memory in sequences of the batch.
     """
 
     owner: int
@@ -47,7 +42,7 @@ class _Room(NamedTuple):
         return cls(id(layer), weakref.ref(layer.keys), weakref.ref(layer.values), room, rows)
 
     def fits(self, layer: Any, end: int) -> bool:
-        """Return whether a layer may write tokens up to `end` (exclusive) into the memory of its keys and values."""
+        """Whether a layer may write tokens up to `end` (exclusive) into the memory of its keys and values."""
         mine = self.owner == id(layer) and self.keys() is layer.keys and self.values() is layer.values
         return mine and end <= self.room
 
@@ -56,9 +51,8 @@ class JointRoom:
     """Memory for the keys and values of all layers of a cache with one sequence, `[2 · layers, 1, heads, room, width]`.
 
     One call of torch makes the next keys and values of all layers (`unbind`). After a step the layers' Python objects
-    are in no cache of the processor, so a call for each layer would take longer than the kernels of a small model.
-
-    The rules of `_Room` hold here, too.
+    are in no cache of the processor, so a call for each layer would take longer than the kernels of a small model. The
+    rules of `_Room` hold here, too.
 
     Args:
         layers: layers of the cache, without tokens or with tokens alike in shape and data type; changed.
@@ -84,12 +78,10 @@ class JointRoom:
 
     @classmethod
     def fits(cls, layers: Sequence[Any], like: Tensor, end: int) -> bool:
-        """Return whether a joint room may have `end` tokens of these layers; see the arguments of the class."""
         bytes_of_token = 2 * len(layers) * like.shape[1] * like.shape[3] * like.itemsize
         return like.shape[0] == 1 and end * bytes_of_token <= MOST_JOINT_BYTES
 
     def holds(self, layers: Sequence[Any]) -> bool:
-        """Return whether the layers' keys and values are the newest tensors of this memory."""
         newest = _newest(layers)
         return len(newest) == len(self._views) and all(map(operator.is_, newest, [view() for view in self._views]))
 
@@ -109,7 +101,6 @@ class JointRoom:
         return True
 
     def _show(self, layers: Sequence[Any], memory: Tensor, end: int) -> None:
-        """Give all layers the first `end` tokens of the memory."""
         self._end = end
         views = memory.narrow(3, 0, end).unbind()
         for layer, keys, values in zip(layers, views[::2], views[1::2], strict=True):
@@ -121,7 +112,7 @@ _joint_rooms: weakref.WeakKeyDictionary[DynamicCache, JointRoom] = weakref.WeakK
 
 
 def joint_room(cache: DynamicCache, layers: Sequence[Any]) -> JointRoom | None:
-    """Return the joint room that has the newest keys and values of all these layers of a cache; None for no room."""
+    """The joint room that has the newest keys and values of all these layers of a cache."""
     room = _joint_rooms.get(cache)
     return room if room is not None and room.holds(layers) else None
 
@@ -130,9 +121,7 @@ def extended_jointly(cache: DynamicCache, layers: Sequence[Any], tokens: int, li
     """Lengthen all layers of a cache by `tokens` tokens, which the caller then writes. In inference mode only.
 
     Args:
-        cache: cache of the layers.
         layers: `DynamicLayer`s of transformers with equally many tokens; changed.
-        tokens: number of tokens to add.
         like: tensor `[sequences, heads, …, width]` that gives shape and data type of keys and values.
 
     Returns:
@@ -161,18 +150,16 @@ def expect(layers: Sequence[Any], tokens: int) -> None:
 
 
 def _expected(layer: Any, end: int) -> int:
-    """Return the number of tokens that new memory of a layer must have, at least `end`."""
     return max(end, getattr(layer, "_expected_tokens", 0))
 
 
 def addresses_of(keys: Tensor, values: Tensor) -> tuple[int, ...]:
-    """Return the addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of
-    keys and of values. The eight numbers are in the order of the kernels' arguments (`Cached` of `_queries.h`)."""
+    """Addresses of keys and values; then the strides, in elements, between sequences, heads and tokens of keys and of
+    values. The eight numbers are in the order of the kernels' arguments (`Cached` of `_queries.h`)."""
     return keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3]
 
 
 def _with_spare(tokens: int) -> int:
-    """Return the number of tokens that new memory for `tokens` tokens has room for."""
     return tokens + max(tokens // 4, LEAST_SPARE_TOKENS)
 
 
@@ -183,17 +170,15 @@ def _newest(layers: Sequence[Any]) -> list[Tensor]:
 def append_in_place() -> None:
     """Make every `DynamicLayer` of this process append in place, from now on, also after a crop. Idempotent.
 
-    A layer still copies its keys and values outside of inference mode and in compiled code. A layer also copies if the
-    new keys or values have another data type or another shape, except for the number of tokens.
+    A layer still copies its keys and values outside of inference mode and in compiled code, and for new keys or values
+    of another data type or shape.
     """
-    if not hasattr(DynamicLayer.update, "__wrapped__"):
-        DynamicLayer.update = _in_place(DynamicLayer.update)
-        DynamicLayer.crop = _keeping_room(DynamicLayer.crop)
-        DynamicCache.crop = _keeping_joint_room(DynamicCache.crop)
+    wrap_once(DynamicLayer, "update", _in_place)
+    wrap_once(DynamicLayer, "crop", _keeping_room)
+    wrap_once(DynamicCache, "crop", _keeping_joint_room)
 
 
 def _keeping_room(crop: Any) -> Any:
-    @functools.wraps(crop)
     def cropped(layer: Any, *args: Any, **kwargs: Any) -> None:
         own: _Room | None = getattr(layer, "_room", None)
         begin = (layer.keys.data_ptr(), layer.values.data_ptr()) if own is not None and own.fits(layer, 0) else None
@@ -207,7 +192,6 @@ def _keeping_room(crop: Any) -> Any:
 
 
 def _keeping_joint_room(crop: Any) -> Any:
-    @functools.wraps(crop)
     def cropped(cache: Any, tokens_to_remove: int) -> None:
         room = _joint_rooms.get(cache) if tokens_to_remove <= 0 else None
         if room is None or not room.holds(cache.layers) or not room.lengthen(cache.layers, tokens_to_remove):
@@ -217,18 +201,15 @@ def _keeping_joint_room(crop: Any) -> Any:
 
 
 def _has_sole_view(tensor: Tensor) -> bool:
-    """Return whether no other tensor refers to the memory of a tensor."""
     return _views_of(tensor) == 1
 
 
 def _views_of(tensor: Tensor) -> int:
-    """Return the number of tensors that refer to the memory of a tensor."""
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses - 1  # without the storage object of this call
 
 
 def _in_place(concatenate: Any) -> Any:
-    @functools.wraps(concatenate)
     def update(
         layer: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -252,14 +233,7 @@ def extended(
 ) -> tuple[Tensor, Tensor]:
     """Lengthen a layer's keys and values by `tokens` tokens, which the caller then writes. In inference mode only.
 
-    Args:
-        layer: a `DynamicLayer` of transformers; changed.
-        tokens: number of tokens to add.
-        key_like, value_like: tensors `[batch, heads, …, width]` that give shape and data type; needed if the layer is
-            empty.
-
-    Returns:
-        New keys and values of the layer, each `[batch, heads, tokens, width]`.
+    An empty layer needs tensors `[batch, heads, …, width]`, which give shape and data type.
     """
     keys, values = layer.keys, layer.values
     key_like, value_like = keys if key_like is None else key_like, values if value_like is None else value_like
@@ -280,11 +254,6 @@ def spread(layer: Any, rows: int, columns: int) -> None:
     """Give a layer more sequences, and more tokens before its tokens. The new keys and values are 0.
 
     On CPU, the memory has room for twice the sequences: unused memory costs nothing, and later sequences no copy.
-
-    Args:
-        layer: a `DynamicLayer` of transformers with keys and values `[batch, heads, tokens, width]`; changed.
-        rows: number of sequences afterwards, at least the number of now.
-        columns: number of tokens of each sequence afterwards, at least the number of now.
     """
     own: _Room | None = getattr(layer, "_room", None)
     before, *_, tokens, _ = layer.keys.shape
@@ -302,10 +271,7 @@ def spread(layer: Any, rows: int, columns: int) -> None:
 
 
 def _follows(old: Tensor, new: Tensor) -> bool:
-    """Return whether `new` can be appended to `old` without a cast: same data type, same shape except tokens.
-
-    Otherwise `torch.cat` promotes the data types, or raises an error for the shapes.
-    """
+    # For other data types `torch.cat` promotes; for other shapes it raises an error.
     if old.dtype is not new.dtype:
         return False
     mine, its = old.shape, new.shape
@@ -313,18 +279,14 @@ def _follows(old: Tensor, new: Tensor) -> bool:
 
 
 def _moved(old: Tensor, new: Tensor, rows: int, room: int) -> Tensor:
-    """Copy `old` to new memory with a capacity of `rows` sequences and `room` tokens, and return the copy."""
     batch, *lead, _, width = new.shape
     roomy = new.new_empty((rows, *lead, room, width))[:batch]
     return roomy.narrow(-2, 0, old.shape[-2]).copy_(old) if old.numel() else roomy
 
 
 def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tensor:
-    """Copy `old`, `[batch, heads, tokens, width]`, to the last columns of the first rows of new memory.
-
-    Returns:
-        `[rows, heads, columns, width]`, in memory with a capacity of `most` rows and `room` columns.
-    """
+    """Copy `[batch, heads, tokens, width]` to the last columns of the first rows of memory for `most` rows and `room`
+    columns."""
     batch, heads, tokens, width = old.shape
     spread = old.new_empty((most, heads, room, width))[:rows, :, :columns]
     spread[:batch, :, columns - tokens :] = old
@@ -334,6 +296,6 @@ def _spread(old: Tensor, most: int, room: int, rows: int, columns: int) -> Tenso
 
 
 def _reaching(old: Tensor, like: Tensor, end: int) -> Tensor:
-    """Return a view of the memory of `old` with `end` tokens; that memory must have the capacity for `end` tokens."""
+    """A view of the memory of `old` with `end` tokens."""
     *lead, _, width = like.shape
     return old.as_strided((*lead, end, width), old.stride())

@@ -14,18 +14,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 _LARGEST = 127
+# Scales have the range of float32. Rounding them adds no error, because numbers are divided by the rounded scale.
 _SCALE = torch.bfloat16
-"""Data type of the scales, with the range of float32. Rounding the scales adds no error, because numbers are divided by
-the rounded scale."""
 
 
 class Int8Layer(DynamicLayer):
-    """A cache layer with int8 keys and values, stored in two plain layers: one for codes, one for scales.
-
-    Attributes:
-        parts: layer of the codes, int8 `[batch, heads, tokens, width]`, and layer of the scales, bfloat16 `[batch,
-            heads, tokens, 1]`.
-    """
+    """A cache layer with int8 keys and values, stored in two plain layers: one for codes, one for scales."""
 
     parts: tuple[DynamicLayer, DynamicLayer]
 
@@ -39,15 +33,12 @@ class Int8Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys `[batch, heads, tokens, width]`, dequantized at each access to the data type of the newest keys; None in
-        an empty layer."""
+        """Keys, dequantized at each access to the data type of the newest keys; None in an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.keys, scales.keys, self._dtypes[0])
 
     @property
     def values(self) -> Tensor | None:
-        """Values `[batch, heads, tokens, width]`, dequantized at each access to the data type of the newest values;
-        None in an empty layer."""
         codes, scales = self.parts
         return _numbers(codes.values, scales.values, self._dtypes[1])
 

@@ -21,19 +21,13 @@ _CANCELLED, _UPDATED = 1, 2
 
 
 class LiveChanges:
-    """What other threads of the caller change in the objects of a call while the call runs.
-
-    Args:
-        emit: connection to the caller, `runtime.service.Emitter`.
-        objects: the objects of the call on this rank.
-    """
+    """Changes by other threads of the caller in the objects of a call, while the call runs."""
 
     def __init__(self, emit: Any, objects: ObjectState) -> None:
         self._emit, self._objects = emit, objects
         self.has_arrived: Callable[[], bool] = emit.has_update
 
     def take(self) -> None:
-        """Write the oldest change that has arrived to the objects, and tell the caller."""
         self._objects.restore(self._emit.updates.pop(0), wins=True)
         self._emit(TAKEN)
 
@@ -48,16 +42,13 @@ class AgreedCriteria(StoppingCriteriaList):
     On CUDA devices the host does not wait for the values of the ranks. If fingerprints differ or a rank saw a
     cancellation, all sequences end, and `check` then raises the error.
 
-    Different devices may choose different tokens; see `devices_alike`. On such devices the ranks send tokens instead of
-    fingerprints, and continue with the tokens of rank 0.
+    Different devices may choose different tokens; see `devices_alike`. On such devices (`sends`) the ranks send their
+    newest tokens instead of fingerprints, and continue with the tokens of rank 0.
 
     Args:
         criteria: stopping criteria of this rank: limits of length and time, end tokens, the caller's criteria.
-        communicator: connection to the other ranks.
         sequence: number of the request, by which the parent cancels it.
-        sends: whether ranks send the newest tokens, the last column of `input_ids`, instead of fingerprints.
-        live: changes by other threads of the caller, which all ranks take after the same token; None for a call whose
-            objects no thread can change.
+        live: changes by other threads of the caller, which all ranks take after the same token.
     """
 
     def __init__(
@@ -79,14 +70,7 @@ class AgreedCriteria(StoppingCriteriaList):
         self._length = 0
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank.
-
-        Args:
-            input_ids: tokens of all sequences so far, int64 `[rows, tokens]` or `[rows, tokens, codebooks]`.
-
-        Raises:
-            RequestCancelledError, DivergedError: see `check`. With several CUDA ranks, only `check` raises errors.
-        """
+        """Return which sequences end with the newest tokens, bool `[rows]`, the same on every rank."""
         ended = super().__call__(input_ids, scores, **kwargs)
         cancelled = self._communicator.cancel_sequence() == self._sequence
         has_update = self._live is not None and self._live.has_arrived()
@@ -115,7 +99,7 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._seen[0, 2 : 2 + rows].bool() | amiss
 
     def _agree_now(self, ended: torch.Tensor, input_ids: torch.Tensor, flags: int) -> torch.Tensor:
-        """Return what `__call__` returns. Python computes the values: on CPU each operator of torch takes longer."""
+        # Python computes the values: on CPU each operator of torch takes longer.
         for row, token in enumerate(input_ids[:, -1].flatten().tolist()):
             self._fingerprint = (31 * self._fingerprint + (row + 1) * 1000003 * token) % (1 << 63)
         mine = [flags, self._fingerprint, *ended.tolist()]
@@ -125,17 +109,10 @@ class AgreedCriteria(StoppingCriteriaList):
         return ended if seen[0] == mine else torch.tensor(seen[0][2:], dtype=torch.bool)
 
     def check(self) -> None:
-        """Raise an error if the request was cancelled, or if the ranks chose different tokens.
-
-        Raises:
-            RequestCancelledError: the caller cancelled the request.
-            DivergedError: the ranks chose different tokens.
-        """
         if self._seen is not None:
             self._compare(self._seen.tolist())
 
     def _compare(self, seen: list[list[int]]) -> None:
-        """Raise the errors of `check` for the values that the ranks sent."""
         if any(flags & _CANCELLED for flags, *_ in seen):
             raise cancellation_error()
         if any(fingerprint != seen[0][1] for _, fingerprint, *_ in seen):
@@ -146,10 +123,7 @@ class AgreedCriteria(StoppingCriteriaList):
             self._live.take()
 
     def _take_in(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Add the newest tokens to the fingerprint of all tokens, and return the fingerprint.
-
-        fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
-        """
+        # fingerprint = 31 · earlier fingerprint + Σ (row + 1) · 1000003 · token mod 2⁶³
         newest = input_ids[:, -1].flatten()
         if self._weights is None or len(self._weights) != len(newest):
             self._weights = torch.arange(1, len(newest) + 1, device=newest.device) * 1000003
@@ -157,8 +131,8 @@ class AgreedCriteria(StoppingCriteriaList):
         return self._fingerprint
 
 
+# Generation modes in which the next step reads its tokens from the `input_ids` of the stopping criteria.
 _TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Generation modes in which the next step reads its tokens from the `input_ids` of the stopping criteria."""
 
 
 @contextlib.contextmanager
@@ -169,18 +143,6 @@ def agreed_criteria(
     alike: bool = True,
     live: LiveChanges | None = None,
 ) -> Iterator[None]:
-    """Make `generate` of these models use `AgreedCriteria` within the context.
-
-    Args:
-        models: the model and its parts that have a `generate`.
-        communicator: connection to the other ranks.
-        sequence: number of the request, by which the parent cancels it.
-        alike: whether the ranks' devices choose the same tokens; see `devices_alike`.
-        live: changes by other threads of the caller; None if the call has no objects that threads can change.
-
-    Raises:
-        RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
-    """
     unchecked: list[AgreedCriteria] = []
 
     def check() -> None:
@@ -206,14 +168,11 @@ def agreed_criteria(
 
 
 def devices_alike(communicator: Communicator, device: torch.device) -> bool:
-    """Return whether the devices of all ranks compute and draw the same numbers. All ranks must call this together.
+    """Whether the devices of all ranks compute and draw the same numbers. All ranks must call this together.
 
     CUDA devices must be of the same product, because the product decides which kernels run. The devices must also have
     the same number of multiprocessors, because random numbers depend on that number (`calc_execution_policy` in torch's
     DistributionTemplates.h).
-
-    Raises:
-        CollectiveAbortedError, DivergedError, torch.distributed.DistBackendError: see `Communicator.all_reduce`.
     """
     if device.type == "cpu" or communicator.world_size == 1:
         return True
@@ -223,21 +182,13 @@ def devices_alike(communicator: Communicator, device: torch.device) -> bool:
     return bool((kinds == kinds[0]).all())
 
 
+# Functions of torch that `generate` draws random numbers with.
 _DRAWING = ("multinomial", "rand_like")
-"""Functions of torch that `generate` draws random numbers with."""
 
 
 @contextlib.contextmanager
 def shared_draws(communicator: Communicator, alike: bool) -> Iterator[None]:
-    """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently.
-
-    Within the context, `torch.multinomial` and `torch.rand_like` broadcast the numbers of rank 0 to all ranks, and
-    raise the errors of `Communicator.broadcast`.
-
-    Args:
-        communicator: connection to the other ranks.
-        alike: result of `devices_alike`; True changes nothing.
-    """
+    """Make all ranks use the random numbers that rank 0 draws within the context, if the devices draw differently."""
     usual = {} if alike else {name: getattr(torch, name) for name in _DRAWING}
 
     def shared(draw: Any) -> Any:
@@ -260,12 +211,8 @@ class CallersRandomness:
     """Context in which every rank draws the same random numbers, from the state of the caller's generator.
 
     CPU ranks use the caller's state itself, so sampling chooses the same tokens as in the caller's process. CUDA
-    generators use another algorithm, and are seeded from the caller's state. Each `with` block continues where the
-    last block stopped.
-
-    Args:
-        state: state of the caller's CPU generator.
-        device: device of the rank.
+    generators use another algorithm, and are seeded from the caller's state. Each `with` block continues where the last
+    block stopped.
     """
 
     def __init__(self, state: bytes, device: torch.device) -> None:
@@ -290,7 +237,7 @@ class CallersRandomness:
             self._of_device = torch.cuda.get_rng_state(self._device)
 
     def moved(self) -> torch.Tensor | None:
-        """Return the state of the CPU generator at the end of the context; None if no number was drawn.
+        """The state of the CPU generator at the end of the context; None if no number was drawn.
 
         If a CUDA rank drew a number, the state advances by one draw.
         """
@@ -301,12 +248,7 @@ class CallersRandomness:
 
 
 class OwnStream(CallersRandomness):
-    """Context in which random numbers come from the stream of one call, the same as in a call that is not batched.
-
-    Args:
-        seed: seed of the stream.
-        device: device of the rank.
-    """
+    """Context in which random numbers come from the stream of one call, the same as in a call that is not batched."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__(torch.Generator().manual_seed(seed).get_state().numpy().tobytes(), device)

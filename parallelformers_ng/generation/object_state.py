@@ -23,13 +23,16 @@ from transformers.cache_utils import Cache
 
 from parallelformers_ng.errors import NotPortableError, ParallelError
 from parallelformers_ng.generation import object_parts
-from parallelformers_ng.generation.object_parts import CODE, REMOVED, Names, Place, attributes_of, is_own_code, items_of
+from parallelformers_ng.generation.object_parts import REMOVED, Names, Place, attributes_of, items_of
+from parallelformers_ng.live_code.object_graph import CODE, PLAIN_TYPES, is_same, values_in, walk
+from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 from parallelformers_ng.wire.message import TENSOR_CLASSES
 
+_ALL = object()
+# Event of rank 0: the ranks have written the latest update of the caller's objects to their copies.
 TAKEN = Handle("taken")
-"""Event of rank 0: the ranks have written the latest update of the caller's objects to their copies."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Changes:
 
 @dataclass
 class Given:
-    """What the ranks need to follow the objects of a call.
+    """Information with which the ranks follow the objects of a call.
 
     Attributes:
         imported: classes and functions that a rank imports, before it reads functions of the same modules.
@@ -66,9 +69,7 @@ class ObjectState:
     """The mutable parts of the caller's objects, in the caller or on a worker.
 
     Args:
-        roots: objects to visit.
-        stand_in: function that returns what replaces a cache or a module in a message; None for objects that contain
-            no caches and no modules of the model.
+        stand_in: replacement of a cache or a module in a message; None for objects without caches and modules.
 
     Attributes:
         parts: mutable parts, in the order of their numbers.
@@ -81,30 +82,23 @@ class ObjectState:
         self._names: dict[int, Names] = {}
         self._before: list[list[Any]] = []
         self._digests: dict[int, bytes] = {}
-        self._unconfirmed = set[tuple[int, int, Any]]()
-        seen, pending = dict[int, Any](), [*roots][::-1]
-        while pending:
-            obj = pending.pop()
-            if type(obj) not in object_parts.PLAIN and id(obj) not in seen:
-                seen[id(obj)] = obj  # an id is unique only while the object lives
-                pending += [*self._visit(obj)][::-1]
+        self._unconfirmed: dict[int, tuple[Any, Any]] = {}  # number of a part → the latest update of it
+        for _ in walk(roots, self._visit):
+            pass
 
     def _visit(self, obj: Any) -> Iterator[Any]:
         """Give an object a number if it is mutable, and yield the values that it contains."""
-        is_part = object_parts.is_part(obj, with_modules=self._stand_in is None)
-        if not is_part and isinstance(obj, CODE):
-            return
-        if is_part:
+        if object_parts.is_part(obj, with_modules=self._stand_in is None):
             self._add(obj)
-        yield from object_parts.inner(obj)
-        if not is_part:
-            return
-        values = attributes_of(obj)
-        yield from (values[name] for name in sorted(values))
-        if isinstance(obj, types.FunctionType):
-            yield from self._variables(obj)
-        else:
-            yield from obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
+            yield from object_parts.inner(obj)
+            values = attributes_of(obj)
+            yield from (values[name] for name in sorted(values))
+            if isinstance(obj, types.FunctionType):
+                yield from self._variables(obj)
+            else:
+                yield from obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
+        elif not isinstance(obj, CODE):
+            yield from object_parts.inner(obj)
 
     def _variables(self, function: types.FunctionType) -> Iterator[Any]:
         """Follow the variables of modules that a function names, and yield their values."""
@@ -112,7 +106,7 @@ class ObjectState:
         spaces: list[tuple[Any, dict[str, Any], set[str]]] = [(function, function.__globals__, {*names})]
         for name, attributes in sorted(names.items()):
             module = function.__globals__.get(name)
-            if isinstance(module, types.ModuleType) and is_own_code(module.__name__):
+            if isinstance(module, types.ModuleType) and not is_library(module.__name__):
                 spaces.append((module, vars(module), attributes))
         for anchor, space, read in spaces:
             if id(space) not in self._names:
@@ -126,14 +120,8 @@ class ObjectState:
         self.parts.append(obj)
 
     def followed(self, live: bool = False) -> Given:
-        """Return what the ranks need to follow the same objects.
-
-        Args:
-            live: whether `update` is called while the ranks run the call.
-
-        Raises:
-            NotPortableError: code reads an object with which threads signal each other from a module or class.
-        """
+        """Information for the ranks, which follow the same objects; `live` if `update` is called while they run the
+        call."""
         places = []
         for part in self.parts:
             if isinstance(part, Place):
@@ -153,11 +141,7 @@ class ObjectState:
     def on_rank(
         cls, followed: Given, roots: Iterable[Any], stand_in: Callable[[Any], Any] | None = None
     ) -> ObjectState:
-        """Return the state of a call on a rank, and remember its parts. The arguments are those of the constructor.
-
-        Raises:
-            NotPortableError: the rank's copies have other parts than the caller's objects.
-        """
+        """State of a call on a rank, whose copies must have the same parts, with the parts remembered."""
         for place, attributes, closed in followed.places:
             for name, value in attributes.items():
                 object_parts.put_attribute(place, name, value)
@@ -176,11 +160,11 @@ class ObjectState:
         return zlib.crc32(" ".join(type(part).__name__ for part in self.parts).encode())
 
     def _values(self, named: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the values that may be written to a place: no code, and nothing that only this process can use."""
+        """Values that may be written to a place: no code, and nothing that only this process can use."""
         return {
             name: value
             for name, value in named.items()
-            if type(value) in object_parts.PLAIN
+            if type(value) in PLAIN_TYPES
             or isinstance(value, (tuple, frozenset))
             or (id(value) in self._numbers and not isinstance(value, CODE))
         }
@@ -191,25 +175,24 @@ class ObjectState:
         return any(isinstance(part, Place) for part in self.parts)
 
     def shares(self, other: ObjectState) -> bool:
-        """Return whether any object, apart from code, belongs to this state and to the other state."""
+        """Whether any object, apart from code, belongs to this state and to the other state."""
         return any(id(part) in other._numbers for part in self.parts if not isinstance(part, Place))
 
     def remember(self, present: list[list[Any]] | None = None) -> None:
-        """Store the present contents of all parts for a later call of `changes`."""
         self._before = [[attributes_of(part), items_of(part)] for part in self.parts] if present is None else present
         self._digests = {}
         for contents in self._before:
             for content in contents:
-                self._note(content.values() if isinstance(content, dict) else content if type(content) is list else ())
+                self._note(values_in(content))
 
     def _note(self, values: Iterable[Any]) -> None:
         """Store the digests of values that may change inside, but are no parts."""
         for value in values:
-            if type(value) not in object_parts.PLAIN and self._is_opaque(value):
+            if type(value) not in PLAIN_TYPES and self._is_opaque(value):
                 self._digests[id(value)] = self._digest(value)
 
     def _is_opaque(self, value: Any) -> bool:
-        if type(value) in object_parts.PLAIN or id(value) in self._numbers or isinstance(value, (*CODE, Cache)):
+        if type(value) in PLAIN_TYPES or id(value) in self._numbers or isinstance(value, (*CODE, Cache)):
             return False
         if isinstance(value, tuple):
             return any(map(self._is_opaque, value))
@@ -225,14 +208,14 @@ class ObjectState:
         if now is before:
             digest = self._digests.get(id(now))
             return digest is not None and digest != self._digest(now)
-        if type(now) is type(before) and type(now) in (*object_parts.PLAIN, set):
-            return bool(now != before)
-        if type(now) is type(before) and isinstance(now, tuple):
-            return len(now) != len(before) or any(map(self._differs, now, before))
-        return True
+        if type(now) is type(before) is tuple and len(now) == len(before):
+            return any(map(self._differs, now, before))
+        if isinstance(now, set) and isinstance(before, set):
+            return now != before
+        return not is_same(now, before)
 
     def changes(self, again: bool = False) -> Changes | None:
-        """Return the changes since `remember`, which must have been called; None without a change.
+        """The changes since `remember`; None without a change.
 
         Args:
             again: whether the next call returns the changes since this call.
@@ -241,31 +224,16 @@ class ObjectState:
             ParallelError: a new value cannot be copied to the other process.
         """
         present = [[attributes_of(part), items_of(part)] for part in self.parts]
-        changed_parts: dict[int, Any] = {}
-        for number, ((attributes, items), (old_attributes, old_items)) in enumerate(
-            zip(present, self._before, strict=True)
-        ):
-            named = self._changed(attributes, old_attributes)
-            if isinstance(items, dict):
-                new = self._changed(items, old_items)
-            elif type(items) is list:
-                new = items if len(items) != len(old_items) or any(map(self._differs, items, old_items)) else None
-            else:
-                new = object_parts.state_of(self.parts[number]) if items != old_items else None
+        changed_parts: dict[int, tuple[Any, Any]] = {}
+        for number, (now, before) in enumerate(zip(present, self._before, strict=True)):
+            named, new = self._changed(now[0], before[0]), self._new_items(number, now[1], before[1])
             if named is not None or new is not None:
                 changed_parts[number] = named, new
         if not changed_parts:
             return None
         if again:
             self.remember(present)
-            self._unconfirmed = {
-                (number, kind, key)
-                for number, each in changed_parts.items()
-                for kind, change in enumerate(each)
-                for key in (
-                    () if change is None else (*change[0], *change[1]) if self._is_mapping(number, kind) else (None,)
-                )
-            }
+            self._unconfirmed = changed_parts
         tensors = list[torch.Tensor]()
         try:
             return Changes(self._pickled(changed_parts, tensors), tensors)
@@ -276,11 +244,13 @@ class ObjectState:
                 f" process: {error}. Store only values there that can be pickled"
             ) from error
 
-    def _is_mapping(self, number: int, kind: int) -> bool:
-        return kind == 0 or isinstance(self.parts[number], dict)
+    def _new_items(self, number: int, now: Any, before: Any) -> Any:
+        if isinstance(now, dict):
+            return self._changed(now, before)
+        return object_parts.state_of(self.parts[number]) if self._differs(now, before) else None
 
     def _changed(self, now: dict[Any, Any], before: dict[Any, Any]) -> Any:
-        """Return (changed items, removed keys, all keys if their order changed); None without a change."""
+        # (changed items, removed keys, all keys if their order changed)
         changed = {
             key: value
             for key, value in now.items()
@@ -293,16 +263,15 @@ class ObjectState:
         return (changed, removed, order) if changed or removed or order else None
 
     def update(self) -> Changes | None:
-        """Return what other threads have changed in this process, for the ranks; None until the ranks have taken the
-        previous update."""
+        """Changes by other threads of this process, for the ranks; None until the ranks have taken the previous
+        update."""
         try:
             return None if self._unconfirmed else self.changes(again=True)
         except RuntimeError:  # another thread changed a dictionary or list while it was read; look again later
             return None
 
     def confirm(self) -> None:
-        """Note that the ranks have taken the latest update."""
-        self._unconfirmed = set()
+        self._unconfirmed = {}
 
     def restore(self, changes: Changes | None, back: Callable[[Any], Any] | None = None, wins: bool = False) -> None:
         """Write the result of `changes` in the other process to the parts in this process, in place.
@@ -310,9 +279,7 @@ class ObjectState:
         What this process has changed itself since `remember` stays, unless `wins` is true.
 
         Args:
-            changes: changes in the other process.
             back: function that returns the value for a stand-in: the inverse of the other process's `stand_in`.
-            wins: whether the other process decides about parts that both processes have changed.
         """
         if changes is None:
             return
@@ -327,29 +294,30 @@ class ObjectState:
         for number, (named, new) in ReferenceUnpickler(changes.data, resolve).load().items():
             part = self.parts[number]
             if named is not None:
-                self._write((number, 0), named, functools.partial(object_parts.put_attribute, part), wins)
+                self._write(number, 0, named, functools.partial(object_parts.put_attribute, part), wins)
             if isinstance(part, dict) and new is not None:
-                self._write((number, 1), new, functools.partial(object_parts.put_item, part), wins)
+                self._write(number, 1, new, functools.partial(object_parts.put_item, part), wins)
                 if new[2] is not None and {*new[2]} == {*part}:
                     items = [(key, part[key]) for key in new[2]]
                     part.clear()
                     for item in items:
                         object_parts.put_item(part, *item)
             elif new is not None:
-                old = self._before[number] if self._before else [None, None]
-                if wins or not self._before or not self._is_own((number, 1, None), items_of(part), old[1]):
+                old = self._before[number] if self._before else None
+                if wins or old is None or not self._is_own(number, 1, _ALL, items_of(part), old[1]):
                     object_parts.put_items(part, new)
-                    old[1] = items_of(part)
-                    self._note(old[1] if type(old[1]) is list and self._before else ())
+                    if old is not None:
+                        old[1] = items_of(part)
+                        self._note(values_in(old[1]))
 
-    def _write(self, place: tuple[int, int], change: Any, put: Callable[[Any, Any], None], wins: bool) -> None:
-        """Write changed attributes (`place[1]` is 0) or items of a dictionary (1) of the part `place[0]`."""
-        part, old = self.parts[place[0]], self._before[place[0]][place[1]] if self._before else None
-        now = {} if wins or old is None else items_of(part) if place[1] else attributes_of(part)
+    def _write(self, number: int, kind: int, change: Any, put: Callable[[Any, Any], None], wins: bool) -> None:
+        """Write changed attributes (`kind` is 0) or items of a dictionary (1)."""
+        old = self._before[number][kind] if self._before else None
+        now = {} if wins or old is None else (attributes_of, items_of)[kind](self.parts[number])
         changed, removed, _ = change
         for key, value in (*dict.fromkeys(removed, REMOVED).items(), *changed.items()):
             if old is not None:
-                if not wins and self._is_own((*place, key), now.get(key, REMOVED), old.get(key, REMOVED)):
+                if not wins and self._is_own(number, kind, key, now.get(key, REMOVED), old.get(key, REMOVED)):
                     continue
                 old.pop(key, None)
                 if value is not REMOVED:
@@ -357,13 +325,11 @@ class ObjectState:
                     self._note([value])
             put(key, value)
 
-    def _is_own(self, place: tuple[int, int, Any], now: Any, before: Any) -> bool:
-        """Return whether this process has changed a value that the other process did not know when it sent changes."""
-        if place in self._unconfirmed:
-            return True
-        if type(now) is list and type(before) is list:
-            return len(now) != len(before) or any(map(self._differs, now, before))
-        return self._differs(now, before)
+    def _is_own(self, number: int, kind: int, key: Any, now: Any, before: Any) -> bool:
+        """Whether this process has changed a value that the other process did not know when it sent changes."""
+        update = self._unconfirmed.get(number, (None, None))[kind]
+        is_sent = update is not None and (key is _ALL or key in update[0] or key in update[1])
+        return is_sent or self._differs(now, before)
 
     def _pickled(self, value: Any, tensors: list[torch.Tensor] | None) -> bytes:
         def reference(obj: Any) -> Any:

@@ -15,7 +15,6 @@ On CPU, the proposals of an assistant come from a loop of this module after the 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,17 +29,16 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
+from parallelformers_ng.generation.wrapping import wrap_once
 from parallelformers_ng.sharding.cache_names import CACHE
 
 
 def propose_after_prompt() -> None:
     """Make greedy generations of this process propose tokens as this module describes, from now on. Idempotent."""
-    if not hasattr(GenerationMixin._get_candidate_generator, "__wrapped__"):
-        GenerationMixin._get_candidate_generator = _after_prompt(GenerationMixin._get_candidate_generator)
+    wrap_once(GenerationMixin, "_get_candidate_generator", _after_prompt)
 
 
 def _after_prompt(usual: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(usual)
     def get(model: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         generator = usual(model, generation_config, *args, **kwargs)
         if generation_config.do_sample:
@@ -55,8 +53,6 @@ def _after_prompt(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin_with_prompt(generator: AssistedCandidateGenerator) -> None:
-    """Make the first pass of a generator have the prompt alone."""
-
     def begin(input_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
         generator.get_candidates, generator.update_candidate_strategy = go_on, learn_nothing
         return input_ids, None
@@ -76,7 +72,6 @@ def _begin_with_prompt(generator: AssistedCandidateGenerator) -> None:
 
 
 def _is_plain(generator: AssistedCandidateGenerator) -> bool:
-    """Return whether a plain loop chooses the tokens that the assistant's `generate` chooses."""
     assistant = generator.assistant_model
     is_stock = all(
         getattr(type(assistant), name) is getattr(GenerationMixin, name) for name in ("generate", "_sample", "_prefill")
@@ -122,11 +117,7 @@ def _propose_in_a_plain_loop(generator: AssistedCandidateGenerator) -> None:
 
 
 def _is_sure(generator: AssistedCandidateGenerator, scores: Tensor, token: int) -> bool:
-    """Return whether an assistant is confident of a proposal, as `ConfidenceCriteria` of transformers decides.
-
-    Args:
-        scores: the assistant's scores of all tokens, `[vocabulary]`.
-    """
+    # As `ConfidenceCriteria` of transformers decides.
     threshold = generator.generation_config.assistant_confidence_threshold
     if not threshold:
         return True
@@ -137,11 +128,7 @@ def _is_sure(generator: AssistedCandidateGenerator, scores: Tensor, token: int) 
 
 
 class LatestMatch(PromptLookupCandidateGenerator):
-    """A generator that proposes the tokens after the latest occurrence of the last tokens.
-
-    Args:
-        usual: generator of transformers with the settings.
-    """
+    """A generator that proposes the tokens after the latest occurrence of the last tokens."""
 
     def __init__(self, usual: PromptLookupCandidateGenerator) -> None:
         self.__dict__.update(usual.__dict__)
@@ -161,7 +148,7 @@ class LatestMatch(PromptLookupCandidateGenerator):
         return torch.cat((input_ids, proposals[None]), dim=1), None
 
     def _after_match(self, ids: Tensor) -> Tensor:
-        """Return all tokens after the latest occurrence of the last tokens of `ids`; no tokens without a match."""
+        """All tokens after the latest occurrence of the last tokens of `ids`; no tokens without a match."""
         for size in range(min(self.max_matching_ngram_size, len(ids) - 1), 0, -1):
             windows = ids[:-1].unfold(0, size, 1)
             matches = (windows == ids[-size:]).all(dim=1).nonzero()

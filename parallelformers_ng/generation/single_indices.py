@@ -18,19 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallelformers_ng.generation.wrapping import wrap_once
+
+# Types of indices that mean the same next to a list and next to a slice.
 _BASIC = {int, slice, type(None), type(...)}
-"""Types of indices that mean the same next to a list and next to a slice."""
 
 
 def slice_single_indices() -> None:
     """Make this process index tensors with a slice instead of a list of one number, from now on. Idempotent."""
-    if not hasattr(Tensor.__getitem__, "__wrapped__"):
-        Tensor.__getitem__ = _sliced(Tensor.__getitem__)  # type: ignore[method-assign, assignment]
-        torch.tensor, torch.as_tensor = _of_numbers(torch.tensor), _of_numbers(torch.as_tensor)
+    wrap_once(Tensor, "__getitem__", _sliced)
+    wrap_once(torch, "tensor", _of_numbers)
+    wrap_once(torch, "as_tensor", _of_numbers)
 
 
 def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
-    @functools.wraps(usual)
     def indexed(tensor: Tensor, index: Any) -> Tensor:
         items = index if type(index) is tuple else (index,)
         if [*map(type, items)].count(list) != 1:
@@ -44,7 +45,6 @@ def _sliced(usual: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], T
 
 
 def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(usual)
     def tensor(data: Any, *types: Any, **options: Any) -> Tensor:
         leaves = tree_leaves(data) if isinstance(data, (list, tuple)) else []
         if any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -58,7 +58,7 @@ def _of_numbers(usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _slice(item: Any) -> Any:
-    """Return the slice that selects the same as a list of one number; return any other index unchanged."""
+    """The slice that selects the same as a list of one number; any other index unchanged."""
     if type(item) is not list or len(item) != 1 or type(item[0]) is not int:
         return item
     return slice(item[0], item[0] + 1 or None)

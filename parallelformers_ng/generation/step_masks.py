@@ -22,21 +22,15 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def answer_for_steps() -> None:
-    """Make decode steps within `known_masks` run without reading their mask from the device, from now on.
-
-    The function replaces two functions of `transformers.masking_utils` in this process.
-    """
+    """Make decode steps within `known_masks` run without reading their mask from the device, from now on."""
     for name in _QUESTIONS:
         setattr(masking_utils, name, _answered(getattr(masking_utils, name)))
 
 
 @contextlib.contextmanager
 def known_masks(models: Sequence[Any]) -> Iterator[None]:
-    """Make `generate` of these models read each mask only once within the context, and omit masks that hide no token.
-
-    Args:
-        models: models that have a `generate`.
-    """
+    """Make `generate` of these models read each mask only once within the context, and omit masks that hide no
+    token."""
     changed = [(model, {name: vars(model)[name] for name in _METHODS if name in vars(model)}) for model in models]
     for model in models:
         loop = _Loop()
@@ -57,9 +51,6 @@ class _Loop:
     """The masks of one model's `generate`, and whether each mask hides a token.
 
     A mask is recognized by object identity, so masks that other code makes are not changed.
-
-    Attributes:
-        in_step: whether the model is in a decode step after the prompt.
     """
 
     def __init__(self) -> None:
@@ -100,8 +91,8 @@ class _Loop:
         return name in self._known and self._known[name][0] is mask
 
 
+# The loops of the current request.
 _loops: list[_Loop] = []
-"""The loops of the current request."""
 
 
 def _answered(question: Callable[..., bool]) -> Callable[..., bool]:

@@ -8,56 +8,31 @@ import types
 from typing import Any
 
 from parallelformers_ng.generation.call_arguments import code_of
-from parallelformers_ng.generation.object_parts import is_own_code
-
-_MUTATORS = frozenset({
-    "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",
-    "popitem", "popleft", "remove", "setdefault", "subtract", "update",
-})  # fmt: skip
-_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
+from parallelformers_ng.live_code.functions import changed_variables, codes_in, globals_in
+from parallelformers_ng.origins import is_library
 
 
 def globals_written_by(root: Any) -> list[str]:
-    """Return the names of the global variables that a callable writes to, directly or through functions that it names.
-
-    Args:
-        root: a function, a method, or an object with `__call__`.
-    """
+    """Names of the global variables that a callable writes to, directly or through functions that it names."""
     written, seen = set[str](), set[types.CodeType]()
     unread_functions = [code_of(root)]
     while unread_functions:
         function = unread_functions.pop()
         if not isinstance(function, types.FunctionType) or function.__code__ in seen:
             continue
-        if not is_own_code(function.__module__ or ""):
+        if is_library(function.__module__ or ""):
             continue
         seen.add(function.__code__)
-        read, changed = _global_names(function.__code__)
-        written |= changed
-        unread_functions += [function.__globals__.get(name) for name in read]
+        written |= _written_in(function.__code__)
+        unread_functions += [function.__globals__.get(name) for name in globals_in(function.__code__)]
     return sorted(written)
 
 
 @functools.lru_cache(256)
-def _global_names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names of the global variables that code, and functions within the code, read, and that they change.
-
-    `notes[…] = `, `notes.count = ` and `notes.append(…)` change the variable `notes`.
-    """
-    read, changed = set[str](), set[str]()
-    begins: dict[Any, str] = {}  # (line, column) → name of the global variable at that position
-    for instruction in dis.get_instructions(code):
-        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
-        if instruction.opname == "STORE_GLOBAL":
-            changed.add(instruction.argval)
-        elif instruction.opname == "LOAD_GLOBAL":
-            read.add(instruction.argval)
-            begins[place] = instruction.argval
-        elif place in begins and (instruction.opname in _STORES or instruction.argval in _MUTATORS):
-            changed.add(begins[place])
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner_read, inner_changed = _global_names(constant)
-            read |= inner_read
-            changed |= inner_changed
-    return read, changed
+def _written_in(code: types.CodeType) -> frozenset[str]:
+    """Global variables that code, or a function nested in it, assigns or changes: `count = …`, `notes.append(…)`."""
+    written = set[str]()
+    for each in codes_in(code):
+        written |= changed_variables(each, True)
+        written |= {part.argval for part in dis.get_instructions(each) if part.opname == "STORE_GLOBAL"}
+    return frozenset(written)

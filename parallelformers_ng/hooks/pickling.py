@@ -21,11 +21,11 @@ from parallelformers_ng.generation.cache_handle import CacheHandle
 from parallelformers_ng.generation.call_arguments import code_of
 from parallelformers_ng.generation.object_state import Changes, Given
 from parallelformers_ng.live_code.packing import by_value as pickled_by_value
+from parallelformers_ng.origins import CORE, is_library
 from parallelformers_ng.wire.by_value import ReferencePickler, ReferenceUnpickler
 from parallelformers_ng.wire.frame import Handle
 
 Kind = Literal["_forward_hooks", "_forward_pre_hooks"]
-LIBRARIES = ("torch.", "transformers.")
 HookChanges = tuple[Changes | None, dict[tuple[str, str], Any], list[int]]
 """Changes of the hooks' mutable objects; attributes of modules: (path, name) → value; and the
 payloads of the `HookHandle`s of removed hooks."""
@@ -82,7 +82,7 @@ def is_of_library(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     place = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(place).startswith(LIBRARIES)
+    return str(place).partition(".")[0] in CORE
 
 
 def pack(model: nn.Module, hooks: Sequence[Hook], local: list[Any], followed: Given | None = None) -> PackedHooks:
@@ -156,7 +156,7 @@ def _pickled(
     buffer = io.BytesIO()
     homes = {str(getattr(code_of(hook.call), "__module__", "")) for hook in hooks}
     # By value, because an imported copy of a module would have new variables.
-    with pickled_by_value(name for name in homes if not name.startswith(LIBRARIES)):
+    with pickled_by_value(name for name in homes if not is_library(name)):
         ReferencePickler(buffer, reference).dump(([*hooks], followed))
     return buffer.getvalue()
 

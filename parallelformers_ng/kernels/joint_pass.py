@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from parallelformers_ng.kernels.decoder_stack import DecoderStack, StepInC
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.live_code.stock import foreign_class
+from parallelformers_ng.origins import is_known
 from parallelformers_ng.sharding.placed import Placed
 
 
@@ -143,7 +143,7 @@ def _runs_foreign_code(module: nn.Module) -> bool:
     """Return whether a module runs a forward of the program, which may depend on the ids, positions or number of the
     tokens. Patches of library code count in `may_serve`."""
     cls = type(module)
-    return "forward" in vars(module) or (package_of(cls) not in LIBRARIES and bool(foreign_class(cls)))
+    return "forward" in vars(module) or (not is_known(cls) and bool(foreign_class(cls)))
 
 
 class _LayersWait(Exception):

@@ -16,35 +16,32 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.live_code.content import digest, original
 from parallelformers_ng.live_code.holders import value_in
 from parallelformers_ng.live_code.packing import CodeChanges, Digests
-from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, package_of, reach, scopes_of
+from parallelformers_ng.live_code.reach import Slot, module_of, package_named_in, reach, scopes_of
+from parallelformers_ng.origins import CORE, package_of
 from parallelformers_ng.wire.by_value import ReferenceUnpickler
 
+# Digest of a place that has no value.
 ABSENT = b""
-"""Digest of a place that has no value."""
 _NOTHING = object()
+# Attributes that transformers sets on the class of a model, also on a class of the program.
 _FILLED_IN = ("_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
-"""Attributes that transformers sets on the class of a model, also on a class of the program."""
+# Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry.
 _BUILT = "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY"
-"""Registry of transformers 5.17 for the classes of all models of a process; a rank always has a different registry."""
 
 
 def attentions_of(model: nn.Module) -> set[str]:
-    """Return the names of the attention functions that a model may call."""
+    """Names of the attention functions that a model may call."""
     configs = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
     return {name for name in configs if isinstance(name, str)} | {"sdpa", "eager"}
 
 
 def classes_of(model: nn.Module) -> set[type]:
-    """Return the classes of a model's modules; a parametrized module counts with its class before parametrization."""
+    """Classes of a model's modules; a parametrized module counts with its class before parametrization."""
     return {parametrize.type_before_parametrizations(module) for module in model.modules()}
 
 
 def digests_of(slots: Mapping[str, Slot]) -> Digests:
-    """Return name of a place → digest of its value, for places in modules that a rank can import.
-
-    Args:
-        slots: name of a place → the place and its value.
-    """
+    """Name of a place → digest of its value, for places in modules that a rank can import."""
     by_value = {name for name in {module_of(place) for place in slots} if is_by_value(name)}
     return {
         place: digest(slot.value)
@@ -54,9 +51,7 @@ def digests_of(slots: Mapping[str, Slot]) -> Digests:
 
 
 def differences(digests: Digests) -> Digests:
-    """Compare digests of another process with the code of this process.
-
-    The function imports the modules of the places, and thus runs their code.
+    """Compare digests of another process with the code of this process, which imports the modules of the places.
 
     Returns:
         Name of a place → digest of its value in this process, or `ABSENT` without a value, for places that differ.
@@ -72,8 +67,8 @@ def differences(digests: Digests) -> Digests:
     return own_digests
 
 
+# Name of a place → a function and its digest.
 _REMEMBERED: dict[str, tuple[types.FunctionType, bytes]] = {}
-"""Name of a place → a function and its digest."""
 
 
 def remember_functions(classes: Iterable[type]) -> None:
@@ -81,9 +76,6 @@ def remember_functions(classes: Iterable[type]) -> None:
 
     A fork that digests a function itself copies every page of memory that it reads, because reading an object counts a
     reference. No program runs here or in the forks before they compare code, so the functions stay as they are.
-
-    Args:
-        classes: classes of modules.
     """
     slots = reach(classes).items()
     values = {place: slot.value for place, slot in slots if isinstance(slot.value, types.FunctionType)}
@@ -91,12 +83,7 @@ def remember_functions(classes: Iterable[type]) -> None:
 
 
 def is_filled_in(slot: Slot, here: bytes) -> bool:
-    """Return whether a place differs from a rank's digest `here` only because transformers fills it at first use.
-
-    Args:
-        slot: the place and its value in the caller.
-        here: digest of the rank's value.
-    """
+    """Whether a place differs from a rank's digest `here` only because transformers fills it at first use."""
     if slot.place == _BUILT or (slot.key in _FILLED_IN and here == ABSENT):
         return True
     if not slot.place.startswith("transformers.") or not slot.key.startswith("_"):
@@ -106,27 +93,15 @@ def is_filled_in(slot: Slot, here: bytes) -> bool:
 
 
 class AppliedChanges:
-    """The changes that a rank has made to imported code.
-
-    Attributes:
-        of_step: whether a forward pass reaches changed code of a library.
-    """
+    """The changes that a rank has made to imported code. `of_step`: a forward pass reaches changed code of a
+    library."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Any, str, Any]] = {}
         self.of_step = False
 
     def apply(self, changes: CodeChanges, model: nn.Module | None) -> None:
-        """Set the new values at their places.
-
-        Args:
-            model: the model of the rank; None before the model is built.
-            changes: changes from the caller; the pickle contains code, so the sender must be trusted.
-
-        Raises:
-            ImportError, AttributeError: this process has no module, class or registry with the name of a place. Other
-                exceptions of unpickled code are passed on.
-        """
+        """Set the new values at their places; the pickle contains code, so the sender must be trusted."""
         values = ReferenceUnpickler(changes.data, self._imported).load()
         classes = set() if model is None else {type(module) for module in model.modules()}
         for place, value in values.items():
@@ -142,41 +117,32 @@ class AppliedChanges:
         self.of_step |= changes.of_step
 
     def undo(self) -> None:
-        """Restore the imported value of every changed place."""
         self.of_step = False
         while self._before:
             _, (holder, key, value) = self._before.popitem()
-            if value is not _NOTHING:
-                _put(holder, key, value)
-            elif isinstance(holder, type):
-                delattr(holder, key)
-            elif isinstance(holder, GeneralInterface):
-                type(holder)._global_mapping.pop(key, None)
-                holder._local_mapping.pop(key, None)
-            else:
-                del holder[key]
+            _put(holder, key, value)
 
     def _imported(self, place: str) -> Any:
-        """Return the value that this rank imported at a place, even if the place was changed."""
+        """The value that this rank imported at a place, even if the place was changed."""
         return self._before[place][2] if place in self._before else _look_up(place)
 
 
 def is_local(place: str) -> bool:
-    """Return whether a place is in a class made by a function; such a class is pickled by value."""
+    """Whether a place is in a class made by a function; such a class is pickled by value."""
     return "<locals>" in place
 
 
 def may_be_copied(place: str) -> bool:
-    """Return whether code that was pickled by value may have a copy of a place: the place is in a program's module."""
-    return not place.endswith("]") and package_named_in(place) not in ("torch", "transformers")
+    """Whether code that was pickled by value may have a copy of a place: the place is in a program's module."""
+    return not place.endswith("]") and package_named_in(place) not in CORE
 
 
 def is_by_value(name: str) -> bool:
-    """Return whether the code of a module must be pickled by value, because a rank cannot import the same code."""
+    """Whether the code of a module must be pickled by value, because a rank cannot import the same code."""
     module = sys.modules.get(name)
     if name == "__main__" or module is None:
         return True
-    if package_of(module) in ("torch", "transformers"):
+    if package_of(module) in CORE:
         return False
     file = getattr(module, "__file__", None)
     parent, _, _ = name.rpartition(".")
@@ -199,7 +165,7 @@ def _look_up(place: str) -> Any:
 
 
 def _holder_of(place: str) -> tuple[Any, str]:
-    """Return the class, the globals or the registry of a place in this process, and the key of the place's value.
+    """The class, the globals or the registry of a place in this process, and the key of the place's value.
 
     Args:
         place: `module:Class.attribute`, `module:global` or `module:registry[key]`.
@@ -217,14 +183,18 @@ def _holder_of(place: str) -> tuple[Any, str]:
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
+    """Set a value, or delete it for `_NOTHING`."""
     if isinstance(holder, type):
-        setattr(holder, key, value)
-    elif isinstance(holder, GeneralInterface):
-        type(holder)._global_mapping[key] = value
-        if key in holder._local_mapping:
-            holder._local_mapping[key] = value
-    else:
-        holder[key] = value
+        delattr(holder, key) if value is _NOTHING else setattr(holder, key, value)
+        return
+    tables = [holder]
+    if isinstance(holder, GeneralInterface):
+        tables = [type(holder)._global_mapping, *([holder._local_mapping] if key in holder._local_mapping else ())]
+    for table in tables:
+        if value is _NOTHING:
+            table.pop(key, None)
+        else:
+            table[key] = value
 
 
 def _put_by_value(
@@ -242,7 +212,7 @@ def _put_by_value(
 
 
 def _classes_named(place: str, scopes: Mapping[str, list[dict[str, Any]]]) -> list[type]:
-    """Return the classes with the name of a place in the globals of code that was pickled by value."""
+    """Classes with the name of a place in the globals of code that was pickled by value."""
     module, _, path = place.partition(":")
     first, *rest = path.split(".")
     values = [scope.get(first) for scope in scopes.get(module, ())]

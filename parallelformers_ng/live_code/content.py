@@ -6,18 +6,19 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import marshal
 import pickle
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from parallelformers_ng.live_code.functions import contents_of, function_behind
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
-from parallelformers_ng.live_code.state import attributes_of, in_slots
+from parallelformers_ng.live_code.object_graph import attributes_of
 
 _LARGEST = 1 << 20
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), torch.dtype, torch.device)
@@ -40,7 +41,7 @@ def digest(value: Any) -> bytes:
 
 
 def original(value: Any) -> Any:
-    """Return the original of a function that this package has wrapped; return any other value unchanged."""
+    """The original of a function that this package has wrapped; any other value unchanged."""
     while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         if not value.__globals__.get("__name__", "").startswith("parallelformers_ng."):
             break
@@ -55,57 +56,49 @@ def _feed(hasher: Any, value: Any, seen: frozenset[int]) -> None:
     value = original(value)
     if id(value) in seen:
         return hasher.update(b"again")
-    inner = seen | {id(value)}
-    kind: str = type(value).__name__
-    hasher.update(kind.encode())
+    text, parts = _described(value)
+    hasher.update(type(value).__name__.encode() + text)
+    for part in parts:
+        _feed(hasher, part, seen | {id(value)})
+
+
+def _described(value: Any) -> tuple[bytes, Iterable[Any]]:
+    """Bytes and further values that the digest of a value covers."""
     if isinstance(value, types.FunctionType):
-        hasher.update(instructions(value.__code__))
-        hasher.update(
-            str(value.__globals__.get("__name__")).encode()
-        )  # equal code in another module uses other globals
+        module = str(value.__globals__.get("__name__"))  # equal code in another module uses other globals
         cells = map(contents_of, value.__closure__ or ())
-        for part in (value.__defaults__, value.__kwdefaults__, *cells):
-            _feed(hasher, part, inner)
-    elif isinstance(value, functools.partial):
-        for argument in (value.func, value.args, value.keywords):
-            _feed(hasher, argument, inner)
-    elif (function := function_behind(value)) is not None:
-        _feed(hasher, function, inner)
-    elif isinstance(value, type):
-        hasher.update(f"{value.__module__}.{value.__qualname__}".encode())
-    elif isinstance(value, types.ModuleType):
-        hasher.update(value.__name__.encode())
-    elif isinstance(value, _PLAIN):  # an enumeration, for example
-        hasher.update(repr(value).encode())
-    elif type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
-        hasher.update(f"{value.shape}{value.dtype}".encode())
-        hasher.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif type(value) in (tuple, list, collections.deque):
-        for part in value:
-            _feed(hasher, part, inner)
-    elif type(value) is dict:
-        for key, part in value.items():
-            _feed(hasher, key, inner)
-            _feed(hasher, part, inner)
-    elif type(value) in (set, frozenset):
-        hasher.update(b"".join(sorted(map(digest, value))))
-    elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
-        _feed(hasher, wrapped, inner)
-    elif type(value) is np.ndarray and value.nbytes <= _LARGEST and not value.dtype.hasobject:
-        hasher.update(f"{value.shape}{value.dtype}".encode() + value.tobytes())
-    elif (attributes := attributes_of(value) or _in_slots(value)) is not None:
-        hasher.update(type(value).__qualname__.encode())
-        _feed(hasher, {name: part for name, part in attributes.items() if not name.startswith("_")}, inner)
-    else:
-        hasher.update(str(getattr(value, "__qualname__", type(value).__qualname__)).encode())
-        if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
-            with contextlib.suppress(Exception):  # a lock, for example; reducers may raise any exception
-                hasher.update(pickle.dumps(value, 5))  # of a decimal, an ordered dictionary, a pattern
-
-
-def _in_slots(value: Any) -> dict[str, Any] | None:
-    """Return the attributes that an object of the program has in slots; None if it has none."""
-    return None if package_of(type(value)) in LIBRARIES else in_slots(value) or None
+        return instructions(value.__code__) + module.encode(), (value.__defaults__, value.__kwdefaults__, *cells)
+    if isinstance(value, functools.partial):
+        return b"", (value.func, value.args, value.keywords)
+    if (function := function_behind(value)) is not None:
+        return b"", (function,)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}".encode(), ()
+    if isinstance(value, types.ModuleType):
+        return value.__name__.encode(), ()
+    if isinstance(value, _PLAIN):  # an enumeration, for example
+        return repr(value).encode(), ()
+    if isinstance(value, (tuple, list, collections.deque)):
+        return b"", value
+    if isinstance(value, dict):
+        return b"", itertools.chain.from_iterable(dict.items(value))
+    if isinstance(value, (set, frozenset)):
+        return b"".join(sorted(map(digest, value))), ()
+    if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
+        return b"", (wrapped,)
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.nbytes <= _LARGEST:
+        values = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+        return f"{value.shape}{value.dtype}".encode() + values.tobytes(), ()
+    if type(value) is np.ndarray and value.nbytes <= _LARGEST and not value.dtype.hasobject:
+        return f"{value.shape}{value.dtype}".encode() + value.tobytes(), ()
+    if attributes := attributes_of(value):
+        public = {name: part for name, part in attributes.items() if not name.startswith("_")}
+        return type(value).__qualname__.encode(), (public,)
+    text = str(getattr(value, "__qualname__", type(value).__qualname__)).encode()
+    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names - {"builtins"} and not callable(value):
+        with contextlib.suppress(Exception):  # a lock, for example; reducers may raise any exception
+            text += pickle.dumps(value, 5)  # of a decimal, a pattern
+    return text, ()
 
 
 def is_equal_code(first: Any, second: Any) -> bool:
@@ -115,7 +108,7 @@ def is_equal_code(first: Any, second: Any) -> bool:
 
 @functools.cache
 def instructions(code: types.CodeType) -> bytes:
-    """Return a code object as bytes that are equal in every process that has read the same file.
+    """A code object as bytes that are equal in every process that has read the same file.
 
     The bytes are in version 2 of the marshal format. Later versions have references, which depend on reference counts.
     """
@@ -123,6 +116,6 @@ def instructions(code: types.CodeType) -> bytes:
 
 
 def _without_origin(code: types.CodeType) -> types.CodeType:
-    """Return a code object without its file, class and lines, which may differ between equal code objects."""
+    """A code object without its file, class and lines, which may differ between equal code objects."""
     constants = tuple(_without_origin(part) if isinstance(part, types.CodeType) else part for part in code.co_consts)
     return code.replace(co_filename="", co_qualname="", co_firstlineno=0, co_linetable=b"", co_consts=constants)

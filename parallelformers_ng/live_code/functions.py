@@ -16,12 +16,12 @@ _BEHIND = (
 
 
 def function_behind(value: Any) -> Any:
-    """Return the function that a method, a property or a partial function calls; None for any other value."""
+    """The function that a method, a property or a partial function calls; None for any other value."""
     return next((getattr(value, name) for kinds, name in _BEHIND if isinstance(value, kinds)), None)
 
 
 def contents_of(cell: types.CellType) -> tuple[Any, ...]:
-    """Return the value of a variable of an enclosing function; an empty tuple if the variable has no value."""
+    """The value of a variable of an enclosing function; an empty tuple if the variable has no value."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -29,12 +29,9 @@ def contents_of(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that run if `value` is called or read, including wrapped functions and getters.
+    """Yield the Python functions that run if a function, method, property or partial function is called or read.
 
-    Args:
-        value: a function, method, property or partial function. Of another object, only a function in `__wrapped__`
-            counts.
-        seen: ids of functions to leave out.
+    Wrapped functions and getters count. Of another object, only a function in `__wrapped__` counts.
     """
     while not isinstance(value, types.FunctionType) and (behind := function_behind(value)) is not None:
         value = behind
@@ -50,26 +47,57 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[typ
         yield from functions_in(wrapped, seen)
 
 
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code object, and the code of the functions and classes nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
 @functools.cache
 def words_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names and the strings in a code object, also in nested functions."""
-    inner = (words_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner, (part for part in code.co_consts if isinstance(part, str)))
+    """The names and the strings in a code object, also in nested functions."""
+    strings = (part for each in codes_in(code) for part in each.co_consts if isinstance(part, str))
+    return names_in(code).union(strings)
 
 
 @functools.cache
 def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a code object, or a nested function or class, looks up in its globals."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    own = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(own).union(*map(globals_in, inner))
+    """The names that a code object, or a nested function or class, looks up in its globals."""
+    instructions = (each for inner in codes_in(code) for each in dis.get_instructions(inner))
+    return frozenset(each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals, attributes and imports in a code object, also in nested functions and classes.
+    """The names of globals, attributes and imports in a code object, also in nested functions and classes.
 
     Local variables and variables of enclosing functions are left out.
     """
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(names_in, inner))
+    return frozenset(name for each in codes_in(code) for name in each.co_names)
+
+
+_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
+_MUTATORS = frozenset({
+    "__setitem__", "add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop",
+    "popitem", "popleft", "register_buffer", "register_parameter", "remove", "setdefault", "subtract", "update",
+})  # fmt: skip
+
+
+def changed_variables(code: types.CodeType, are_global: bool) -> set[str]:
+    """Global or local variables whose objects code changes: `x.… = …`, `x.…[…] = …`, `x.….append(…)`, `x.….add_(…)`."""
+    load = "LOAD_GLOBAL" if are_global else "LOAD_"
+    changed = set[str]()
+    begins: dict[Any, str] = {}  # (line, column) → name of the variable at that position
+    for instruction in dis.get_instructions(code):
+        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
+        name = instruction.argval if isinstance(instruction.argval, str) else ""
+        if place in begins:
+            # `torch.relu_(x)` does not change the global variable `torch`.
+            in_place = name.endswith("_") and not name.endswith("__") and not are_global
+            if in_place or name in _MUTATORS or instruction.opname in _STORES:
+                changed.add(begins[place])
+        elif instruction.opname.startswith(load) and name:
+            begins[place] = name
+    return changed

@@ -8,13 +8,7 @@ from transformers.utils.generic import GeneralInterface
 
 
 def value_in(holder: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a name in a class (without its bases), in a module's globals or in a registry.
-
-    Args:
-        default: result if `holder` has no such name.
-        holder: class, dictionary of a module's globals, or registry.
-        key: name of the value.
-    """
+    """The value of a name in a class (without its bases), in a module's globals or in a registry."""
     if isinstance(holder, type):
         return vars(holder).get(key, default)
     if isinstance(holder, GeneralInterface):
@@ -23,7 +17,7 @@ def value_in(holder: Any, key: str, default: Any = None) -> Any:
 
 
 def entries_of(registry: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, value) entries of a registry or a dictionary, without calling overridden methods.
+    """The (key, value) entries of a registry or a dictionary, without calling overridden methods.
 
     A registry is a `GeneralInterface` of transformers, with entries of its object and of its class. If both have a key,
     the object's entry counts.
@@ -34,7 +28,7 @@ def entries_of(registry: Any) -> list[tuple[Any, Any]]:
 
 
 def size_of(holder: Any) -> int:
-    """Return the number of names in a class, in a module's globals or in a registry."""
+    """Number of names in a class, in a module's globals or in a registry."""
     if isinstance(holder, type):
         return len(vars(holder))
     return len(entries_of(holder)) if isinstance(holder, GeneralInterface) else dict.__len__(holder)

@@ -15,11 +15,12 @@ import cloudpickle
 
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.live_code.content import digest
-from parallelformers_ng.live_code.reach import Slot, is_library, module_of
+from parallelformers_ng.live_code.reach import Slot, module_of
+from parallelformers_ng.origins import is_library
 from parallelformers_ng.wire.by_value import ByValuePickler
 
+# Name of a place → digest of its value.
 Digests = dict[str, bytes]
-"""Name of a place → digest of its value."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class CodeChanges:
     by_value: frozenset[str] = frozenset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the attributes. A class with this method is sent as a signed pickle, because `data` contains code."""
+        # A class with this method is sent as a signed pickle, because `data` contains code.
         vars(self).update(state)
 
 
@@ -48,9 +49,6 @@ def pack(slots: Mapping[str, Slot], imported: Digests, modules: Collection[str])
         slots: name of a changed place → the place and its value.
         imported: name of a place → digest of the value that a rank imports.
         modules: names of the modules whose code is pickled by value.
-
-    Raises:
-        NotPortableError: a value cannot be pickled; the message names its place.
     """
     values = {place: slot.value for place, slot in slots.items()}
     try:
@@ -71,9 +69,7 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
     """Make cloudpickle pickle the functions and classes of some modules by value inside the `with` block.
 
     All threads of the process share the setting, so a block waits until the blocks of other threads have ended.
-
-    Args:
-        names: names of modules. `__main__` and modules that are not imported are ignored.
+    `__main__` and modules that are not imported are ignored.
     """
     with _setting:
         known = cloudpickle.list_registry_pickle_by_value()
@@ -87,8 +83,8 @@ def by_value(names: Iterable[str]) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
+# Lock for the list of modules that cloudpickle pickles by value.
 _setting = threading.RLock()
-"""Lock for the list of modules that cloudpickle pickles by value."""
 
 
 class _CodePickler(ByValuePickler):
@@ -114,7 +110,7 @@ class _CodePickler(ByValuePickler):
 
 
 def _place_named(function: types.FunctionType) -> str:
-    """Return the name of the place that a function is named after: `module:qualified name`."""
+    """Name of the place that a function is named after: `module:qualified name`."""
     return f"{function.__module__}:{function.__qualname__}"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import site
 import sys
-import sysconfig
 import types
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -15,20 +13,17 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.generic import GeneralInterface
 
-from parallelformers_ng.live_code.functions import contents_of, functions_in, globals_in, names_in, words_in
+from parallelformers_ng.live_code.functions import functions_in, globals_in, names_in, words_in
 from parallelformers_ng.live_code.holders import entries_of
+from parallelformers_ng.live_code.object_graph import PLAIN, children_of
+from parallelformers_ng.origins import KNOWN, is_known, is_library, package_of
 
+# Names of the methods with which a forward pass starts.
 STEP = frozenset({"forward", "__call__"})
-"""Names of the methods with which a forward pass starts."""
-LIBRARIES = frozenset({
-    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "torchao", "numpy", "einops", "parallelformers_ng",
-    "huggingface_hub", "safetensors", "tokenizers", "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2",
-    "httpx", "requests", "triton", "scipy", "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
-}) | sys.stdlib_module_names  # fmt: skip
-"""Packages that transformers and its models use. Code of these packages is foreign only if it replaces other code."""
 _FOLLOWED_LIBRARY = "transformers"
 _GENERAL = {nn.Module, PreTrainedModel, GenerationMixin, object}
 _NOT_FOLLOWED = frozenset({"__init__", "__init_subclass__", "from_pretrained", "save_pretrained", "push_to_hub"})
+# Modules of transformers for loading, writing, describing or training; their code is not followed.
 _NOT_COMPUTING = tuple(
     f"transformers.{name}"
     for name in (
@@ -39,20 +34,10 @@ _NOT_COMPUTING = tuple(
         "utils.quantization_config",
     )
 )  # fmt: skip
-"""Modules of transformers for loading, writing, describing or training; their code is not followed."""
 _LAYERS_OF_TORCH = "torch.nn.modules."
 _CACHES = "transformers.cache_utils"
 _MOST_ENTRIES = 200
-_SITES = tuple({*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("purelib")})
-
-
-def is_library(name: str) -> bool:
-    """Whether a module is a library's: a known package, or installed in site-packages and not editable."""
-    if name.partition(".")[0] in LIBRARIES:
-        return True
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return str(file).startswith(_SITES)
+_OF_NO_CODE = (*PLAIN, torch.Tensor, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +69,6 @@ def reach(
     the functions that torch's layers name are listed. Of modules of the program, values are listed, too.
 
     Args:
-        classes: classes of a model's modules.
         functions: further functions, and objects with methods, that modules have as attributes.
         attentions: names of the attention functions whose code is followed; None for all registered functions.
 
@@ -100,16 +84,9 @@ def reach(
 
 
 def scopes_of(classes: Iterable[type], functions: Iterable[Any] = ()) -> dict[str, list[dict[str, Any]]]:
-    """Return the globals dictionaries of code that `forward`, `__call__` and `generate` reach, by module.
+    """The globals dictionaries of code that `forward`, `__call__` and `generate` reach, by name of the module.
 
     Functions that were pickled by value have their own globals, which an import of the module does not find.
-
-    Args:
-        classes: classes of a model's modules.
-        functions: further functions that modules have as attributes.
-
-    Returns:
-        Name of a module → list of the globals dictionaries of its functions.
     """
     walk = _Walk([*classes], [*functions], None)
     walk.follow(STEP | {"generate"}, of_step=True)
@@ -125,11 +102,13 @@ class _Walk:
         self.scopes: dict[str, dict[int, dict[str, Any]]] = {}
         self.classes = list(dict.fromkeys(classes))
         self._packages = {_FOLLOWED_LIBRARY} | {
-            package_of(part) for part in (*classes, *functions) if package_of(part) not in {*LIBRARIES, ""}
+            package_of(part) for part in (*classes, *functions) if not is_known(part)
         }
         self._named: set[str] = set()
         self._methods: dict[str, list[type]] = {}
         self._known: set[int] = set()
+        self._functions: set[types.FunctionType] = set()
+        self._registries: set[int] = set()
         self._known_classes: set[type] = set()
         self._pending: list[tuple[type | None, str, Any]] = []
         self._of_step = True
@@ -152,11 +131,11 @@ class _Walk:
             elif not is_library(type(value).__module__):
                 self._add(type(value))
             for function in functions_in(value):
-                if id(function) not in self._known:
-                    self._known.add(id(function))
+                if function not in self._functions:
+                    self._functions.add(function)
                     self._read(function)
             for part in _contents(value):
-                if id(part) not in self._known and not isinstance(part, _PLAIN) and len(self._known) < _MOST_PARTS:
+                if id(part) not in self._known and not isinstance(part, _OF_NO_CODE) and len(self._known) < _MOST_PARTS:
                     self._known.add(id(part))
                     self._pending.append((None, "", part))
 
@@ -193,7 +172,7 @@ class _Walk:
         functional = scope.get("F")  # of a torch layer, only the functions of `torch.nn.functional` count
         if module.startswith(_LAYERS_OF_TORCH) and isinstance(functional, types.ModuleType):
             self._read_module(functional, names_in(function.__code__))
-        if package_of(function) in LIBRARIES - self._packages or module.startswith(_NOT_COMPUTING):
+        if package_of(function) in KNOWN - self._packages or module.startswith(_NOT_COMPUTING):
             return
         self.scopes.setdefault(module, {})[id(scope)] = scope
         names, of_program = names_in(function.__code__), not is_library(module)
@@ -257,9 +236,9 @@ class _Walk:
 
     def _read_registry(self, place: str, registry: Any) -> None:
         """Record the functions of a registry, for example transformers' attention functions."""
-        if id(registry) in self._known or len(registry) > _MOST_ENTRIES:
+        if id(registry) in self._registries or len(registry) > _MOST_ENTRIES:
             return
-        self._known.add(id(registry))
+        self._registries.add(id(registry))
         for key, value in entries_of(registry):
             if isinstance(value, type) and value.__module__ == _CACHES:
                 self._add(value)
@@ -273,37 +252,21 @@ class _Walk:
 
 
 def module_of(place: str) -> str:
-    """Return the name of the module of a place."""
     return place.partition(":")[0]
 
 
 def package_named_in(place: str) -> str:
-    """Return the top-level package of a place."""
     return module_of(place).partition(".")[0]
 
 
-def package_of(part: Any) -> str:
-    """Return the top-level package of a module, a class or a function; "" if `part` has no module name."""
-    name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)
-    if isinstance(part, types.FunctionType):
-        name = part.__globals__.get("__name__", name)
-    return str(name or "").partition(".")[0]
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype, nn.Module)
 _MOST_ITEMS = 1_000
 _MOST_PARTS = 10_000
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """Return the values through which the program's code may reach further code of the program."""
-    if isinstance(value, types.FunctionType):
-        if is_library(value.__globals__.get("__name__", "")):
-            return ()
-        cells = (part for cell in value.__closure__ or () for part in contents_of(cell))
-        return *cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()
-    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) <= _MOST_ITEMS:
-        return [*value.values()] if isinstance(value, dict) else [*value]
-    if isinstance(value, (type, nn.Module, types.ModuleType)) or is_library(type(value).__module__):
-        return ()
-    return [*getattr(value, "__dict__", {}).values()]
+    """The values through which the user's code may reach further code of the user."""
+    return (
+        ()
+        if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _MOST_ITEMS
+        else children_of(value)
+    )

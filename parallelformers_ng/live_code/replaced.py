@@ -1,4 +1,4 @@
-"""Finds what the program put in the place of parts of a model that the model's class built."""
+"""Detects modules and settings that the user swapped after the model's class built the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from transformers.pytorch_utils import Conv1D
 
 from parallelformers_ng.live_code.content import digest
 from parallelformers_ng.live_code.functions import functions_in, names_in
-from parallelformers_ng.live_code.reach import package_of
-from parallelformers_ng.live_code.state import attributes_of, holds_module
+from parallelformers_ng.live_code.object_graph import attributes_of
+from parallelformers_ng.live_code.state import holds_module
+from parallelformers_ng.origins import package_of
 
 PLAIN_LAYERS = (nn.Linear, nn.Embedding, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Kinds of modules that models often have, and that may read all columns.
 _OVER_COLUMNS = (nn.LayerNorm, nn.Sequential)
-"""Kinds of modules that models often have, and that may read all columns."""
 _ELEMENT_WISE = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Hardswish,
     nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus,
@@ -58,11 +59,7 @@ def replaced_modules(model: nn.Module) -> dict[str, str]:
 
 
 def changed_settings(model: nn.Module, path: str) -> dict[str, Any]:
-    """Return name → value of the settings of a module that the program set after the class built the model.
-
-    Args:
-        path: dotted path of the module.
-    """
+    """Settings of a module that the program set after the class built the model, by name."""
     built = built_modules(model).get(path) if isinstance(model, PreTrainedModel) else None
     if built is None:
         return {}
@@ -71,8 +68,8 @@ def changed_settings(model: nn.Module, path: str) -> dict[str, Any]:
 
 
 def is_setting(name: str, value: Any) -> bool:
-    """Return whether an attribute of a module is a setting: a public number, string, None, list or dictionary, or an
-    object of the program. `training` and configurations are none."""
+    """Whether an attribute of a module is a setting: a public number, string, None, list or dictionary, or an object of
+    the program. `training` and configurations are none."""
     if name == "training" or name.startswith("_") or hasattr(value, "to_dict"):
         return False
     plain = isinstance(value, (bool, int, float, str, list, dict, types.SimpleNamespace, type(None)))
@@ -80,7 +77,7 @@ def is_setting(name: str, value: Any) -> bool:
 
 
 def is_torch_function_put_there(module: nn.Module, value: Any) -> bool:
-    """Return whether an attribute of a transformers module is a torch function that the program put there.
+    """Whether an attribute of a transformers module is a torch function that the program put there.
 
     Element-wise functions do not count, because they compute the same for any share of the columns.
     """
@@ -94,7 +91,7 @@ def is_torch_function_put_there(module: nn.Module, value: Any) -> bool:
 
 
 def _unexpected(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layer norms and chains of layers, in blocks, whose kind the parent's `__init__` does not name."""
+    """Layer norms and chains of layers, in blocks, whose kind the parent's `__init__` does not name."""
     return {
         f"{path}.{name}": child
         for path, module in model.named_modules()
@@ -107,7 +104,6 @@ def _unexpected(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_named_by(cls: Any, name: str) -> bool:
-    """Return whether the code of the `__init__` of a class or of its bases has a name."""
     return name in _names_in_init(cls)
 
 
@@ -121,7 +117,7 @@ _BUILT: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Module]] = weakref.Wea
 
 
 def built_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return path → module of a newly built model of the same class, on `meta`; empty if building fails."""
+    """Modules of a newly built model of the same class, on `meta`, by path; empty if building fails."""
     if model not in _BUILT:
         built = built_on_meta(type(model), model.config)
         if built is None:
@@ -131,7 +127,7 @@ def built_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def built_on_meta(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return a new model on `meta`; None if the class refuses the configuration."""
+    """A new model on `meta`; None if the class refuses the configuration."""
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config))

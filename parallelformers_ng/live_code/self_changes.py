@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import dis
 import types
 from collections.abc import Iterator
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from parallelformers_ng.live_code.functions import functions_in, names_in
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
+from parallelformers_ng.live_code.functions import changed_variables, codes_in, functions_in, names_in
+from parallelformers_ng.origins import is_known
 
 _GENERAL = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
 _NOT_OF_CALLS = frozenset({"__init__", "_init_weights", "extra_repr", "__setstate__", "__getstate__"})
-_STORES = frozenset({"STORE_SUBSCR", "STORE_ATTR", "DELETE_SUBSCR", "DELETE_ATTR"})
-_MUTATORS = frozenset({
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
-    "register_buffer", "register_parameter", "setdefault", "update",
-})  # fmt: skip
 
 
 def own_names(model: nn.Module) -> dict[str, frozenset[str]]:
-    """Return the path of each module with code of the program → the names in that code."""
+    """Path of each module with code of the program → the names in that code."""
     names: dict[str, frozenset[str]] = {}
     known: dict[type, list[types.FunctionType]] = {}
     for path, module in model.named_modules():
@@ -32,8 +26,8 @@ def own_names(model: nn.Module) -> dict[str, frozenset[str]]:
 
 
 def changes_itself(model: nn.Module) -> bool:
-    """Return whether calls may change the model: code of the program sets attributes of modules or changes their values
-    in place, or an embedding renormalizes its weights."""
+    """Whether calls may change the model: code of the program sets attributes of modules or changes their values in
+    place, or an embedding renormalizes its weights."""
     known: dict[type, list[types.FunctionType]] = {}
     modules = list(model.modules())
     functions = {function for module in modules for function in _own_functions(module, known)}
@@ -45,7 +39,7 @@ def renormalizes(module: nn.Module) -> bool:
 
 
 def may_write(module: nn.Module, name: str) -> bool:
-    """Return whether the program's code on a module may write to a tensor of this name in the module or a submodule."""
+    """Whether the program's code on a module may write to a tensor of this name in the module or a submodule."""
     functions = _own_functions(module, {})
     return any(name in names_in(each.__code__) and _changes_first_argument(each.__code__) for each in functions)
 
@@ -65,18 +59,11 @@ def _own_functions(module: nn.Module, known: dict[type, list[types.FunctionType]
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    return package_of(function) not in LIBRARIES
+    return not is_known(function)
 
 
 def _changes_first_argument(code: types.CodeType) -> bool:
-    """Return whether code has `self.… = …`, `self.…[…] = …`, or `self.….add_(…)` and the like."""
-    begins = set()
-    for instruction in dis.get_instructions(code):
-        place = instruction.positions and (instruction.positions.lineno, instruction.positions.col_offset)
-        if instruction.opname.startswith("LOAD_") and instruction.argval == (code.co_varnames or ("",))[0]:
-            begins.add(place)
-        elif place in begins:
-            name = instruction.argval if isinstance(instruction.argval, str) else ""
-            if instruction.opname in _STORES or name in _MUTATORS or (name.endswith("_") and name[-2:] != "__"):
-                return True
-    return any(_changes_first_argument(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+    """Whether a function, or a function nested in it, changes its own first argument, `self`."""
+    return any(
+        each.co_varnames[:1] and each.co_varnames[0] in changed_variables(each, False) for each in codes_in(code)
+    )

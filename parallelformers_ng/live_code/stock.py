@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,23 +13,21 @@ from torch.nn.utils import parametrize
 
 from parallelformers_ng.live_code.functions import functions_in, names_in, words_in
 from parallelformers_ng.live_code.holders import size_of, value_in
-from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, package_named_in, package_of, reach
+from parallelformers_ng.live_code.reach import STEP, Slot, package_named_in, reach
 from parallelformers_ng.live_code.replaced import PLAIN_LAYERS, is_torch_function_put_there, replaced_modules
+from parallelformers_ng.origins import KNOWN, is_known
 
 _FAMILIES = "transformers.models."
+# Attributes that torch, accelerate and this package add to modules.
 _OF_ALL_MODULES = {*vars(nn.Module()), "_old_forward", "_hf_hook", "_parallelformers_ng"}
-"""Attributes that torch, accelerate and this package add to modules."""
 _DATA = (dict, int, float, str, nn.Module, torch.Tensor, type(None), tuple)
 
 
 def foreign_modules(model: nn.Module) -> dict[str, str]:
-    """Return the modules whose forward runs foreign code.
+    """Path of each module whose forward runs foreign code → description of that code.
 
     Foreign code is a class of the program, or a function that the program replaced: on the class, on the module, or in
     a global variable that the code names. Hooks of accelerate, which replace `forward` on modules, are not foreign.
-
-    Returns:
-        Dotted path of a module → description of its foreign code. Empty if the model runs only code of libraries.
     """
     foreign: dict[str, str] = {}
     of_classes: dict[type, str] = {}
@@ -44,7 +42,7 @@ def foreign_modules(model: nn.Module) -> dict[str, str]:
 
 
 def foreign_layer(module: nn.Module) -> str:
-    """Return why a layer may not compute the plain product or look-up of its weight; "" if there is no reason.
+    """Why a layer may not compute the plain product or look-up of its weight; "" if there is no reason.
 
     The forward of the layer must be torch's, or that of a class in `transformers.models`, and must use the layer's own
     parameters.
@@ -68,45 +66,46 @@ def foreign_layer(module: nn.Module) -> str:
 
 
 def tensor_of_own_class(model: nn.Module) -> tuple[str, str]:
-    """Return the name and the class name of the first parameter or buffer whose class overrides torch functions.
-
-    Only classes of the program count. The result is two empty strings if there is no such tensor.
-    """
+    """Name and class name of the first parameter or buffer whose class, of the program, overrides torch functions."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for base in type(tensor).__mro__:
             own = {"__torch_function__", "__torch_dispatch__"} & vars(base).keys()
-            if own and package_of(base) not in LIBRARIES:
+            if own and not is_known(base):
                 return name, type(tensor).__name__
     return "", ""
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """Return the names that occur in the program's code on a module and on its class."""
-    functions = functions_in(vars(module).get("forward"))
-    own = {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
-    return own | names_of_class(type(module))
+    """Names that occur in the program's code on a module and on its class."""
+    return _names_in([vars(module).get("forward")]) | names_of_class(type(module))
 
 
 def names_of_class(cls: type) -> set[str]:
-    """Return the names that occur in the program's code on a class and its bases."""
-    functions = (function for base in cls.__mro__ for value in vars(base).values() for function in functions_in(value))
-    return {name for function in functions if not _is_of_library(function) for name in names_in(function.__code__)}
+    """Names that occur in the program's code on a class and its bases."""
+    return _names_in(value for base in cls.__mro__ for value in vars(base).values())
+
+
+def _names_in(values: Iterable[Any]) -> set[str]:
+    return {name for function in _functions_of_program(values) for name in names_in(function.__code__)}
 
 
 def words_of_program(values: Iterable[Any]) -> set[str]:
-    """Return the names and strings in the program's functions among some values; `getattr` takes names as strings."""
-    functions = (function for value in values for function in functions_in(value))
-    return {word for function in functions if not _is_of_library(function) for word in words_in(function.__code__)}
+    """Names and strings in the program's functions among some values; `getattr` takes names as strings."""
+    return {word for function in _functions_of_program(values) for word in words_in(function.__code__)}
+
+
+def _functions_of_program(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    yield from (each for value in values for each in functions_in(value) if not _is_of_library(each))
 
 
 def is_stock(slot: Slot) -> bool:
-    """Return whether the value of a place is a library's, judged by the modules of the functions in the value."""
+    """Whether the value of a place is a library's, judged by the modules of the functions in the value."""
     value = slot.value
     if isinstance(value, type):
-        return package_of(value) in LIBRARIES
+        return is_known(value)
     functions = [*functions_in(value)]
     if not functions:
-        return not callable(value) or package_of(type(value)) in LIBRARIES | {"builtins"}
+        return not callable(value) or is_known(type(value))
     if not all(map(_is_of_library, functions)):
         return False
     if isinstance(slot.holder, type) and slot.key in STEP:  # a method of another class does not count as the library's
@@ -117,21 +116,19 @@ def is_stock(slot: Slot) -> bool:
 
 
 def is_of_program(place: str) -> bool:
-    """Return whether a place is in a module of the program."""
-    return package_named_in(place) not in LIBRARIES
+    return package_named_in(place) not in KNOWN
 
 
 def _is_of_library(function: types.FunctionType) -> bool:
-    return package_of(function) in LIBRARIES and not function.__code__.co_filename.startswith("<ipython")
+    return is_known(function) and not function.__code__.co_filename.startswith("<ipython")
 
 
 def is_code_of_program(value: Any) -> bool:
-    """Return whether a callable runs a function of the program."""
     return not all(map(_is_of_library, functions_in(value)))
 
 
 def functions_of(module: nn.Module) -> dict[str, Any]:
-    """Return name → value of the attributes of a module object that are, or contain, functions of the program."""
+    """Functions of the program in attributes of a module object, by name of the attribute."""
     program_functions = {}
     for name, value in vars(module).items():
         if name in _OF_ALL_MODULES or isinstance(value, _DATA):
@@ -142,24 +139,22 @@ def functions_of(module: nn.Module) -> dict[str, Any]:
             functions = [*functions_in(value)]
             if value is not None and not (functions and set(map(id, functions)) <= own):
                 program_functions[name] = value
-        elif callable(value) and not isinstance(value, type) and _is_function_of_program(module, value):
+        elif callable(value) and not isinstance(value, type) and _is_put_there(module, value):
             program_functions[name] = value
     return program_functions
 
 
-def _is_function_of_program(module: nn.Module, function: Any) -> bool:
-    """Return whether a function in an attribute is the program's, or a function of torch that the program put there."""
+def _is_put_there(module: nn.Module, function: Any) -> bool:
     return is_code_of_program(function) or is_torch_function_put_there(module, function)
 
 
 def _foreign_on_module(module: nn.Module) -> str:
-    """Return a description of the first function of the program on a module object; "" without such a function."""
     name = next(iter(functions_of(module)), "")
     return "its forward was replaced" if name == "forward" else f"its {name} is the program's" if name else ""
 
 
 def _without_accelerate(module: nn.Module, forward: Any) -> Any:
-    """Return `forward`, or the forward that accelerate's hook calls; None if that is the method of the class."""
+    """`forward`, or the forward that accelerate's hook calls; None if that is the method of the class."""
     if "_hf_hook" not in vars(module):
         return forward
     before = vars(module).get("_old_forward")
@@ -179,7 +174,6 @@ class _Decided:
         self._sizes = [(holder, size_of(holder)) for holder in (*holders.values(), torch.Tensor)]
 
     def holds(self) -> bool:
-        """Return whether nothing has changed."""
         return all(size_of(holder) == size for holder, size in self._sizes) and all(
             value_in(holder, key, _MISSING) is value for holder, key, value in self._values
         )
@@ -190,7 +184,7 @@ _OF_CLASS: weakref.WeakKeyDictionary[type, tuple[_Decided, str]] = weakref.WeakK
 
 
 def foreign_class(cls: type) -> str:
-    """Return a description of the foreign code of a class; "" if the class has none.
+    """Description of the foreign code of a class; "" if the class has none.
 
     The answer is cached until the program replaces a value that decided the answer, or adds a name beside one.
     """
@@ -199,13 +193,13 @@ def foreign_class(cls: type) -> str:
         return known[1]
     slots = [slot for slot in reach([cls]).values() if slot.of_step]
     reason = next((f"{slot.place.partition(':')[2]} is not the library's" for slot in slots if not is_stock(slot)), "")
-    if package_of(cls) not in LIBRARIES and type(cls) is type and not _only_inherits(cls):
+    if not is_known(cls) and type(cls) is type and not _only_inherits(cls):
         reason = reason or f"{cls.__qualname__} is a class of the program"
     _OF_CLASS[cls] = _Decided(slots), reason
     return reason
 
 
 def _only_inherits(cls: type) -> bool:
-    """Return whether a class of the program defines no method except `__init__`, so that library bases do all work."""
-    own = [base for base in cls.__mro__ if package_of(base) not in LIBRARIES]
+    """Whether a class of the program defines no method except `__init__`, so that library bases do all work."""
+    own = [base for base in cls.__mro__ if not is_known(base)]
     return not any(callable(value) and name != "__init__" for base in own for name, value in vars(base).items())

@@ -19,8 +19,10 @@ from transformers.utils.generic import GeneralInterface
 from parallelformers_ng.errors import ParallelError
 from parallelformers_ng.live_code.content import digest, instructions
 from parallelformers_ng.live_code.functions import functions_in
-from parallelformers_ng.live_code.reach import LIBRARIES, STEP, Slot, is_library, module_of, package_of
-from parallelformers_ng.live_code.state import State, is_same
+from parallelformers_ng.live_code.object_graph import is_same
+from parallelformers_ng.live_code.reach import STEP, Slot, module_of
+from parallelformers_ng.live_code.state import State
+from parallelformers_ng.origins import is_known, is_library
 
 try:
     from parallelformers_ng.live_code._places import are_unchanged, have_parts
@@ -48,17 +50,8 @@ class _NamedValues:
     size: int = -1
 
     def hold(self, values: dict[str, Any]) -> None:
-        """Watch some values, and the number of names."""
         self.values |= values
         self.size = len(self.items)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self.values)
-
-    @property
-    def objects(self) -> tuple[Any, ...]:
-        return tuple(self.values.values())
 
     def holds(self) -> bool:
         same = all(is_same(self.items.get(key, _MISSING), value) for key, value in self.values.items())
@@ -66,8 +59,6 @@ class _NamedValues:
 
 
 _MISSING = object()
-_COLUMNS = ("items", "keys", "objects", "size", "owner")
-"""Attributes of a `_NamedValues` that are arguments of `are_unchanged`."""
 
 
 class CodeWatch:
@@ -110,11 +101,14 @@ class CodeWatch:
                 table.values[slot.key] = slot.value
         table_of(torch.Tensor).hold({})
         self._tables = [*tables.values()]
-        columns = [[getattr(table, name) for table in self._tables] for name in _COLUMNS]
-        self._fast: tuple[Any, ...] = (*map(tuple, columns), bytearray(4 * len(tables)))
+        columns = (
+            (table.items, tuple(table.values), tuple(table.values.values()), table.size, table.owner)
+            for table in self._tables
+        )
+        self._fast: tuple[Any, ...] = (*zip(*columns, strict=True), bytearray(4 * len(tables)))
 
     def holds(self) -> bool:
-        """Return whether all places and states have their first values, and each watched class as many attributes."""
+        """Whether all places and states have their first values, and each watched class as many attributes."""
         if self._states and not all(state.holds() for state in self._states):
             return False
         if not have_parts(self._functions, self._parts):
@@ -139,12 +133,8 @@ def _parts_of(functions: tuple[types.FunctionType, ...]) -> Iterator[Any]:
 
 
 def refuse_modes() -> None:
-    """Check that no torch function mode or dispatch mode of the program is active in this thread, nor `torch.func`.
-
-    Raises:
-        ParallelError: `torch.jit.trace` runs, a mode is active whose class does not belong to a package in
-            `LIBRARIES`, or a level of `torch.func` or of `torch.autograd.forward_ad` is active.
-    """
+    """Raise ParallelError if a torch function mode or dispatch mode of the program is active in this thread, or
+    `torch.func`."""
     if torch._C._is_tracing():
         raise ParallelError(
             "torch.jit.trace cannot record a parallelized model: its workers compute. Call deparallelize() first"
@@ -157,7 +147,7 @@ def refuse_modes() -> None:
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        if package_of(type(mode)) not in LIBRARIES:
+        if not is_known(type(mode)):
             raise ParallelError(
                 f"the mode {type(mode).__name__} is active and changes torch functions in this process, but not on the"
                 " workers. Leave the mode before the call, or call deparallelize() first"
@@ -165,7 +155,6 @@ def refuse_modes() -> None:
 
 
 def _items_of(holder: Any, key: str) -> dict[str, Any]:
-    """Return the dictionary with a value of a class, of a module's globals or of a registry."""
     if isinstance(holder, type):
         table: dict[str, Any] = gc.get_referents(vars(holder))[0]  # a mapping proxy is slower to read
         return table

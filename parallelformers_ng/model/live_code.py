@@ -24,9 +24,10 @@ from parallelformers_ng.live_code.changes import (
 from parallelformers_ng.live_code.content import digest, is_equal_code
 from parallelformers_ng.live_code.functions import functions_in, names_in
 from parallelformers_ng.live_code.holders import value_in
+from parallelformers_ng.live_code.object_graph import PLAIN, is_same
 from parallelformers_ng.live_code.packing import CodeChanges, Digests, pack
 from parallelformers_ng.live_code.reach import Slot, module_of, reach
-from parallelformers_ng.live_code.state import PLAIN, State, is_code, is_same
+from parallelformers_ng.live_code.state import State, is_code
 from parallelformers_ng.live_code.stock import is_of_program, is_stock, words_of_program
 from parallelformers_ng.live_code.watch import CodeWatch
 from parallelformers_ng.sharding.plan import ShardPlan

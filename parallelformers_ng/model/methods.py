@@ -14,6 +14,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
+from parallelformers_ng.origins import CORE, package_of
+
 Place = Literal["local", "forwarded", "generated", "refused", "saved", "switched"]
 
 _CHANGES = "changes weights that the workers hold"
@@ -83,10 +85,10 @@ def place_of(cls: type, name: str) -> Place:
     if name in _PLACES:
         return _PLACES[name]
     defining = next((parent for parent in cls.__mro__ if name in vars(parent)), object)
-    library = defining.__module__.partition(".")[0]
+    library = package_of(defining)
     if library == "peft" and name in REFUSED_OF_PEFT:
         return "refused"
-    is_of_library = library in ("transformers", "torch", "builtins", "peft")
+    is_of_library = library in CORE | {"builtins", "peft"}
     is_modelling_code = not is_of_library or defining.__module__.startswith("transformers.models.")
     function = vars(defining).get(name)
     computes = isinstance(function, types.FunctionType) and name not in _ACCESSORS and not _is_lazy(function)

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.identity import is_written
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.live_code.state import attributes_of
+from parallelformers_ng.live_code.object_graph import attributes_of
 from parallelformers_ng.sharding.attributes import REMOVED
 
 

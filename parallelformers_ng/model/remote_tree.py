@@ -19,7 +19,6 @@ from torch import nn
 
 from parallelformers_ng.checkpoint.save_pretrained import write_pretrained
 from parallelformers_ng.errors import ParallelError
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
 from parallelformers_ng.model.around import state_of_adapters
 from parallelformers_ng.model.calls import Calls
 from parallelformers_ng.model.marks import REMOTE
@@ -35,6 +34,7 @@ from parallelformers_ng.model.remote_module import (
     replaced,
     unlock,
 )
+from parallelformers_ng.origins import is_known
 from parallelformers_ng.sharding.attributes import REMOVED
 
 _homes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Calls], str]]] = weakref.WeakKeyDictionary()
@@ -155,7 +155,7 @@ def _as_whole(cls: _StandIn) -> Any:
 def _replacement(mixin: type, cls: Any) -> Any:
     """Subclass of `cls` with the same name and module, so that saved and printed names are the original's."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    own = {name for base in cls.__mro__ if package_of(base) not in LIBRARIES for name in vars(base)}
+    own = {name for base in cls.__mro__ if not is_known(base) for name in vars(base)}
     members |= {name: inspect.getattr_static(cls, name) for name in own & _of_class(mixin)}
     mixin_names = {
         name for base in mixin.__mro__[: mixin.__mro__.index(nn.Module)] for name in vars(base)

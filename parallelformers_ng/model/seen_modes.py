@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from parallelformers_ng.live_code.functions import functions_in, names_in
-from parallelformers_ng.live_code.reach import LIBRARIES, package_of
-from parallelformers_ng.live_code.state import attributes_of
+from parallelformers_ng.live_code.object_graph import attributes_of
 from parallelformers_ng.live_code.stock import words_of_program
 from parallelformers_ng.model.live_code import LiveCode
+from parallelformers_ng.origins import is_known
 from parallelformers_ng.worker.call import Call
 from parallelformers_ng.worker.caller_modes import draw_states
 
@@ -97,7 +97,7 @@ def words_reached(values: Iterable[Any]) -> frozenset[str]:
         if isinstance(value, types.MethodType):
             pending.append(value.__self__)
         for function in functions_in(value):
-            if package_of(function) in LIBRARIES:
+            if is_known(function):
                 continue
             words |= words_of_program([function])
             pending += [function.__defaults__, function.__kwdefaults__]
@@ -108,7 +108,7 @@ def words_reached(values: Iterable[Any]) -> frozenset[str]:
                 words.update(home.split("."))
                 if not isinstance(part, types.ModuleType):
                     pending.append(part)
-                elif package_of(part) not in LIBRARIES:
+                elif not is_known(part):
                     pending += [vars(part)[name] for name in names if name in vars(part)]
     return frozenset(words)
 
@@ -119,4 +119,4 @@ def _home_of(value: Any) -> str:
 
 
 def _is_of_program(cls: type) -> bool:
-    return package_of(cls) not in LIBRARIES
+    return not is_known(cls)

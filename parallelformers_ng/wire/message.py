@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from parallelformers_ng.errors import NotPortableError, ProtocolError
+from parallelformers_ng.origins import CORE
 from parallelformers_ng.wire.by_value import ByValuePickler
 from parallelformers_ng.wire.frame import (
     ALIGNMENT,
@@ -49,7 +50,6 @@ _DTYPE_OF_NAME = {
 _NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPE_OF_NAME.items()}
 _SIZE_BYTES = 8  # a size is an int64
 _FILE = -1  # the size field of an open file
-_LIBRARIES = frozenset({"parallelformers_ng", "torch", "transformers"})
 _NAMED = frozenset({type, types.FunctionType})
 _OWN_BYTES = 128 << 10
 _MOST_OWN = 64
@@ -274,7 +274,7 @@ class _MessagePickler(ByValuePickler):
 
 def _is_of_library(obj: Any) -> bool:
     name: str = obj.__module__ or ""
-    return name.partition(".")[0] in _LIBRARIES and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
+    return name.partition(".")[0] in CORE and getattr(sys.modules.get(name), obj.__qualname__, None) is obj
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Any:

@@ -16,14 +16,7 @@ from parallelformers_ng.worker.weights import RankWeights
 
 
 class RankAssistant(RankWeights):
-    """The rank's part of an assistant, beside the rank's model and divided over the same ranks.
-
-    Args:
-        rank: number of the rank.
-        device: device of the rank.
-        emit: function that sends the parent an event during a request.
-        communicator: connection to the other ranks.
-    """
+    """The rank's part of an assistant, beside the rank's model and divided over the same ranks."""
 
     def __init__(self, rank: int, device: torch.device, emit: Any, communicator: Communicator) -> None:
         super().__init__(rank, device, emit)
@@ -34,12 +27,7 @@ class RankAssistant(RankWeights):
         self._settings: dict[str, Any] = {}
 
     def build(self, skeleton: Skeleton) -> None:
-        """Build this rank's modules, still without weights, and delete an earlier assistant.
-
-        Raises:
-            ImportError, AttributeError: this process lacks a module, class or function of the assistant.
-            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
-        """
+        """Build this rank's modules, still without weights, and delete an earlier assistant."""
         self._clear()
         model, self.plan = skeleton.build()
         install_kernels(model, self.plan, self.device)
@@ -47,15 +35,10 @@ class RankAssistant(RankWeights):
         self.hold(model)
 
     def drop(self) -> None:
-        """Delete the assistant."""
         self._clear()
 
     def take(self, assistance: Assistance) -> Any:
-        """Give the assistant the caller's settings, and return the assistant for an argument of `generate`.
-
-        Raises:
-            ParallelError: the workers are new, and the assistant was sent to the workers before them.
-        """
+        """Give the assistant the caller's settings, and return the assistant for an argument of `generate`."""
         if self.model is None:
             raise ParallelError("the workers were replaced after they got the assistant; repeat the call")
         self.model.generation_config = assistance.settings
@@ -63,6 +46,6 @@ class RankAssistant(RankWeights):
         return self.model
 
     def changed_settings(self) -> dict[str, Any]:
-        """Return the settings that `generate` has changed since `take`, by name."""
+        """Settings that `generate` has changed since `take`, by name."""
         now = vars(self.model.generation_config)
         return {name: value for name, value in now.items() if value != self._settings.get(name)}

@@ -20,30 +20,21 @@ class Call:
 
     Attributes:
         path: dotted path of the module, "" for the model itself.
-        method: name of the method.
-        args: positional arguments of the method, caches as `Handle("cache", …)`.
-        kwargs: keyword arguments of the method, caches as `Handle("cache", …)`.
-        attributes: attributes of modules that were set since the last call: (path of the module, name) → value, or
-            REMOVED if the caller deleted the attribute.
+        args, kwargs: arguments of the method, caches as `Handle("cache", …)`.
+        attributes: attributes set since the last call: (path of the module, name) → value, or REMOVED.
         unsure: whether the ranks must compare their results, because the plan cannot show that a result is complete.
         rng: state of the caller's CPU generator, in bytes, because tensors of a call are sent to devices.
         autocast: data type of the caller's `torch.autocast` for the ranks' kind of device; None outside autocast.
-        configs: attributes of configurations, also of `generation_config`, that changed since the last call: dotted
-            name → value or REMOVED.
-        environment: environment variables that the caller changed since the last call: name → value, or None if the
-            caller deleted the variable.
+        configs: attributes of configurations that changed since the last call: dotted name → value, or REMOVED.
+        environment: environment variables that the caller changed since the last call; None for a deleted one.
         cache_block: number of this call's block of cache numbers; the first new cache has the next number.
         freed_caches: numbers of caches and of blocks to free; see `CacheTable.free`.
         streams: whether each token is sent to the caller when it is chosen.
-        has_caches: whether the arguments contain caches.
-        followed: what the ranks need to follow mutable objects in the arguments; None without such objects.
-        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`; None if there are no hooks.
+        hooks: the caller's forward hooks, `hooks.pickling.PackedHooks`.
         captured: whether decode steps of this `generate` over a static cache become CUDA graphs.
-        adapters: active adapters of the call; None if the model has no adapters.
-        code: code that the caller's program changed since the last call; None if no code changed.
         confirmed: number of the last report of changed state that the caller has applied.
         grad: the caller's grad mode, if code of the program can see it; None for inference mode.
-        draws: states of the generators of `random` and NumPy, if code draws from them; otherwise None.
+        draws: states of the generators of `random` and NumPy, if code draws from them.
     """
 
     # First, because these modules are imported before functions of the modules are read, and get the modules' globals.
@@ -73,11 +64,7 @@ class Call:
 
 @dataclass
 class Assistance:
-    """Stands in a call for the argument `assistant_model`: the assistant that the ranks have.
-
-    Attributes:
-        settings: generation configuration of the caller's assistant.
-    """
+    """Stands in a call for the argument `assistant_model`: the assistant that the ranks have."""
 
     settings: GenerationConfig
 
@@ -87,15 +74,14 @@ class Answer:
     """The answer of rank 0.
 
     Attributes:
-        output: return value of the method, caches as `Handle("cache", …)`.
         rng: state of the generator after the call; None if the state did not change.
         caches: new facts about the caches in the arguments: number of the cache → `CacheInfo`.
-        states: changes of the objects in the arguments; None without a change.
+        states: changes of the objects in the arguments.
         written: index of an argument that is a tensor → the tensor, if the method has written to it.
         hook_changes: changes by forward hooks, `hooks.pickling.HookChanges`.
         uncaptured: why decode steps did not become CUDA graphs; "" if the steps did, or should not.
-        assistant_settings: settings of the assistant that `generate` has changed: name → value.
-        changes: what calls have changed in the model, and the caller has not confirmed; None without changes.
+        assistant_settings: settings of the assistant that `generate` has changed, by name.
+        changes: changes of the model that the caller has not confirmed.
         draws: states of the generators after the call, as in `Call`; None if they did not change.
     """
 

@@ -22,7 +22,6 @@ _ABOUT_GRADIENTS = ("require grad", "requires grad", "nference tensor", "Inferen
 
 @contextlib.contextmanager
 def callers_modes(call: Call, communicator: Communicator) -> Iterator[None]:
-    """Run a call in this context with the modes and the states that it has from its caller."""
     if call.draws is not None:
         set_draw_states(call.draws)
     if call.grad is not None:
@@ -40,8 +39,6 @@ def callers_modes(call: Call, communicator: Communicator) -> Iterator[None]:
 
 
 def _refusing(collective: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a collective that raises ParallelError if a gradient would have to pass through it."""
-
     @functools.wraps(collective)
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -59,7 +56,7 @@ def _refusal(why: str) -> ParallelError:
 
 
 def draw_states() -> Any:
-    """Return the states of the generators of `random` and of `numpy.random`."""
+    """States of the generators of `random` and of `numpy.random`."""
     return random.getstate(), np.random.get_state()
 
 
@@ -69,7 +66,7 @@ def set_draw_states(states: Any) -> None:
 
 
 def changed_draws(before: Any) -> Any:
-    """Return the states of the generators; None if they are those at the start of the call."""
+    """The states now; None if they are those at the start of the call."""
     after = draw_states()
     same = after[0] == before[0] and all(map(np.array_equal, after[1], before[1]))
     return None if same else after

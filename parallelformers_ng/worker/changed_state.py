@@ -21,6 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from parallelformers_ng.errors import NotPortableError
 from parallelformers_ng.generation.caches import mapped
+from parallelformers_ng.generation.wrapping import wrap_once
+from parallelformers_ng.live_code.object_graph import PLAIN, checksum, is_same
 from parallelformers_ng.live_code.self_changes import own_names, renormalizes
 from parallelformers_ng.live_code.state import State
 from parallelformers_ng.sharding.attributes import REMOVED, NewBuffer, configurations
@@ -30,7 +32,6 @@ from parallelformers_ng.wire.message import parcel
 
 Key = tuple[str, str, str]
 """("tensor", storage name, ""), ("attribute", path of a module, name) or ("config", dotted name, "")."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _WRITE_UNSEEN = frozenset({"data", "numpy", "set_", "batch_norm", "native_batch_norm", "instance_norm"})
 """Names in code that may write to a tensor without a new version of the tensor."""
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -65,12 +66,8 @@ class StateReport:
 
 @dataclass(slots=True)
 class _WatchedTensor:
-    """A parameter or buffer of the rank's model, as it was after the latest call.
-
-    Attributes:
-        key, module, table, name: the key of a change, the module, the table of the module, and the name there.
-        is_compared: whether code may write to the tensor without a new version.
-    """
+    """A parameter or buffer, as it was after the latest call; `is_compared`: code may write to it without a new
+    version."""
 
     key: Key
     module: nn.Module
@@ -84,7 +81,7 @@ class _WatchedTensor:
     def look(self) -> None:
         self.tensor = now = self.table.get(self.name)
         self.version = -1 if now is None or now.is_inference() else now._version
-        self.digest = _checksum(now) if now is not None and self.needs_digest() else 0
+        self.digest = checksum(now) if now is not None and self.needs_digest() else 0
 
     def needs_digest(self) -> bool:
         is_norm = self.module.training and isinstance(self.module, _NormBase)
@@ -95,28 +92,24 @@ class _WatchedTensor:
         if now is not self.tensor or now is None:
             return now is not self.tensor
         return (self.version >= 0 and now._version != self.version) or (
-            self.needs_digest() and self.digest != _checksum(now)
+            self.needs_digest() and self.digest != checksum(now)
         )
 
 
 _ABSENT = object()
 _stores: dict[tuple[int, str], tuple[nn.Module, Any]] | None = None
 """During a call: attributes that code has set → the module, and the value before."""
+# Ids of the model's modules → paths, during a call. A note of a module that a forward makes, such as a slice of layers,
+# would have torch compile that forward again at each step.
 _modules: dict[int, str] = {}
-"""During a call: ids of the model's modules → paths. A note of a module that a forward makes, such as a slice of
-layers, would have torch compile that forward again at each step."""
 
 
 def note_stores() -> None:
-    """Have `nn.Module` note the attributes that code sets during a call. Idempotent."""
     for name in ("__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module"):
-        original: Any = getattr(nn.Module, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(nn.Module, name, _noting(original))
+        wrap_once(nn.Module, name, _noting)
 
 
 def _noting(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def noting(self: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
         if _stores is not None and id(self) in _modules and (id(self), name) not in _stores:
             _stores[id(self), name] = self, _value_of(self, name)
@@ -132,13 +125,7 @@ def _value_of(module: nn.Module, name: str) -> Any:
 
 
 class ChangedState:
-    """The changes of the model on this rank since the caller's last confirmation.
-
-    Args:
-        model: the rank's model, with weights.
-        plan: plan of the model.
-        rank: number of the rank.
-    """
+    """The changes of the model on this rank since the caller's last confirmation."""
 
     def __init__(self, model: nn.Module, plan: ShardPlan, rank: int) -> None:
         self._model, self._plan = model, plan
@@ -167,7 +154,7 @@ class ChangedState:
         self.look_at_settings()
 
     def _quick(self) -> list[tuple[dict[str, Any], str, torch.Tensor, int]]:
-        """Return what a call of a stock model looks at: (table, name, tensor, version) of each buffer."""
+        """The first comparison of a call: (table, name, tensor, version) of each buffer."""
         return [(each.table, each.name, each.tensor, each.version) for each in self._buffers if each.version >= 0]
 
     def look_at_settings(self) -> None:
@@ -270,7 +257,7 @@ class ChangedState:
                     table[key[2]] = _ordinary(table[key[2]])
 
     def report(self, number: int) -> StateReport | None:
-        """Return the changes that the caller has not confirmed, for the request of a number; None without changes."""
+        """The changes that the caller has not confirmed, for the request of a number; None without changes."""
         if not self._unseen:
             return None
         return StateReport(number, {key: self._change(key, in_place) for key, in_place in self._unseen.items()})
@@ -282,7 +269,7 @@ class ChangedState:
             tensor = get_tensor(self._model, path, plan.is_buffer).detach()
             if not plan.is_replicated:
                 return Change(value=tensor)
-            return Change(_checksum(tensor), tensor if self._sends else None)
+            return Change(checksum(tensor), tensor if self._sends else None)
         if kind == "config":
             prefix, _, name = path.rpartition(".")
             part = next(part for each, part, _ in self._configs if each == f"{prefix}.")
@@ -303,7 +290,6 @@ class ChangedState:
         return change
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Set the rank's shards of tensors that calls have changed: storage name → shard."""
         names = self._plan.aliases()
         for storage, tensor in tensors.items():
             for name in names[storage]:
@@ -322,15 +308,12 @@ def _has_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 def _is_equal(now: Any, before: Any) -> bool:
-    """Return whether a value that code has set equals the value before."""
+    """Whether a value that code has set equals the value before."""
+    if now is before:
+        return isinstance(now, PLAIN)  # the code may also have changed another object inside
     if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
-        alike = now is not before and now.dtype == before.dtype and now.device == before.device
-        return alike and torch.equal(now, before)
-    return type(now) is type(before) and isinstance(now, _PLAIN) and bool(now == before)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return now.dtype == before.dtype and now.device == before.device and torch.equal(now, before)
+    return is_same(now, before)
 
 
 def _ordinary(value: Any) -> Any:

@@ -19,11 +19,7 @@ from parallelformers_ng.sharding.stored import StoredInParts
 
 
 def install(device: torch.device) -> None:
-    """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent.
-
-    Args:
-        device: device of the rank.
-    """
+    """Install the functions that serve a kind of device. Every model of the process uses them. Idempotent."""
     propose_after_prompt()
     if device.type == "cpu":
         sdpa.install()
@@ -39,12 +35,6 @@ def install(device: torch.device) -> None:
 
 
 def install_kernels(model: nn.Module, plan: ShardPlan, device: torch.device) -> None:
-    """Make the kernels for a kind of device compute the modules of a rank's model.
-
-    Args:
-        model: model of the rank, still whole; its tensors may still be missing.
-        plan: plan of the model.
-        device: device of the rank.
-    """
+    """Make kernels compute modules of a rank's model, which is still whole, and may lack its tensors."""
     kernels = installation if device.type == "cpu" else on_devices
     kernels.install(model, {layer.path for layer in plan.layers if layer.cls is StoredInParts})

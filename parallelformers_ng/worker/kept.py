@@ -28,10 +28,9 @@ class Kept:
     """The data that one rank keeps from its calls.
 
     Attributes:
-        steps: recorded decode steps (CUDA graphs), by kind of call: "call" for single calls, "rows" for batches.
-        batch: the batch of this rank; None before the first batch.
-        trial: decides whether Triton kernels compute recorded decode steps; None before the first recording, or without
-            Triton kernels.
+        steps: recorded decode steps (CUDA graphs): "call" for single calls, "rows" for batches.
+        trial: decides whether Triton kernels compute recorded steps; None before the first recording, or without
+            kernels.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,6 @@ class Kept:
             self.trial.mode = None
 
     def drop(self, model: nn.Module | None) -> None:
-        """Delete all kept data, when the rank drops its model."""
         if model is not None:
             self.let_go(model)
         self.batch = self.trial = None

@@ -14,7 +14,6 @@ class RankMemory:
     """The memory of the rank that runs in the calling process.
 
     Args:
-        device: device of the rank.
         name: name of the device, "cuda:0", "cpu:1", …; on CPU the number is the rank.
         shard_bytes: bytes of the rank's weights on its device, from the plan.
     """
@@ -25,30 +24,22 @@ class RankMemory:
         self._shard_bytes = shard_bytes
 
     def allocated(self) -> int:
-        """Return bytes of the rank's weights on CPU; on CUDA, all bytes that torch has allocated."""
+        """Bytes of the rank's weights on CPU; on CUDA, all bytes that torch has allocated."""
         return self._shard_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
 
     def reserved(self) -> int:
-        """Return bytes used by the process: its proportional set size (PSS) on CPU, torch's memory pool on CUDA.
-
-        Raises:
-            OSError: see `proportional_set_size`.
-        """
+        """Bytes used by the process: its proportional set size (PSS) on CPU, torch's memory pool on CUDA."""
         return proportional_set_size() if self._cuda is None else torch.cuda.memory_reserved(self._cuda)
 
     def line(self) -> str:
-        """Return the allocated bytes in the format of Parallelformers: `GPU:0 => 2.72GB`."""
+        """The allocated bytes in the format of Parallelformers: `GPU:0 => 2.72GB`."""
         kind, _, number = self._name.partition(":")
         count = self.allocated()
         size = f"{count / 1e9:.2f}GB" if count >= 10_000_000 else f"{count / 1e6:.2f}MB"
         return f"{kind.upper() if self._cuda is None else 'GPU'}:{number} => {size}"
 
     def table(self) -> str:
-        """Return a memory table: torch's own table on CUDA, a table of the same format on CPU.
-
-        Raises:
-            OSError: see `proportional_set_size`.
-        """
+        """A memory table: torch's own table on CUDA, a table of the same format on CPU."""
         own = self._cpu_table() if self._cuda is None else torch.cuda.memory_summary(self._cuda, abbreviated=True)
         return f"{own}\n{self.line()}\n"
 
@@ -71,25 +62,19 @@ class RankMemory:
 
 
 def proportional_set_size() -> int:
-    """Return the PSS of this process in bytes, from Linux's `/proc/PID/smaps_rollup`.
-
-    A shared page is divided by the number of processes that map the page, so sums over processes are right.
-
-    Raises:
-        OSError: the system has no such file, for example Linux before 4.14.
-    """
+    """PSS of this process in bytes: a shared page is divided by the number of processes that map it, so sums over
+    processes are right."""
     return _bytes_in("smaps_rollup", "Pss")
 
 
 def _bytes_in(file: str, key: str) -> int:
-    """Return bytes from a file in `/proc/self`. (The peak of `getrusage` would include the parent's peak.)"""
+    # The peak of `getrusage` would include the parent's peak.
     lines = Path(f"/proc/self/{file}").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def device_totals() -> str:
-    """Return a line for every NVIDIA device of the machine, with the memory that all processes use; "" without
-    devices."""
+    """A line for every NVIDIA device of the machine, with the memory that all processes use; "" without devices."""
     try:
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from parallelformers_ng.runtime import forks
 
+# The module that the forking process imports before it forks ranks of a model.
 IMPORTS = "parallelformers_ng.worker.imports"
-"""Name of the module that the forking process imports before it forks ranks of a model."""
 
 
 def warm_up() -> None:

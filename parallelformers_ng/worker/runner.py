@@ -72,22 +72,13 @@ class ModelRunner(RankWeights):
     constructor changes functions of torch and transformers in this process.
 
     Args:
-        rank: number of the rank.
-        world_size: number of ranks.
-        device: device of the rank.
-        communicator: connection to the other ranks.
         emit: function that sends the parent a value during a request; its attribute `sequence` is the request's number.
 
     Attributes:
-        world_size, communicator: the arguments of the same names.
         code: the caller's changes of code that this process has applied.
-        kept: data that the rank keeps from one call for later calls.
-        caches: caches of the rank, by number.
-        hooks: the caller's forward hooks; set by `build`.
         adapters: active adapters; None before the first call of a model with adapters.
         alike: whether the devices of all ranks compute and draw the same numbers.
         kernels: Triton kernels for recorded decode steps; None if no such kernels compute the model.
-        assistant: the latest assistant that the caller has passed to `generate`; empty before.
     """
 
     differences = staticmethod(differences)
@@ -120,15 +111,7 @@ class ModelRunner(RankWeights):
         self.kernels: StepKernels | None = None
 
     def build(self, skeleton: Skeleton) -> None:
-        """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here.
-
-        An earlier model is deleted first. The method seeds the generators of `random` and `numpy.random` with 0.
-
-        Raises:
-            ImportError, AttributeError: this process lacks a module, class or function of the model.
-            StartupError: the backend cannot connect the ranks of a stage.
-            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
-        """
+        """Build this rank's modules, still without weights. Errors that do not depend on weights are raised here."""
         self.drop()
         if skeleton.code is not None:
             self._take_code(skeleton.code)
@@ -168,16 +151,7 @@ class ModelRunner(RankWeights):
 
     def run(self, call: Call) -> Answer | StateReport | None:
         """Run a method of the model for the caller, with the caller's random state, configuration and adapters; ranks
-        other than rank 0 return only what calls have changed in the model.
-
-        Raises:
-            ParallelError: the model is in training mode and the ranks' devices are of different kinds, or `call.unsure`
-                is true and the results of the ranks differ.
-            RequestCancelledError, DivergedError: see `AgreedCriteria.check`.
-            CollectiveAbortedError: another rank failed, ended or came too late.
-            IndexError: a token id is outside its table.
-            Exception: an error of the method.
-        """
+        other than rank 0 return only what calls have changed in the model."""
         self._prepare(call)
         with self.state.during(self.emit.sequence, call.confirmed):
             answer = self._run(call)
@@ -238,18 +212,12 @@ class ModelRunner(RankWeights):
         )
 
     def changes_of_failed(self, number: int) -> Changes | None:
-        """Return what the call with this number, which raised an error, has changed in its arguments."""
+        """Changes by the call with this number, which raised an error, in its arguments."""
         (running, state), self._running = self._running, (0, None)
         return None if state is None or running != number else state.changes()
 
     def decode_rows(self, order: Round) -> News:
-        """Run one round of a batch, and return this rank's report; see `RankBatch.run`.
-
-        Raises:
-            CollectiveAbortedError, DivergedError: the exchange with the other ranks failed.
-            BatchingError: the model's caches or arguments cannot be batched.
-            Exception: an error of the forward pass.
-        """
+        """Run one round of a batch, and return this rank's report; see `RankBatch.run`."""
         self._prepare(Call("", "generate", (), {}, adapters=order.adapters))
         calls: dict[int, tuple[dict[str, Any], ObjectState] | Description] = {}
         for number, (data, outside, _) in order.joins.items():
@@ -271,7 +239,7 @@ class ModelRunner(RankWeights):
             return self.kept.batch.run(order, calls)
 
     def recorder(self) -> CudaRecorder | str:
-        """Return a recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
+        """A recorder of decode steps for this rank's device, or the reason why decode steps are not recorded."""
         if self.device.type != "cuda":
             return NO_DEVICE
         if not self.communicator.capturable:
@@ -303,7 +271,7 @@ class ModelRunner(RankWeights):
             yield lambda: captured.reason
 
     def _captured_steps(self, kind: str) -> CapturedSteps | str:
-        """Return the recordings for a kind of call ("call" or "rows"), or the reason why steps are not recorded."""
+        """Recordings for a kind of call ("call" or "rows"), or the reason why steps are not recorded."""
         if kind not in self.kept.steps:
             recorder = self.recorder()
             if isinstance(recorder, str):
@@ -316,7 +284,6 @@ class ModelRunner(RankWeights):
         return steps
 
     def forget_steps(self) -> None:
-        """Delete the recordings of steps, and free the memory of their caches."""
         self.kept.forget_steps()
 
     def _prepare(self, call: Call) -> None:
@@ -337,7 +304,6 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def _take_code(self, changes: CodeChanges) -> None:
-        """Apply the caller's changes of code to this process, from now on."""
         self.code.apply(changes, self.model)
         serve_stock_code(not self.code.of_step)
 
@@ -351,11 +317,10 @@ class ModelRunner(RankWeights):
         return self.caches.get(number, subcache)
 
     def _outgoing(self, part: Cache | OwnHeads, known: Container[int] = ()) -> Any:
-        """Return a part of an output for the caller: the handle of a cache, or all heads of attention weights."""
+        """The handle of a cache, or all heads of attention weights."""
         return gathered(part) if isinstance(part, OwnHeads) else self.caches.handle(handed_out(part), known)
 
     def _take_changes(self, call: Call) -> None:
-        """Set attributes of modules and configurations, and environment variables, to the caller's changed values."""
         for (path, name), value in call.attributes.items():
             put_attribute(self.model.get_submodule(path), name, value)
         for name, value in call.configs.items():
@@ -371,7 +336,7 @@ class ModelRunner(RankWeights):
             self.kept.let_go(self.model)
 
     def ping(self) -> list[int]:
-        """Return the numbers of all ranks, gathered with the communicator that decode steps also use."""
+        """Numbers of all ranks, gathered with the communicator that decode steps also use."""
         return self.communicator.all_gather(torch.tensor([self.rank], device=self.device)).tolist()
 
     def memory(self, what: str, name: str) -> Any:

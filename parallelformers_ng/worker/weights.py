@@ -34,21 +34,12 @@ from parallelformers_ng.worker.changed_state import ChangedState, StateReport
 class RankWeights:
     """The part of `ModelRunner` that loads, saves and exports weights.
 
-    Args:
-        rank: number of the rank.
-        device: device of the rank.
-        emit: function that sends the parent an event during a request.
-
     Attributes:
-        rank, device, emit: the arguments of the same names.
-        model: the rank's modules; None if the rank has no model.
-        generating: modules of the model that have a `generate`.
-        plan: plan of the model; None if the rank has no model.
         checkpoint: files of the weights that `load` takes; empty after `loaded`.
         aliases: storage name of a tensor → all names of the tensor.
         staging: buffer for copies to the device; None while no copy needs the buffer.
         moves: loads layers that are not always on the device; None if all layers stay on the device.
-        state: what calls have changed in the model; None before `loaded`.
+        state: changes of the model by calls; None before `loaded`.
     """
 
     moves: Moves | None = None
@@ -72,24 +63,16 @@ class RankWeights:
         self.moves = None
 
     def hold(self, model: nn.Module) -> None:
-        """Make `model` the model of this rank; its weights follow."""
         self.model = model
         self.generating = [module for module in model.modules() if isinstance(module, GenerationMixin)]
 
     def attach(self, fds: Sequence[FileDescriptor], checkpoint: Checkpoint) -> None:
-        """Take the weights in the parent's shared memory: a CPU rank maps the memory, a CUDA rank copies the weights.
-
-        A CUDA rank also maps weights that the plan places on disk.
-
-        The method closes the descriptors, also after an error.
+        """Take the weights in the parent's shared memory, which a CPU rank maps and a CUDA rank copies, except weights
+        on disk.
 
         Args:
-            fds: descriptors of the shared memory, see `map_shards`.
+            fds: descriptors of the shared memory, see `map_shards`; they are closed, also after an error.
             checkpoint: files with all other weights, which `load` takes.
-
-        Raises:
-            OSError: the system cannot map the memory.
-            torch.OutOfMemoryError: the device is too small.
         """
         assert self.plan is not None, "build comes before attach"
         self.checkpoint = checkpoint
@@ -106,17 +89,8 @@ class RankWeights:
             set_tensor(self.model, name, mapped[tensor.storage], tensor.is_buffer)
 
     def load(self, names: list[str]) -> None:
-        """Take this rank's part of stored tensors from the checkpoint's files.
-
-        A file is mapped if it has the part in the form that this rank needs; otherwise the part is copied.
-
-        Args:
-            names: storage names of the tensors.
-
-        Raises:
-            CheckpointError: a checkpoint file is damaged, missing on this host, or has changed.
-            torch.OutOfMemoryError: the device is too small.
-        """
+        """Take this rank's part of stored tensors from the checkpoint's files: mapped if a file has it in the form that
+        this rank needs, otherwise copied."""
         assert self.plan is not None
         pending = 0
         for stored in names:
@@ -149,12 +123,10 @@ class RankWeights:
         self.state.put({name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def state_changes(self) -> StateReport | None:
-        """Return what calls have changed in the model and the caller has not confirmed, also of a failed call."""
         report: StateReport | None = self.state.report(self.emit.sequence)
         return report
 
     def _move_layers(self) -> None:
-        """Set up `moves`: from now on, layers that are not on the device are loaded before they run."""
         layers: list[MovedLayer] = []
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         staging: Staging | None = None
@@ -171,22 +143,20 @@ class RankWeights:
         self.moves = Moves(layers) if layers else None
 
     def _streams(self, name: str) -> bool:
-        """Return whether a tensor is the weight of a `StreamingLinear`, whose rows need not be adjacent in memory."""
+        """Whether a tensor is the weight of a `StreamingLinear`, whose rows need not be adjacent in memory."""
         path, _, attribute = name.rpartition(".")
         return attribute == "weight" and isinstance(self.model.get_submodule(path), StreamingLinear)
 
     @property
     def _tiers(self) -> Tiers | None:
-        """The places of the layers' weights; None if all weights stay on the device."""
         return None if self.plan is None else self.plan.tiers
 
     def _place(self, stored: str) -> Place:
-        """Return the place of a tensor on this rank while its layer does not run."""
+        """Place of a tensor on this rank while its layer does not run."""
         return "device" if self._tiers is None else self._tiers.place(stored, self.rank)
 
     def _for_device(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Move a mapped tensor to its place on a CUDA rank: device, through a buffer of bounded size; pinned RAM, or
-        mapped file."""
+        # To the device through a buffer of bounded size, to page-locked RAM, or nowhere: a mapped file.
         place = self._place(stored)
         if place == "disk":
             return tensor
@@ -196,11 +166,8 @@ class RankWeights:
         return self.staging.to_device(tensor)
 
     def _read(self, stored: str, node: Node, shard: Shard) -> torch.Tensor:
-        """Return this rank's part of a stored tensor in its place: device, RAM, or mapped file.
-
-        On a CPU rank with offloaded layers, the parts of all other layers are copied, so that the system cannot take
-        their memory for offloaded layers.
-        """
+        # On a CPU rank with offloaded layers, the parts of all other layers are copied, so that the system cannot take
+        # their memory for offloaded layers.
         if self._place(stored) == "disk":
             return read_shard(node, shard, self.rank)
         if self.device.type == "cpu":
@@ -214,21 +181,7 @@ class RankWeights:
         return part
 
     def save(self, directory: str, names: list[str], limit: int) -> list[WrittenFile]:
-        """Write this rank's files of a sharded directory; see `write_rank`.
-
-        Rank 0 emits the number of written bytes after each tensor.
-
-        Args:
-            directory: folder of the files.
-            names: storage names of the tensors.
-            limit: maximum size of a file in bytes; a larger tensor gets a file of its own.
-
-        Returns:
-            The files that this rank has written.
-
-        Raises:
-            OSError: the disk is full, or the directory cannot be written to.
-        """
+        """Write this rank's files of a sharded directory, of at most `limit` bytes each; see `write_rank`."""
         assert self.plan is not None
         return write_rank(Path(directory), self.plan, names, self.rank, limit, self._own_part, self.emit)
 
@@ -236,11 +189,11 @@ class RankWeights:
         return get_tensor(self.model, tensor.name, tensor.is_buffer).detach()
 
     def export(self, names: list[str]) -> list[torch.Tensor]:
-        """Return this rank's part of each stored tensor in `names` (storage names), on CPU and still quantized."""
+        """This rank's part of each stored tensor in `names` (storage names), on CPU and still quantized."""
         assert self.plan is not None
         return [self._own_part(self.plan.tensors[name]).cpu() for name in names]
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in page-locked memory, from which copies to a device are asynchronous."""
+    """A copy in page-locked memory, from which copies to a device are asynchronous."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

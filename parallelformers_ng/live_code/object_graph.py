@@ -1,0 +1,152 @@
+"""Walks over the objects in a value, reads what each object contains, and compares contents with earlier contents."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import copyreg
+import enum
+import functools
+import operator
+import types
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LogitsProcessor, StoppingCriteria
+
+from parallelformers_ng.live_code.functions import contents_of, function_behind
+from parallelformers_ng.origins import is_known
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype, torch.device, torch.Size)
+PLAIN_TYPES = frozenset(PLAIN)
+CODE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, nn.Module)
+_OF_THE_USER = (
+    types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, LogitsProcessor,
+    StoppingCriteria,
+)  # fmt: skip
+"""Classes of libraries whose objects have the user's values as attributes."""
+_SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+
+
+def walk(roots: Iterable[Any], inside: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yield every object in some values once, except plain values, in an order that is the same in every process.
+
+    Args:
+        roots: the values.
+        inside: function that returns the values directly inside an object; it is called after the object was yielded.
+    """
+    seen, pending = dict[int, Any](), [*roots][::-1]
+    while pending:
+        value = pending.pop()
+        if type(value) not in PLAIN_TYPES and id(value) not in seen:
+            seen[id(value)] = value  # an id is unique only while the object lives
+            yield value
+            pending += [*inside(value)][::-1]
+
+
+def children_of(value: Any) -> Iterator[Any]:
+    """Yield the values directly inside a value. Classes, modules, tensors and arrays have none here."""
+    if isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif (function := function_behind(value)) is not None:
+        yield function
+    elif isinstance(value, types.FunctionType) and not is_known(value):
+        yield from (value.__defaults__, value.__kwdefaults__, *(value.__closure__ or ()))
+    elif isinstance(value, types.CellType):
+        yield from contents_of(value)
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from item
+    elif isinstance(value, _SEQUENCES):
+        yield from value
+    elif isinstance(value, np.random.Generator):
+        yield value.bit_generator
+    if not isinstance(value, type) and isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
+        yield wrapped
+    if attributes := attributes_of(value):
+        yield from (attributes[name] for name in sorted(attributes))
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Attributes of an object of the user: of the user's own class, or a namespace. None for any other value."""
+    if isinstance(value, (*CODE, torch.Tensor, enum.Enum)):
+        return None
+    return own_attributes(value) if isinstance(value, _OF_THE_USER) or not is_known(type(value)) else None
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """Attributes in an object's `__dict__`, which is the result itself for an object without slots, and in slots."""
+    attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # as pickle finds them
+    return {**(attributes or {}), **{n: getattr(value, n) for n in names if hasattr(value, n)}} if names else attributes
+
+
+def items_of(value: Any) -> Any:
+    """The present contents of a mutable object, apart from attributes; None for any other object.
+
+    A dictionary, list, set or deque is the result itself, so take a `snapshot`. Any other result is a value that is
+    different after the next change.
+    """
+    if isinstance(value, (dict, list, set, collections.deque)):
+        return value
+    if isinstance(value, types.CellType):
+        return contents_of(value)
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta" or value.is_inference():
+            return None
+        return value.shape, value._version, value.data_ptr() if value.layout is torch.strided else 0
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return tuple(value.flat)
+        return value.shape, zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    if isinstance(value, array.array):
+        return value.typecode, value.tobytes()
+    return bytes(value) if isinstance(value, bytearray) else None
+
+
+def snapshot(contents: Any) -> Any:
+    """Copy a result of `attributes_of` or `items_of`, for a later comparison: a dictionary, set, tuple or bytes."""
+    if isinstance(contents, dict):
+        return dict(contents.items())
+    if isinstance(contents, set):
+        return set(contents)
+    return tuple(contents) if isinstance(contents, (list, collections.deque)) else contents
+
+
+def values_in(contents: Any) -> Iterable[Any]:
+    """The objects in a snapshot."""
+    return contents.values() if isinstance(contents, dict) else contents if isinstance(contents, (tuple, set)) else ()
+
+
+def has_same(now: Any, before: Any) -> bool:
+    """Whether contents are those of an earlier snapshot: the same objects in the same order, or equal plain values."""
+    if isinstance(before, dict):
+        return len(now) == len(before) and _all_same(now, before) and _all_same(now.values(), before.values())
+    if isinstance(before, tuple):
+        return len(now) == len(before) and _all_same(now, before)
+    return bool(now == before)
+
+
+def _all_same(now: Iterable[Any], before: Iterable[Any]) -> bool:
+    # Another thread may change `now` while Python code runs, so that code gets a copy.
+    return all(map(operator.is_, now, before)) or all(map(is_same, [*now], before))
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two values are one object, or equal plain values, or tuples of such values."""
+    if now is before or type(now) is not type(before):
+        return now is before
+    if isinstance(now, PLAIN):
+        return bool(now == before)
+    return isinstance(now, tuple) and len(now) == len(before) and all(map(is_same, now, before))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

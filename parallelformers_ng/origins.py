@@ -1,0 +1,45 @@
+"""Tells the user's code from the code of libraries."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+CORE = frozenset({"parallelformers_ng", "torch", "transformers"})
+"""Packages that are the same on every rank, and libraries also if they are installed from a checkout."""
+KNOWN = CORE | sys.stdlib_module_names | {
+    "accelerate", "peft", "bitsandbytes", "torchao", "numpy", "einops", "huggingface_hub", "safetensors", "tokenizers",
+    "tqdm", "packaging", "filelock", "regex", "yaml", "PIL", "jinja2", "httpx", "requests", "triton", "scipy",
+    "sentencepiece", "kernels", "timm", "ray", "fsspec", "typing_extensions",
+}  # fmt: skip
+"""Packages that transformers and its models use."""
+
+
+def package_of(part: Any) -> str:
+    """Top-level package of a module, a class or a function; "" if `part` has no module name."""
+    name = part.__name__ if isinstance(part, types.ModuleType) else getattr(part, "__module__", None)
+    if isinstance(part, types.FunctionType):
+        name = part.__globals__.get("__name__", name)
+    return str(name or "").partition(".")[0]
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is a library's: of the standard library, or in `site-packages` and not editable."""
+    package = module.partition(".")[0]
+    if package in CORE or package in sys.stdlib_module_names:
+        return True
+    loaded = sys.modules.get(module) or sys.modules.get(package)
+    # An editable package is imported from its checkout. A namespace package has no file.
+    file = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", ())), "")
+    is_installed = "/site-packages/" in file or "/dist-packages/" in file
+    return is_installed and package != "__main__"  # the file of `__main__` may be a tool that runs the user's code
+
+
+def is_known(part: Any) -> bool:
+    """Whether a module, class or function is of a package whose computations the policies take into account.
+
+    A class of another library may compute anything. So stock code and the state of objects are judged by this function,
+    and the code of that library is still a library's: the contract freezes it.
+    """
+    return package_of(part) in KNOWN
