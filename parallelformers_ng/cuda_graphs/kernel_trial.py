@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -31,37 +31,25 @@ REPLAYS = 5
 _logger = logging.getLogger(__name__)
 
 
-class Kernels(Protocol):
-    """Kernels that can compute parts of a decode step instead of modules."""
-
-    def obstacle(self) -> str:
-        """Return the reason why no kernel can run on this rank; "" if no reason is known."""
-
-    def computing(self, mode: KernelMode) -> AbstractContextManager[None]:
-        """Compute decode steps in this context in a given way; forget earlier results of the two methods below."""
-
-    def are_served(self) -> bool:
-        """Return whether the kernels could compute all layers of the latest step; not for the mode "modules"."""
-
-    def difference(self) -> str:
-        """Describe the difference between kernels and modules in a context "both"; "" if they agree."""
-
-
 class KernelTrial:
     """The trial that decides whether one model's decode steps use kernels or modules.
+
+    Args:
+        kernels: `kernels.step_kernels.StepKernels`, of a room above this one.
 
     Attributes:
         mode: result of the trial, "modules" or "kernels", equal on all ranks; None before the trial.
     """
 
-    def __init__(self, kernels: Kernels, recorder: CudaRecorder, communicator: Communicator) -> None:
+    def __init__(self, kernels: Any, recorder: CudaRecorder, communicator: Communicator) -> None:
         self.mode: KernelMode | None = None
         self._kernels = kernels
         self._recorder = recorder
         self._communicator = communicator
 
     def computing(self) -> AbstractContextManager[None]:
-        return self._kernels.computing(self.mode or "modules")
+        context: AbstractContextManager[None] = self._kernels.computing(self.mode or "modules")
+        return context
 
     def decide(
         self, step: Callable[[], Any], snapshot: Callable[[], Sequence[tuple[Tensor, Tensor]]], counts: Sequence[Tensor]
@@ -103,7 +91,8 @@ class KernelTrial:
     def _differ(self, step: Callable[[], Any]) -> str:
         with self._kernels.computing("both"):
             self._recorder.warm_up(step)
-        return self._kernels.difference()
+        difference: str = self._kernels.difference()
+        return difference
 
     def _slower(self, step: Callable[[], Any], saved: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Tensor]) -> str:
         starts = [copy for tensor, copy in saved if any(tensor is count for count in counts)]

@@ -114,14 +114,14 @@ class StepArguments:
         self._constants: list[Any] = []
         for name, value in arguments.items():
             for key, item in value.items() if isinstance(value, dict) else ((None, value),):
+                constant = "cache" if item is cache else item
                 if isinstance(item, Tensor):
                     self.tensors.append(item)
                     self._names.append(name)
-                elif item is cache or item is None or isinstance(item, (bool, int, float, str)):
-                    item = "cache" if item is cache else item
-                else:
+                    constant = None
+                elif not isinstance(constant, (bool, int, float, str, type(None))):
                     raise Uncapturable(f"the argument {name} of a step is a {type(item).__name__}")
-                self._constants.append((name, key, None if isinstance(item, Tensor) else item))
+                self._constants.append((name, key, constant))
 
     @cached_property
     def can_be_padded(self) -> bool:

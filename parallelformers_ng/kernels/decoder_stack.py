@@ -47,9 +47,8 @@ class LayersAsOne(nn.ModuleList):
     """
 
     as_one = False
-    _view: Any = None
-    _guards: Sequence[Guard] = ()
-    _was_read = False  # a failed check whether layers can run as one is not repeated
+    # The view, also None, and its guards. A failed check whether layers can run as one is not repeated.
+    _known: tuple[Any, Sequence[Guard]] | None = None
 
     def __getitem__(self, index: Any) -> Any:
         if self.as_one and isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -67,17 +66,16 @@ class LayersAsOne(nn.ModuleList):
         compute all layers."""
         if any(layer.training for layer in self):
             return None
-        if not self._was_read or not all(guard.holds() for guard in self._guards):
-            self._view, self._guards = self._new_view()
-            self._was_read = True
-        return self._view
+        if self._known is None or not all(guard.holds() for guard in self._known[1]):
+            self._known = self._new_view()
+        return self._known[0]
 
     def _new_view(self) -> tuple[Any, Sequence[Guard]]:
         """Return a view, and the guards that say whether the view is still valid."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        self._view, self._guards, self._was_read = None, (), False
+        self._known = None
 
 
 class DecoderStack(LayersAsOne):

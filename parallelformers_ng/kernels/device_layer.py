@@ -80,15 +80,13 @@ class DeviceStep(NamedTuple):
             return None
         rows = hidden.shape[0]
         if not (
-            hidden.ndim == 3
-            and hidden.shape[1] == 1
+            hidden.shape[1:-1] == (1,)
             and hidden.is_contiguous()
             and hidden.dtype in _DTYPES
             and type(cache) is StaticCache
             and attention_mask.dtype is torch.bool
-            and attention_mask.ndim == 4
+            and attention_mask.shape[1:-1] == (1, 1)
             and attention_mask.shape[0] in (1, rows)
-            and attention_mask.shape[1:3] == (1, 1)
             and attention_mask.is_contiguous()
             and all(is_rotation(angles, (rows, 1, *angles.shape[2:]), hidden.dtype) for angles in position_embeddings)
             and all(angles.is_contiguous() for angles in position_embeddings)

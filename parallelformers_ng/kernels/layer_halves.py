@@ -199,6 +199,7 @@ class Step:
         arguments: addresses, strides and counts, in the order of the kernel's arguments.
     """
 
+    _spans: Tensor | None = None
     # A list, because a thread that reads a class attribute could get an old value that another thread has just freed.
     _latest: ClassVar[list[Step]] = []
 
@@ -235,8 +236,14 @@ class Step:
             config._attn_implementation == "sdpa"
             and is_usual()
             and all(is_rotation(rotation, (self.sequences, self.queries, width), dtype) for rotation in rotations)
-            and self._reads(mask, dtype, heads)
         )
+        # A causal mask, with or without padding on the left, becomes spans: hidden tokens then take no time and change
+        # no sum.
+        is_alone = self.queries == 1
+        if self.fits and not (mask is None and is_alone):
+            self._spans = spans_of(mask, self.sequences, self.queries)
+            fits_alone = is_alone and mask is not None and fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
+            self.fits = self._spans is not None or fits_alone
         if self.fits:
             cos, sin = rotations
             batches = (0 if angles.shape[0] == 1 else angles.stride(0) for angles in rotations)
@@ -246,15 +253,6 @@ class Step:
                 *mask_arguments(mask if self._spans is None else None), *spans,
                 self.queries, self.sequences * self.queries,
             )  # fmt: skip
-
-    def _reads(self, mask: Tensor | None, dtype: torch.dtype, heads: int) -> bool:
-        """Return whether the kernel can read a mask, and set `_spans`. A causal mask, with or without padding on the
-        left, becomes spans: hidden tokens then take no time and change no sum."""
-        is_alone = self.queries == 1
-        self._spans = None if mask is None and is_alone else spans_of(mask, self.sequences, self.queries)
-        if self._spans is not None or not is_alone:
-            return self._spans is not None
-        return mask is None or fits_mask(mask, dtype, self.sequences, heads, mask.shape[-1])
 
 
 def is_rotation(angles: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -130,10 +130,8 @@ def _packs(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     if mask is None or not _serves(query):
         return False
     batch, heads, *_ = query.shape
-    kv_heads = key.shape[1]
     return (
-        kv_heads > 0
-        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
+        heads == key.shape[1] * getattr(module, "num_key_value_groups", 1) > 0
         and key.shape[0] == batch
         and value.shape[:3] == key.shape[:3]
         and mask.ndim == 4

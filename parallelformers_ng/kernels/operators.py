@@ -201,11 +201,10 @@ def is_usual() -> bool:
 def fits_mask(mask: Tensor, dtype: torch.dtype, batch: int, heads: int, tokens: int) -> bool:
     """Return whether the kernel can read a mask: bool or added to scores, `[batch or 1, heads or 1, 1, tokens]`."""
     return (
-        mask.ndim == 4
-        and (mask.dtype is torch.bool or mask.dtype is dtype)
+        mask.shape[2:] == (1, tokens)
+        and mask.dtype in (torch.bool, dtype)
         and mask.shape[0] in (1, batch)
         and mask.shape[1] in (1, heads)
-        and mask.shape[2:] == (1, tokens)
         and mask.stride(3) == 1
     )
 
@@ -222,9 +221,9 @@ def spans_of(mask: Tensor | None, sequences: int, queries: int) -> Tensor | None
     """
     if mask is None:
         return torch.tensor([(b, 0, queries, b * queries, queries) for b in range(sequences)])
-    if mask.dtype is not torch.bool or mask.ndim != 4 or mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
+    if mask.dtype is not torch.bool or mask.shape[1:-1] != (1, queries) or mask.shape[0] not in (1, sequences):
         return None
-    if mask.shape[0] not in (1, sequences) or mask.shape[1:3] != (1, queries):
+    if mask.stride(3) != 1 or not 0 < queries <= mask.shape[3]:
         return None
     spans, batch = torch.empty(sequences, 5, dtype=torch.int64), 0 if mask.shape[0] == 1 else mask.stride(0)
     arguments = batch, mask.stride(2), sequences, queries, mask.shape[3], spans.data_ptr()

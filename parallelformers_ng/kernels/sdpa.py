@@ -58,14 +58,11 @@ def _fits_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     dtype = query.dtype
     return (
         dtype in KINDS
-        and key.dtype is dtype
-        and value.dtype is dtype
-        and key_batch == batch
-        and key_width == width
+        and key.dtype is value.dtype is dtype
+        and (key_batch, key_width) == (batch, width)
         and value.shape[:3] == key.shape[:3]
         and tokens > 0
-        and kv_heads > 0
-        and heads == kv_heads * getattr(module, "num_key_value_groups", 1)
+        and heads == kv_heads * getattr(module, "num_key_value_groups", 1) > 0
         and query.is_cpu
         and key.is_cpu
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
